@@ -1,0 +1,1 @@
+"""Model to graph: trace, clean-up, blocks, FLOPs and bytes."""

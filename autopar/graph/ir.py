@@ -1,0 +1,323 @@
+"""The graph: operators over named tensors, as plain data.
+
+A :class:`Graph` is what a traced model, one micro-batch of it, and one rank's part of that all
+are: the passes of autopar take a graph and give a graph. Operators stand in topological order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import TypeAlias
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor by the name of what makes it: an operator, an input, a parameter or a buffer.
+
+    ``index`` counts the outputs of an operator that has several.
+    """
+
+    name: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.name if self.index == 0 else f"{self.name}[{self.index}]"
+
+
+Argument: TypeAlias = (
+    "Ref | None | bool | int | float | str | torch.dtype | torch.device | torch.memory_format"
+    " | torch.layout | tuple[Argument, ...]"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype; ``requires_grad``: a gradient flows through this tensor in training."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One call: ``target`` as torch prints it (``aten.linear.default``) or ``autopar.NAME``.
+
+    Attributes:
+        name: unique in the graph; the name of its value in emitted code.
+        args: nested tuples of :data:`Argument`; tensors are :class:`Ref`.
+        outputs: one spec for each output.
+        module: path of the ``nn.Module`` that made the call (``model.layers.0.mlp``).
+        source: ``file.py:12`` of the user's code, or empty.
+    """
+
+    name: str
+    target: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    outputs: tuple[TensorSpec, ...]
+    module: str = ""
+    source: str = ""
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """Every tensor argument in order of appearance in ``args`` then ``kwargs``, repeats kept.
+
+        A rule's ``Strategy.inputs`` has one type for each of these.
+        """
+        return tuple(_refs((*self.args, *(value for _, value in self.kwargs))))
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The spec of the only (or first) output."""
+        return self.outputs[0]
+
+    def with_operands(self, refs: tuple[Ref, ...]) -> Op:
+        """The same call on other tensors, one for each of :attr:`operands`."""
+        rest = iter(refs)
+        args = tuple(map_refs(arg, lambda _: next(rest)) for arg in self.args)
+        kwargs = tuple((key, map_refs(value, lambda _: next(rest))) for key, value in self.kwargs)
+        return replace(self, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A tensor of the batch; ``batch_dim`` is the dim that counts samples, None if it has none."""
+
+    name: str
+    spec: TensorSpec
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The slice ``start:stop`` of dim ``dim`` of a model parameter."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A trained tensor, or a part of one where the model computes several projections from it.
+
+    Attributes:
+        name: unique in the graph, an identifier.
+        fqn: the model's name for it (``model.layers.0.mlp.up_proj.weight``).
+        aliases: further names of the same storage (tied weights).
+        spec: shape and dtype of this part.
+        part: None when this is the whole model parameter.
+    """
+
+    name: str
+    fqn: str
+    spec: TensorSpec
+    aliases: tuple[str, ...] = ()
+    part: Part | None = None
+
+    @property
+    def key(self) -> str:
+        """Unique and stable between plans: the name in checkpoints and in pins."""
+        return self.fqn if self.part is None else f"{self.fqn}[{self.part.start}:{self.part.stop}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A constant tensor of the model, or one made when constants were folded (``value`` set then)."""
+
+    name: str
+    fqn: str
+    spec: TensorSpec
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Operators ``start:stop`` of :attr:`Graph.ops`; blocks partition them in order.
+
+    Equal ``hash``: equal subgraphs (operators, literals, wiring, shapes), names aside. ``label``
+    is for people: the common module path (``model.layers.3``).
+    """
+
+    index: int
+    start: int
+    stop: int
+    hash: str
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the look-up index is cached on first use
+class Graph:
+    """A training step's forward pass, from a batch to a scalar loss.
+
+    Attributes:
+        name: of the model.
+        batch_size: samples in the shapes that stand in this graph.
+        prelude: operators that depend on inputs, buffers and constants alone: no parameter, no
+            gradient. Every stage and rank repeats them.
+        ops: the live operators.
+        blocks: partition of ``ops``.
+        loss: the scalar.
+        sums: values of the prelude that are partial over the batch: before the rest of the graph
+            runs they are summed over all micro-batches and data ranks (token counts). Whoever
+            reads such a Ref reads the total.
+        fingerprint: of the traced model; passes keep it.
+        notes: what a reader of the plan should know (opaque regions, operators without a rule).
+    """
+
+    name: str
+    batch_size: int
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    prelude: tuple[Op, ...]
+    ops: tuple[Op, ...]
+    blocks: tuple[Block, ...]
+    loss: Ref
+    sums: tuple[Ref, ...] = ()
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+
+    def spec(self, ref: Ref) -> TensorSpec:
+        """The spec of any tensor.
+
+        Raises:
+            KeyError: nothing of that name.
+        """
+        return self._index.specs[ref]
+
+    def producer(self, ref: Ref) -> Op | None:
+        """The operator that makes ``ref``; None for inputs, parameters and buffers."""
+        return self._index.producers.get(ref.name)
+
+    def parameter(self, name: str) -> Parameter:
+        return self._index.parameters[name]
+
+    def is_parameter(self, ref: Ref) -> bool:
+        return ref.name in self._index.parameters
+
+    def is_prelude(self, ref: Ref) -> bool:
+        """True for inputs, buffers and values of the prelude: what every rank can make by itself."""
+        return ref.name in self._index.free
+
+    def block_ops(self, block: Block) -> tuple[Op, ...]:
+        return self.ops[block.start : block.stop]
+
+    def block_of(self, op_name: str) -> int:
+        """Index of the block that holds a live operator."""
+        return self._index.block_of[op_name]
+
+    def block_parameters(self, block: Block) -> tuple[Parameter, ...]:
+        """Parameters read in the block, in order of first use."""
+        names = dict.fromkeys(r.name for op in self.block_ops(block) for r in op.operands if self.is_parameter(r))
+        return tuple(self.parameter(name) for name in names)
+
+    def block_inputs(self, block: Block) -> tuple[Ref, ...]:
+        """Live values of earlier blocks that this block reads, in order of first use."""
+        inside = {op.name for op in self.block_ops(block)}
+        refs = (r for op in self.block_ops(block) for r in op.operands)
+        return tuple(
+            dict.fromkeys(
+                r for r in refs if r.name not in inside and not self.is_parameter(r) and not self.is_prelude(r)
+            )
+        )
+
+    def block_prelude(self, block: Block) -> tuple[Ref, ...]:
+        """Inputs, buffers and prelude values that this block reads, in order of first use."""
+        refs = (r for op in self.block_ops(block) for r in op.operands)
+        return tuple(dict.fromkeys(r for r in refs if self.is_prelude(r)))
+
+    def block_outputs(self, block: Block) -> tuple[Ref, ...]:
+        """Values of this block that later blocks (or the caller, the loss) read, in order of making."""
+        return tuple(
+            ref
+            for op in self.block_ops(block)
+            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            if ref == self.loss or any(user >= block.stop for user in self._index.users.get(ref, ()))
+        )
+
+    def users(self, ref: Ref) -> tuple[int, ...]:
+        """Positions in ``ops`` of the live operators that read ``ref``, ascending."""
+        return self._index.users.get(ref, ())
+
+    def live_across(self, stop: int) -> tuple[Ref, ...]:
+        """Live values made before position ``stop`` of ``ops`` and read at or after it, in order of making.
+
+        What a stage that ends at ``stop`` sends to the next one; skip connections included.
+        """
+        return tuple(
+            ref
+            for op in self.ops[:stop]
+            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            if any(user >= stop for user in self.users(ref))
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.spec.numel for p in self.parameters)
+
+    @cached_property
+    def _index(self) -> _Index:
+        return _Index(self)
+
+
+class _Index:
+    """Look-ups over one graph, made once."""
+
+    __slots__ = ("block_of", "free", "parameters", "producers", "specs", "users")
+
+    def __init__(self, graph: Graph) -> None:
+        self.specs: dict[Ref, TensorSpec] = {}
+        leaves: tuple[Input | Parameter | Buffer, ...] = (*graph.inputs, *graph.parameters, *graph.buffers)
+        for leaf in leaves:
+            self.specs[Ref(leaf.name)] = leaf.spec
+        self.producers: dict[str, Op] = {}
+        for op in (*graph.prelude, *graph.ops):
+            self.producers[op.name] = op
+            for i, spec in enumerate(op.outputs):
+                self.specs[Ref(op.name, i)] = spec
+        self.parameters = {p.name: p for p in graph.parameters}
+        self.free = {leaf.name for leaf in leaves} - set(self.parameters) | {op.name for op in graph.prelude}
+        users: dict[Ref, list[int]] = {}
+        for position, op in enumerate(graph.ops):
+            for ref in dict.fromkeys(op.operands):
+                users.setdefault(ref, []).append(position)
+        self.users = {ref: tuple(positions) for ref, positions in users.items()}
+        self.block_of = {op.name: b.index for b in graph.blocks for op in graph.block_ops(b)}
+
+
+def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:
+    """``argument`` with every :class:`Ref` in it replaced, in order."""
+    if isinstance(argument, Ref):
+        return change(argument)
+    if isinstance(argument, tuple):
+        return tuple(map_refs(item, change) for item in argument)
+    return argument
+
+
+def digest(text: str) -> str:
+    """A short stable hash for blocks and fingerprints."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _refs(argument: Argument) -> Iterator[Ref]:
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from _refs(item)
