@@ -15,6 +15,11 @@ from typing import TypeAlias
 
 import torch
 
+from autopar.layout import Type
+
+Layout: TypeAlias = tuple[tuple[str, Type], ...]
+"""Types of one tensor by axis, in the order in which the axes were applied."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -63,6 +68,7 @@ class Op:
         outputs: one spec for each output.
         module: path of the ``nn.Module`` that made the call (``model.layers.0.mlp``).
         source: ``file.py:12`` of the user's code, or empty.
+        layouts: for each output the (axis, type) pairs of the axes applied so far; empty before any.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Op:
     outputs: tuple[TensorSpec, ...]
     module: str = ""
     source: str = ""
+    layouts: tuple[Layout, ...] = ()
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -122,6 +129,9 @@ class Parameter:
         aliases: further names of the same storage (tied weights).
         spec: shape and dtype of this part.
         part: None when this is the whole model parameter.
+        layout: at rest, I or S(d) on each axis applied so far; ``spec`` is then the local shape.
+        gradient_sum_axes: axes on which the gradient that backward leaves is a pending sum (the
+            parameter is I at rest and used as R): summed once a step, not once a micro-batch.
     """
 
     name: str
@@ -129,6 +139,8 @@ class Parameter:
     spec: TensorSpec
     aliases: tuple[str, ...] = ()
     part: Part | None = None
+    layout: Layout = ()
+    gradient_sum_axes: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

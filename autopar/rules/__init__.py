@@ -1,0 +1,1 @@
+"""Sharding rules: for each operator and mesh axis the typed ways to run it."""
