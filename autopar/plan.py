@@ -1,0 +1,222 @@
+"""The plan: what autopar produces. Plain data that prints, serialises, diffs and locks a run.
+
+Everything that the runtime must know stands here, predictions included; nothing points back to the
+search. ``autopar.plan_io`` reads and writes it, ``autopar.report`` draws it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.layout import Type
+from autopar.mesh import Mesh
+
+FORMAT_VERSION = 1
+
+Recompute = Literal["none", "full"]
+ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
+"""``none``: one stage; micro-batches are accumulated one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Which model a plan is for; ``fingerprint`` is that of its traced graph."""
+
+    name: str
+    fingerprint: str
+    num_parameters: int
+    flops_per_sample: float
+    """Forward and backward, without recompute."""
+    tokens_per_sample: int
+    """Elements of the first batch input of one sample, 1 if it is not a sequence of ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Which dtype is used where, by torch's names (``float32``, ``bfloat16``).
+
+    ``compute``: parameters at their use, activations. ``storage``: parameters at rest, optimizer
+    states. ``reduce``: gradient sums.
+    """
+
+    name: str = "fp32"
+    compute: str = "float32"
+    storage: str = "float32"
+    reduce: str = "float32"
+
+
+FP32 = Precision()
+BF16 = Precision(name="bf16", compute="bfloat16", storage="float32", reduce="float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisTyping:
+    """The typing of one class of blocks on one axis (``batch`` or ``tp``).
+
+    ``strategies``: the name of the chosen strategy for each operator of the block, in order.
+    ``parameters``: the type at rest of each of ``Graph.block_parameters``, in order.
+    """
+
+    axis: str
+    strategies: tuple[str, ...]
+    parameters: tuple[Type, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """How blocks of one hash are laid out; two layouts may share a hash (first and last block)."""
+
+    block_hash: str
+    typings: tuple[AxisTyping, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """One block: ``layout`` counts in ``Plan.layouts``."""
+
+    index: int
+    label: str
+    layout: int
+    recompute: Recompute = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """Blocks ``start:stop`` run as one (virtual) pipeline stage on pipeline rank ``pp_rank``."""
+
+    index: int
+    start: int
+    stop: int
+    pp_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Predicted bytes of the largest rank of one pipeline rank, at the peak."""
+
+    pp_rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    transient: int
+    reserved: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.reserved
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the step time goes, in seconds on the critical pipeline rank; the parts add up to the step."""
+
+    compute_s: float
+    recompute_s: float
+    tensor_parallel_s: float
+    data_parallel_s: float
+    """Exposed part alone."""
+    pipeline_s: float
+    """Exposed sends."""
+    bubble_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.compute_s
+            + self.recompute_s
+            + self.tensor_parallel_s
+            + self.data_parallel_s
+            + self.pipeline_s
+            + self.bubble_s
+            + self.optimizer_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model says of the plan; ``interval`` bounds the step time."""
+
+    step_time_s: float
+    step_time_interval_s: tuple[float, float]
+    peak_memory_bytes: int
+    memory_limit_bytes: int
+    mfu: float
+    tokens_per_s: float
+    breakdown: Breakdown
+    memory: tuple[Memory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRecord:
+    """How the plan was found. ``lower_bound_s``: no plan in the space is faster by the same cost model."""
+
+    wall_time_s: float
+    candidates: int
+    evaluated: int
+    lower_bound_s: float
+    gap: float
+    reasons: tuple[str, ...] = ()
+    """Sentences: why this plan and not its neighbours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way to train one model on one cluster.
+
+    Attributes:
+        model: what it is for.
+        cluster: as given (``h100-sxm5-80gb:4x8``); ``world_size`` must equal the mesh's.
+        mesh: degrees of the axes.
+        global_batch_size: samples of one optimizer step, over all ranks and micro-batches.
+        micro_batch_size: samples one data rank takes through the model at once.
+        schedule, virtual_stages: of the pipeline; stages = pp * virtual_stages.
+        zero_stage: 0 to 3, over ``dp_shard`` (0 means ``dp_shard == 1``).
+        optimizer: its name for memory and time (``adamw``, ``sgd``, ``momentum``).
+        prelude: strategy names of the prelude operators on axis ``batch``.
+        layouts, blocks, stages: see there; blocks in order, stages in order of the model.
+        pins: as the user wrote them.
+        notes: what a reader should know (replicated operators, opaque regions).
+    """
+
+    model: ModelInfo
+    cluster: str
+    mesh: Mesh
+    global_batch_size: int
+    micro_batch_size: int
+    schedule: ScheduleName
+    virtual_stages: int
+    zero_stage: int
+    precision: Precision
+    optimizer: str
+    prelude: tuple[str, ...]
+    layouts: tuple[BlockLayout, ...]
+    blocks: tuple[BlockPlan, ...]
+    stages: tuple[StagePlan, ...]
+    predicted: Prediction
+    search: SearchRecord
+    pins: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    version: int = FORMAT_VERSION
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step on each data rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.mesh.data)
+
+    @property
+    def recompute(self) -> str:
+        """``none``, ``full``, or the share of blocks (``full 12/32``)."""
+        full = sum(block.recompute == "full" for block in self.blocks)
+        if full in (0, len(self.blocks)):
+            return "full" if full else "none"
+        return f"full {full}/{len(self.blocks)}"
+
+    def __str__(self) -> str:
+        from autopar.report.text import render_plan  # the one place where data looks up to its picture
+
+        return render_plan(self)
