@@ -56,11 +56,14 @@ class AxisTyping:
 
     ``strategies``: the name of the chosen strategy for each operator of the block, in order.
     ``parameters``: the type at rest of each of ``Graph.block_parameters``, in order.
+    ``parameter_names``: for people, names of these parameters relative to the block's label
+    (``mlp.up_proj.weight``); empty or as many as ``parameters``.
     """
 
     axis: str
     strategies: tuple[str, ...]
     parameters: tuple[Type, ...]
+    parameter_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,8 @@ class Prediction:
     tokens_per_s: float
     breakdown: Breakdown
     memory: tuple[Memory, ...]
+    stage_times: tuple[tuple[float, float], ...] = ()
+    """For each stage the seconds of one micro-batch's forward and backward (recompute included); may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
