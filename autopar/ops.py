@@ -1,0 +1,277 @@
+"""What emitted code calls: typed collectives over a mesh axis by name, and a few functions of our own.
+
+The collectives are those of ``spmd-types``: each is a pair of a forward and the backward that the
+types ask for (see layout.py). An axis is a name, looked up in the mesh that
+``spmd_types.set_current_mesh(device_mesh)`` set on the calling thread; the process group is found
+in the forward pass, so that backward runs on any thread. Whoever recomputes a block in backward
+sets the mesh again around it. Tensors without gradient, integers and booleans pass as well.
+
+Shapes: collectives keep every dim except the one they name; x is one rank's tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
+import spmd_types
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own custom
+from spmd_types._mesh import _pg_for_axis  # the only look-up of a name's group in spmd-types 0.3
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import RuleError
+
+Salt = int | tuple[int, ...]
+"""Tells the random operators of a program apart."""
+
+_HOMES = ("autopar.ops", "autopar.sharded_ops")
+_MASK64 = (1 << 64) - 1
+
+
+@cache
+def resolve(target: str) -> Callable[..., Any]:
+    """The function that a graph's target names: ``aten.linear.default`` or ``autopar.NAME``.
+
+    Raises:
+        RuleError: nothing of that name exists in this torch or this autopar.
+    """
+    namespace, _, rest = target.partition(".")
+    found: Any = None
+    if namespace == "autopar":
+        homes = (import_module(home) for home in _HOMES if home == __name__ or _exists(home))
+        found = next((getattr(home, rest) for home in homes if hasattr(home, rest)), None)
+    elif rest:
+        found = getattr(torch.ops, namespace)
+        for part in rest.split("."):
+            found = getattr(found, part, None)
+    if found is None:
+        raise RuleError("every operator of a graph exists in torch or in autopar", value=target)
+    return cast("Callable[..., Any]", found)
+
+
+def _exists(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+# --- collectives ---------------------------------------------------------------------------------
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity; its gradient is laid out densely, which collectives ask of what they send."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+spmd_types.register_local_autograd_function(_ContiguousGradient)
+
+
+def group(axis: str) -> dist.ProcessGroup:
+    """This rank's process group on a mesh axis.
+
+    Raises:
+        RuntimeError: no mesh is set on this thread, or it has no such axis.
+    """
+    return _pg_for_axis(axis)
+
+
+def all_reduce(x: Tensor, axis: str, to: str) -> Tensor:
+    """P to ``to`` (``I`` or ``R``): the sum over the axis. Backward: nothing for I, an all-reduce for R."""
+    y = spmd_types.all_reduce(
+        _dense(x), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x)
+    )
+    return _dense_gradient(y) if to == "R" else y
+
+
+def all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
+    """S(dim) to ``to`` (``I`` or ``R``): the parts in rank order. Backward: the own slice for I, a reduce-scatter for R."""
+    flat = x.view(torch.uint8) if x.dtype == torch.bool else x
+    y = spmd_types.all_gather(
+        flat, group(axis), src=spmd_types.S(dim), dst=_TYPES[to], backward_options=_backward(x)
+    )
+    return y.view(torch.bool) if x.dtype == torch.bool else y
+
+
+def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
+    """P to S(dim): this rank's part of the sum. Backward: an all-gather."""
+    return spmd_types.reduce_scatter(
+        x, group(axis), src=spmd_types.P, dst=spmd_types.S(dim), backward_options=_backward(x)
+    )
+
+
+def all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tensor:
+    """S(gathered_dim) to S(split_dim). Backward: the reverse."""
+    return spmd_types.all_to_all(
+        x,
+        group(axis),
+        src=spmd_types.S(gathered_dim),
+        dst=spmd_types.S(split_dim),
+        backward_options=_backward(x),
+    )
+
+
+def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
+    """``source`` (``I`` or ``R``) to S(dim): this rank's slice. Backward: an all-gather for I, zeros around it for R."""
+    pg = group(axis)
+    size = dist.get_world_size(pg)
+    if x.shape[dim] % size:
+        raise RuleError("a split dim divides by the axis", value=f"{x.shape[dim]} over {axis}={size}")
+    return spmd_types.shard(
+        x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x)
+    )
+
+
+def keep_on_first(x: Tensor, axis: str, source: str) -> Tensor:
+    """``source`` (``I`` or ``R``) to P: the tensor on the axis' first rank, zeros on the others."""
+    return spmd_types.convert(
+        x, group(axis), src=_TYPES[source], dst=spmd_types.P, expert_mode=True, backward_options=_backward(x)
+    )
+
+
+def invariant_to_replicate(x: Tensor, axis: str) -> Tensor:
+    """I to R: the same tensor. Backward: an all-reduce of the pending sum."""
+    return _dense_gradient(
+        spmd_types.invariant_to_replicate(x, group(axis), backward_options=_backward(x))
+    )
+
+
+_TYPES = {"I": spmd_types.I, "R": spmd_types.R}
+
+
+def _backward(x: Tensor) -> dict[str, torch.dtype] | None:
+    """Gradients are summed in the dtype in which they arrive; spmd-types wants that said."""
+    return {"op_dtype": x.dtype} if x.requires_grad else None
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _dense_gradient(x: Tensor) -> Tensor:
+    return cast("Tensor", _ContiguousGradient.apply(x)) if x.requires_grad else x  # type: ignore[no-untyped-call]
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter. Its gradient is stored as it comes: pending sums stay pending."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local(grad_placements=parameter.placements)
+    return parameter
+
+
+# --- operators of autopar on one device ----------------------------------------------------------
+
+
+def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight + bias``: x [..., in], weight [in, out], bias [out]; the result is [..., out]."""
+    return F.linear(x, weight.t(), bias)
+
+
+def cross_entropy_sum(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids."""
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+
+
+# --- random operators ----------------------------------------------------------------------------
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps the mask, one byte an element, for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        mask = torch.empty_like(x, dtype=torch.bool)
+        if p >= 1.0:
+            mask.zero_()
+        else:
+            mask.bernoulli_(1.0 - p, generator=_generator(x.device, seed))
+        ctx.scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
+        ctx.save_for_backward(mask)
+        return torch.where(mask, x * ctx.scale, x.new_zeros(()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return gradients[0] * mask * ctx.scale, None, None
+
+
+spmd_types.register_local_autograd_function(_Dropout)
+
+
+def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[str] = ()) -> Tensor:
+    """Zeroes elements with probability ``p`` and scales the rest by 1 / (1 - p).
+
+    The random stream is a function of ``seed`` (of a step and micro-batch), ``salt`` (of the
+    operator) and this rank's coordinate on ``axes`` (those on which ``x`` is split): ranks that
+    hold the same data drop the same elements, shards differ, and a recomputation repeats itself.
+    """
+    if p == 0.0:
+        return x
+    return cast("Tensor", _Dropout.apply(x, p, stream_seed(salt, seed, axes)))  # type: ignore[no-untyped-call]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    salt: Salt = 0,
+    seed: int = 0,
+    axes: Sequence[str] = (),
+) -> Tensor:
+    """``scaled_dot_product_attention`` whose dropout draws from the stream that :func:`dropout` describes."""
+    devices = [query.device] if query.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, device_type="cuda"):
+        torch.manual_seed(stream_seed(salt, seed, axes))
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def stream_seed(salt: Salt, seed: int, axes: Sequence[str]) -> int:
+    """A seed in [0, 2**63) that differs, as good as surely, for different arguments and coordinates."""
+    words = (seed, *((salt,) if isinstance(salt, int) else salt), *(dist.get_rank(group(a)) for a in axes))
+    state = 0x9E3779B97F4A7C15
+    for word in words:  # splitmix64's finaliser, once for each word
+        state = (state + (word & _MASK64) * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state >> 1
+
+
+def _generator(device: torch.device, seed: int) -> torch.Generator | None:
+    if device.type == "meta":
+        return None
+    generator = torch.Generator(device)
+    generator.manual_seed(seed)
+    return generator
