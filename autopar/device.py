@@ -1,0 +1,364 @@
+"""Devices, links and collective libraries as plain data, read from profiles.
+
+Every number is in SI units (bytes, seconds, FLOP/s) and every group of numbers names its provenance. The TOML files in
+``profiles/``, the dictionaries of :meth:`Device.to_dict` and the cluster files share one schema (``profiles/README.md``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autopar.errors import UsageError
+from autopar.table import Table, closest
+
+Kind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One point of an efficiency curve: the smallest of a matmul's m, n, k, and the fraction of the ceiling it reaches."""
+
+    smallest_dim: int
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulRate:
+    """How fast one dtype multiplies matrices.
+
+    Attributes:
+        dtype: torch's name without ``torch.``.
+        ceiling_flops_per_s: the most that a large matmul was measured to reach.
+        datasheet_flops_per_s: the published dense peak; what MFU divides by. Equal to the ceiling where none is published.
+        curve: points by rising ``smallest_dim``; interpolated in log space, constant outside.
+        calibrated: whether the curve was measured.
+    """
+
+    dtype: str
+    ceiling_flops_per_s: float
+    datasheet_flops_per_s: float
+    curve: tuple[CurvePoint, ...]
+    calibrated: bool
+    provenance: str
+
+    def efficiency(self, smallest_dim: int) -> float:
+        """The fraction of the ceiling that a matmul with this smallest dim reaches.
+
+        >>> points = (CurvePoint(smallest_dim=1, efficiency=0.25), CurvePoint(smallest_dim=64, efficiency=1.0))
+        >>> rate = MatmulRate(dtype="float32", ceiling_flops_per_s=1e11, datasheet_flops_per_s=1e11, curve=points,
+        ...                   calibrated=True, provenance="example")
+        >>> rate.efficiency(1), rate.efficiency(8), rate.efficiency(4096)
+        (0.25, 0.5, 1.0)
+        """
+        before = self.curve[0]
+        for point in self.curve:
+            if smallest_dim <= point.smallest_dim:
+                if point.smallest_dim == before.smallest_dim:
+                    return point.efficiency
+                span = math.log(point.smallest_dim / before.smallest_dim)
+                share = math.log(max(smallest_dim, before.smallest_dim) / before.smallest_dim) / span
+                return float(before.efficiency ** (1 - share) * point.efficiency**share)
+            before = point
+        return before.efficiency
+
+    def flops_per_s(self, smallest_dim: int) -> float:
+        """The rate that a matmul with this smallest dim reaches."""
+        return self.ceiling_flops_per_s * self.efficiency(smallest_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Device memory that no tensor of the program can have: a context, a library's buffers."""
+
+    name: str
+    num_bytes: int
+    provenance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One rank's device.
+
+    Attributes:
+        memory_bytes: what the framework can address in all, reserves included.
+        memory_bandwidth_bytes_per_s: read plus write, as a large copy reaches it.
+        launch_s: host and device overhead of one operator.
+        fragmentation: fraction of the tensors' bytes that the allocator adds on top.
+        provenance: by topic (``memory``, ``bandwidth``, ``launch``, ``fragmentation``).
+    """
+
+    name: str
+    kind: Kind
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    matmul: tuple[MatmulRate, ...]
+    launch_s: float
+    reserves: tuple[Reserve, ...]
+    fragmentation: float
+    provenance: tuple[tuple[str, str], ...]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The sum of the reserves."""
+        return sum(reserve.num_bytes for reserve in self.reserves)
+
+    def rate(self, dtype: str) -> MatmulRate:
+        """The matmul rate of ``dtype`` (``"bfloat16"``).
+
+        Raises:
+            UsageError: the profile has no number for this dtype.
+        """
+        for rate in self.matmul:
+            if rate.dtype == dtype:
+                return rate
+        known = [rate.dtype for rate in self.matmul]
+        raise UsageError(
+            "the device's profile gives a matmul rate for every dtype that is computed in",
+            value=dtype,
+            place=f"device '{self.name}'",
+            remedy=closest(dtype, known),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile's ``[device]`` table, as plain data."""
+        notes = dict(self.provenance)
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
+            "bandwidth": {
+                "bytes_per_s": self.memory_bandwidth_bytes_per_s,
+                "provenance": notes["bandwidth"],
+            },
+            "launch": {"time_s": self.launch_s, "provenance": notes["launch"]},
+            "fragmentation": {"fraction": self.fragmentation, "provenance": notes["fragmentation"]},
+            "reserve": [{"name": r.name, "num_bytes": r.num_bytes, "provenance": r.provenance} for r in self.reserves],
+            "matmul": {
+                rate.dtype: {
+                    "ceiling_flops_per_s": rate.ceiling_flops_per_s,
+                    "datasheet_flops_per_s": rate.datasheet_flops_per_s,
+                    "calibrated": rate.calibrated,
+                    "curve": [
+                        {"smallest_dim": point.smallest_dim, "efficiency": point.efficiency} for point in rate.curve
+                    ],
+                    "provenance": rate.provenance,
+                }
+                for rate in self.matmul
+            },
+        }
+
+    @classmethod
+    def from_table(cls, table: Table) -> Device:
+        """Read what :meth:`to_dict` gives.
+
+        Raises:
+            UsageError: a key is missing, unknown or has a wrong value; names file, line and key.
+        """
+        kind = table.text("kind")
+        if kind not in ("cpu", "cuda"):
+            raise table.fault("kind", "the kind is 'cpu' or 'cuda'", value=repr(kind))
+        parts = {topic: table.table(topic) for topic in ("memory", "bandwidth", "launch", "fragmentation")}
+        matmul = table.table("matmul")
+        device = cls(
+            name=table.text("name"),
+            kind="cpu" if kind == "cpu" else "cuda",
+            memory_bytes=parts["memory"].integer("num_bytes"),
+            memory_bandwidth_bytes_per_s=parts["bandwidth"].number("bytes_per_s"),
+            launch_s=parts["launch"].number("time_s", positive=False),
+            fragmentation=parts["fragmentation"].number("fraction", positive=False),
+            reserves=tuple(_reserve(item) for item in table.tables("reserve")),
+            matmul=tuple(_rate(dtype, matmul.table(dtype)) for dtype in matmul.names()),
+            provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
+        )
+        for part in parts.values():
+            part.finish()
+        table.finish()
+        return device
+
+
+def _reserve(table: Table) -> Reserve:
+    reserve = Reserve(
+        name=table.text("name"),
+        num_bytes=table.integer("num_bytes", positive=False),
+        provenance=table.text("provenance"),
+    )
+    table.finish()
+    return reserve
+
+
+def _rate(dtype: str, table: Table) -> MatmulRate:
+    ceiling = table.number("ceiling_flops_per_s")
+    curve = []
+    for item in table.tables("curve"):
+        curve.append(CurvePoint(smallest_dim=item.integer("smallest_dim"), efficiency=item.number("efficiency")))
+        if not 0 < curve[-1].efficiency <= 1:
+            raise item.fault("efficiency", "an efficiency is at most 1", value=curve[-1].efficiency)
+        item.finish()
+    sizes = [point.smallest_dim for point in curve]
+    if not sizes or sizes != sorted(set(sizes)):
+        raise table.fault("curve", "the curve has points by rising smallest_dim", value=sizes or "none")
+    rate = MatmulRate(
+        dtype=dtype,
+        ceiling_flops_per_s=ceiling,
+        datasheet_flops_per_s=table.number("datasheet_flops_per_s", ceiling),
+        curve=tuple(curve),
+        calibrated=table.flag("calibrated"),
+        provenance=table.text("provenance"),
+    )
+    table.finish()
+    return rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A kind of connection, one direction: between the devices of a node, one network card, or a switch's uplink.
+
+    Attributes:
+        bandwidth_bytes_per_s: the bus bandwidth that large messages were measured to reach.
+        latency_s: one-way delay of a small message, as the transport gives it to the collective library.
+        half_bandwidth_bytes: message size at which half of the bandwidth is reached; 0 where not measured.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    half_bandwidth_bytes: float = 0.0
+    provenance: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The link as plain data."""
+        return {
+            "name": self.name,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "latency_s": self.latency_s,
+            "half_bandwidth_bytes": self.half_bandwidth_bytes,
+            "provenance": self.provenance,
+        }
+
+    @classmethod
+    def from_table(cls, table: Table) -> Link:
+        """Read what :meth:`to_dict` gives."""
+        link = cls(
+            name=table.text("name"),
+            bandwidth_bytes_per_s=table.number("bandwidth_bytes_per_s"),
+            latency_s=table.number("latency_s", positive=False),
+            half_bandwidth_bytes=table.number("half_bandwidth_bytes", 0.0, positive=False),
+            provenance=table.text("provenance"),
+        )
+        table.finish()
+        return link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One way in which a library carries out collectives, and its latency.
+
+    A step inside a node costs ``intra_step_s + delays_per_step * link.latency_s``, a step between nodes
+    ``inter_step_s + delays_per_step * nic.latency_s``; the whole adds ``base_s + base_delays * latency_s``. How many
+    steps there are follows from ``name`` (``ring``, ``tree``, ``nvls``) and the collective.
+
+    Attributes:
+        protocol: the library's name for how it moves data (``LL``, ``LL128``, ``Simple``).
+        bandwidth_fraction: what the protocol leaves of the link's bandwidth.
+        collectives: which ones it serves; empty for all.
+    """
+
+    name: str
+    protocol: str
+    base_s: float
+    intra_step_s: float
+    inter_step_s: float
+    base_delays: float
+    delays_per_step: float
+    bandwidth_fraction: float
+    collectives: tuple[str, ...]
+    provenance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchBandwidth:
+    """Bus bandwidth of in-switch reduction (NVLS) by the number of devices, for one kind of link."""
+
+    link: str
+    collective: str
+    num_devices: int
+    bandwidth_bytes_per_s: float
+    provenance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveLibrary:
+    """A collective library (``nccl``, ``gloo``): its algorithms, and which collectives it builds from others.
+
+    Attributes:
+        implemented_as: (collective, collective): the first costs what the second costs.
+    """
+
+    name: str
+    algorithms: tuple[Algorithm, ...]
+    switch_bandwidths: tuple[SwitchBandwidth, ...]
+    implemented_as: tuple[tuple[str, str], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The library as plain data."""
+        return {
+            "name": self.name,
+            "implemented_as": dict(self.implemented_as),
+            "algorithm": [
+                {key: _plain(getattr(item, key)) for key in item.__dataclass_fields__} for item in self.algorithms
+            ],
+            "switch_bandwidth": [
+                {key: getattr(item, key) for key in item.__dataclass_fields__} for item in self.switch_bandwidths
+            ],
+        }
+
+    @classmethod
+    def from_table(cls, table: Table) -> CollectiveLibrary:
+        """Read what :meth:`to_dict` gives; numbers left out of an algorithm are zero, its fraction is one."""
+        implemented = table.table("implemented_as") if table.has("implemented_as") else None
+        library = cls(
+            name=table.text("name"),
+            algorithms=tuple(_algorithm(item) for item in table.tables("algorithm")),
+            switch_bandwidths=tuple(_switch_bandwidth(item) for item in table.tables("switch_bandwidth")),
+            implemented_as=tuple((key, implemented.text(key)) for key in implemented.names()) if implemented else (),
+        )
+        table.finish()
+        return library
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _algorithm(table: Table) -> Algorithm:
+    collectives = table.raw("collectives") if table.has("collectives") else []
+    if not isinstance(collectives, list | tuple) or not all(isinstance(name, str) for name in collectives):
+        raise table.fault("collectives", "the value is an array of strings", value=repr(collectives))
+    algorithm = Algorithm(
+        name=table.text("name"),
+        protocol=table.text("protocol", ""),
+        base_s=table.number("base_s", 0.0, positive=False),
+        intra_step_s=table.number("intra_step_s", 0.0, positive=False),
+        inter_step_s=table.number("inter_step_s", 0.0, positive=False),
+        base_delays=table.number("base_delays", 0.0, positive=False),
+        delays_per_step=table.number("delays_per_step", 0.0, positive=False),
+        bandwidth_fraction=table.number("bandwidth_fraction", 1.0),
+        collectives=tuple(collectives),
+        provenance=table.text("provenance"),
+    )
+    table.finish()
+    return algorithm
+
+
+def _switch_bandwidth(table: Table) -> SwitchBandwidth:
+    bandwidth = SwitchBandwidth(
+        link=table.text("link"),
+        collective=table.text("collective"),
+        num_devices=table.integer("num_devices"),
+        bandwidth_bytes_per_s=table.number("bandwidth_bytes_per_s"),
+        provenance=table.text("provenance"),
+    )
+    table.finish()
+    return bandwidth

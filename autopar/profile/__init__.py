@@ -1,0 +1,1 @@
+"""Profiles: reading the shipped ones, measuring this machine, storing what was measured."""

@@ -1,0 +1,197 @@
+"""Measures this machine in a few seconds and keeps the result as a profile file in the user's cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.profile.store import MachineProfile, known_devices, load_library, load_profile, profile_from_table
+from autopar.table import Table
+
+TIMEOUT_S = 120.0
+_CACHE_VERSION = 1
+
+
+def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
+    """See :meth:`autopar.cluster.Cluster.detect`.
+
+    Raises:
+        AutoparError: the measuring processes failed or took longer than ``TIMEOUT_S``.
+    """
+    ranks = num_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
+    profile = machine_profile(cache_dir=cache_dir, refresh=refresh)
+    return Cluster(name="local", groups=(profile.group(1, ranks),), library=load_library(profile.library))
+
+
+def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> MachineProfile:
+    """The profile of this machine: kept, or measured now; a GPU that has a shipped profile is not measured."""
+    shipped = shipped_profile_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if shipped is not None:
+        return load_profile(shipped)
+    folder = cache_dir or Path.home() / ".cache" / "autopar"
+    path = folder / f"machine-{fingerprint()}.toml"
+    if refresh or not path.is_file():
+        _write(path, profile_dict(_measure()))
+    return profile_from_table(Table.load(path))
+
+
+def shipped_profile_name(device_name: str) -> str | None:
+    """The shipped profile of a GPU by the name that its driver gives.
+
+    >>> shipped_profile_name("NVIDIA H100 80GB HBM3"), shipped_profile_name("NVIDIA A100-SXM4-40GB")
+    ('h100-sxm5-80gb', 'a100-sxm4-40gb')
+    >>> shipped_profile_name("NVIDIA H100 PCIe") is None
+    True
+    """
+    patterns = {
+        "h100-sxm5-80gb": ("H100", "80GB HBM3"),
+        "h200-sxm-141gb": ("H200",),
+        "a100-sxm4-80gb": ("A100-SXM4-80GB",),
+        "a100-sxm4-40gb": ("A100-SXM4-40GB",),
+        "b200-sxm-180gb": ("B200",),
+    }
+    if "GB200" in device_name or "NVL" in device_name:
+        return None
+    for name, parts in patterns.items():
+        if name in known_devices() and all(part in device_name for part in parts):
+            return name
+    return None
+
+
+def fingerprint() -> str:
+    """What a kept measurement belongs to: machine, processor, cores, torch."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    parts = (platform.node(), device, os.cpu_count(), torch.__version__, _CACHE_VERSION)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
+    """The profile file of what the workers measured."""
+    cuda = torch.cuda.is_available()
+    where = f"measured {time.strftime('%Y-%m-%d')} on {torch.cuda.get_device_name() if cuda else _processor()}, "
+    where += f"torch {torch.__version__}"
+    link = {**measured["link"], "name": "loopback", "provenance": f"{where}: gloo all-reduce over two local processes"}
+    memory = torch.cuda.get_device_properties(0).total_memory if cuda else host_memory_bytes()
+    node: dict[str, Any] = {"num_devices": 1, "num_nics": 1, "provenance": where}
+    if cuda:
+        node["num_devices"] = torch.cuda.device_count()
+    else:
+        node |= {"num_cores": os.cpu_count() or 1, "shares_memory": True}
+    return {
+        "library": "nccl" if cuda else "gloo",
+        "device": {
+            "name": "local",
+            "kind": "cuda" if cuda else "cpu",
+            "memory": {"num_bytes": memory, "provenance": where},
+            "bandwidth": {
+                "bytes_per_s": measured["copy_bandwidth_bytes_per_s"],
+                "provenance": f"{where}: large copy, read plus write",
+            },
+            "launch": {"time_s": measured["launch_s"], "provenance": f"{where}: addition of eight numbers"},
+            "fragmentation": {"fraction": 0.05, "provenance": "assumed: not measured"},
+            "reserve": [_reserve(cuda)],
+            "matmul": {dtype: _rate(points, where) for dtype, points in measured["matmul"].items()},
+        },
+        "intra_node": link,
+        "nic": link,
+        "node": node,
+    }
+
+
+def host_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _reserve(cuda: bool) -> dict[str, Any]:
+    return {
+        "name": "CUDA context" if cuda else "interpreter and libraries",
+        "num_bytes": 600 * 2**20 if cuda else 400 * 2**20,
+        "provenance": "assumed: as in the shipped profiles",
+    }
+
+
+def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
+    """The curve: never falling, so that a disturbed sample cannot make a larger matmul slower than a smaller one."""
+    ceiling = max(point["flops_per_s"] for point in points)
+    best, curve = 0.0, []
+    for point in points:
+        best = max(best, point["flops_per_s"])
+        curve.append({"smallest_dim": int(point["smallest_dim"]), "efficiency": best / ceiling})
+    return {
+        "ceiling_flops_per_s": ceiling,
+        "calibrated": True,
+        "curve": curve,
+        "provenance": f"{where}: [m, k] @ [k, n] with n = k fixed, median of 5",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _measure() -> dict[str, Any]:
+    """Start the two workers, wait at most ``TIMEOUT_S``, read what they wrote."""
+    with tempfile.TemporaryDirectory(prefix="autopar-detect-") as folder:
+        # the package may lie in a checkout that is not installed
+        root = str(Path(__file__).resolve().parents[2])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-m", "autopar.profile.worker", str(rank), folder],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(2)
+        ]
+        deadline = time.monotonic() + TIMEOUT_S
+        complaints = []
+        try:
+            for worker in workers:
+                _, complaint = worker.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+                complaints.append(complaint)
+        except subprocess.TimeoutExpired as error:
+            raise AutoparError(
+                f"this machine is measured within {TIMEOUT_S:.0f} s", value="no answer", remedy="name a device instead"
+            ) from error
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        path = Path(folder) / "result.json"
+        if not path.is_file():
+            raise AutoparError(
+                "two processes of this machine can measure the link between them",
+                value="\n".join(filter(None, complaints)).strip()[-2000:] or "no result",
+                remedy="name a device instead of 'local'",
+            )
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return result
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    """Whole or not at all: another process may read the file at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
+        tomli_w.dump(data, file)
+    Path(file.name).rename(path)

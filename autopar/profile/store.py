@@ -1,0 +1,316 @@
+"""Reads machine profiles and cluster files, and builds clusters from them. Schema: ``profiles/README.md``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopar import resources
+from autopar.cluster import Cluster, NodeGroup, Tier
+from autopar.device import CollectiveLibrary, Device, Link
+from autopar.errors import UsageError
+from autopar.table import Table, closest
+
+_SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)$")
+_BYTES = re.compile(r"^(?P<number>[0-9.]+(?:e[+-]?\d+)?)\s*(?P<unit>[kmgt]i?b|b)?$", re.IGNORECASE)
+_UNIT_BYTES = {"": 1, "b": 1} | {
+    f"{letter}{kind}": base ** (power + 1)
+    for kind, base in (("b", 1000), ("ib", 1024))
+    for power, letter in enumerate("kmgt")
+}
+_OPTIONS = ("memory", "nics", "nic_bandwidth", "cores", "ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """A device and the node it stands in.
+
+    Attributes:
+        num_devices: devices of the node that ``num_nics`` cards belong to.
+        num_cores: ranks that run at full speed; more of them share it. ``None`` where every rank has its own device.
+        shares_memory: whether ``device.memory_bytes`` is the node's, divided among its ranks.
+    """
+
+    device: Device
+    intra_node: Link
+    nic: Link
+    num_devices: int
+    num_nics: int
+    num_cores: int | None
+    shares_memory: bool
+    library: str
+
+    def group(
+        self, num_nodes: int, devices_per_node: int, *, num_cores: int | None = None, memory_bytes: int | None = None
+    ) -> NodeGroup:
+        """Equal nodes of this machine.
+
+        Args:
+            num_cores: overrides the profile's.
+            memory_bytes: of one device; overrides the profile's and its division.
+        """
+        cores = num_cores or self.num_cores or devices_per_node
+        device = _slowed(self.device, min(1.0, cores / devices_per_node))
+        if memory_bytes is not None:
+            device = _with_memory(device, memory_bytes, "stated by the user")
+        elif self.shares_memory:
+            note = dict(device.provenance)["memory"]
+            share = device.memory_bytes // devices_per_node
+            device = _with_memory(device, share, f"{note}; divided among {devices_per_node} ranks")
+        return NodeGroup(
+            device=device,
+            num_nodes=num_nodes,
+            devices_per_node=devices_per_node,
+            intra_node=self.intra_node,
+            nic=self.nic,
+            nics_per_node=max(1, devices_per_node * self.num_nics // self.num_devices),
+        )
+
+
+def _with_memory(device: Device, num_bytes: int, note: str) -> Device:
+    return replace(
+        device, memory_bytes=num_bytes, provenance=tuple({**dict(device.provenance), "memory": note}.items())
+    )
+
+
+def _slowed(device: Device, share: float) -> Device:
+    """The device at ``share`` of its speed: several ranks on one core."""
+    if share == 1.0:
+        return device
+    note = f"; times {share:.3g}, the cores that each rank has"
+    rates = tuple(
+        replace(
+            rate,
+            ceiling_flops_per_s=rate.ceiling_flops_per_s * share,
+            datasheet_flops_per_s=rate.datasheet_flops_per_s * share,
+            provenance=rate.provenance + note,
+        )
+        for rate in device.matmul
+    )
+    notes = {key: text + note if key in ("bandwidth", "launch") else text for key, text in device.provenance}
+    return replace(
+        device,
+        matmul=rates,
+        memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
+        launch_s=device.launch_s / share,
+        provenance=tuple(notes.items()),
+    )
+
+
+def known_devices() -> tuple[str, ...]:
+    """The names of the shipped machine profiles."""
+    return tuple(resources.files("profiles"))
+
+
+def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfile:
+    """A shipped profile by name, or a profile file by path (it ends in ``.toml``).
+
+    Raises:
+        UsageError: the name is unknown (with the closest known one), or the file is malformed.
+    """
+    if name.endswith(".toml"):
+        return profile_from_table(Table.load((relative_to or Path()) / name))
+    path = resources.files("profiles").get(name.lower())
+    if path is None:
+        raise UsageError(
+            "the device has a profile",
+            value=f"'{name}'",
+            remedy=f"{closest(name.lower(), known_devices())}; or give the path of a profile file",
+        )
+    return profile_from_table(Table.load(path))
+
+
+def load_library(name: str) -> CollectiveLibrary:
+    """A shipped collective library.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    known = resources.files("profiles/links")
+    if name not in known:
+        raise UsageError("the collective library has a profile", value=f"'{name}'", remedy=closest(name, known))
+    return CollectiveLibrary.from_table(Table.load(known[name]))
+
+
+def profile_from_table(table: Table) -> MachineProfile:
+    """Read the tables of a profile file."""
+    node = table.table("node")
+    profile = MachineProfile(
+        device=Device.from_table(table.table("device")),
+        intra_node=Link.from_table(table.table("intra_node")),
+        nic=Link.from_table(table.table("nic")),
+        num_devices=node.integer("num_devices"),
+        num_nics=node.integer("num_nics"),
+        num_cores=node.integer("num_cores") if node.has("num_cores") else None,
+        shares_memory=node.flag("shares_memory", False),
+        library=table.text("library"),
+    )
+    node.text("provenance")
+    node.finish()
+    table.finish()
+    return profile
+
+
+def load_cluster(path: Path) -> Cluster:
+    """A cluster from a TOML file.
+
+    Raises:
+        UsageError: names file, line and key.
+    """
+    return cluster_from_table(Table.load(path), folder=path.parent, default_name=path.stem)
+
+
+def cluster_from_table(table: Table, *, folder: Path | None = None, default_name: str | None = None) -> Cluster:
+    """Read a cluster file or what :meth:`Cluster.to_dict` gives; devices and the library may be names of profiles."""
+    groups, libraries = [], []
+    for item in table.tables("group"):
+        group, library = _group(item, folder)
+        groups.append(group)
+        libraries.append(library)
+        item.finish()
+    if not groups:
+        raise table.fault("group", "a cluster has at least one [[group]] of nodes", value="none")
+    tiers = tuple(_tier(item) for item in table.tables("tier"))
+    cluster = Cluster(
+        name=table.text("name", default_name),
+        groups=tuple(groups),
+        tiers=tiers,
+        library=_library(table, libraries),
+    )
+    table.finish()
+    return cluster
+
+
+def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
+    num_nodes, per_node = table.integer("num_nodes"), table.integer("devices_per_node")
+    memory = table.integer("memory_bytes") if table.has("memory_bytes") else None
+    if isinstance(table.raw("device"), str):
+        try:
+            profile = load_profile(table.text("device"), relative_to=folder)
+        except UsageError as error:
+            raise table.fault("device", error.law, value=error.value, remedy=error.remedy) from error
+        group, library = profile.group(num_nodes, per_node, memory_bytes=memory), profile.library
+        if table.has("intra_node"):
+            group = replace(group, intra_node=Link.from_table(table.table("intra_node")))
+        if table.has("nic"):
+            group = replace(group, nic=Link.from_table(table.table("nic")))
+        return replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node)), library
+    device = Device.from_table(table.table("device"))
+    if memory is not None:
+        device = _with_memory(device, memory, "stated by the user")
+    group = NodeGroup(
+        device=device,
+        num_nodes=num_nodes,
+        devices_per_node=per_node,
+        intra_node=Link.from_table(table.table("intra_node")),
+        nic=Link.from_table(table.table("nic")),
+        nics_per_node=table.integer("nics_per_node"),
+    )
+    return group, None
+
+
+def _tier(table: Table) -> Tier:
+    tier = Tier(
+        name=table.text("name"), num_nodes=table.integer("num_nodes"), uplink=Link.from_table(table.table("uplink"))
+    )
+    table.finish()
+    return tier
+
+
+def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary:
+    if table.has("library") and not isinstance(table.raw("library"), str):
+        return CollectiveLibrary.from_table(table.table("library"))
+    names = {name for name in from_profiles if name is not None}
+    if not table.has("library") and len(names) != 1:
+        raise table.fault("library", "the cluster names its collective library", value=sorted(names) or "nothing")
+    name = table.text("library", next(iter(names), None))
+    try:
+        return load_library(name)
+    except UsageError as error:
+        raise table.fault("library", error.law, value=error.value, remedy=error.remedy) from error
+
+
+def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
+    """See :meth:`Cluster.parse`."""
+    base, _, query = text.partition("?")
+    options = _options(text, query)
+    if base == "local":
+        from autopar.profile import detect  # only measuring needs torch
+
+        found = detect.detect(num_ranks=_whole(text, options, "ranks"), cache_dir=cache_dir)
+        cores = _whole(text, options, "cores")
+        if cores is not None:
+            profile = detect.machine_profile(cache_dir=cache_dir)
+            found = replace(found, groups=(profile.group(1, found.world_size, num_cores=cores),))
+    elif shape := _SHAPE.match(base):
+        num_nodes, per_node = int(shape["nodes"]), int(shape["per_node"])
+        if num_nodes < 1 or per_node < 1:
+            raise UsageError("a cluster has at least one node and one device a node", value=f"'{text}'")
+        profile = load_profile(shape["device"])
+        group = profile.group(num_nodes, per_node, num_cores=_whole(text, options, "cores"))
+        found = Cluster(name=text, groups=(group,), library=load_library(profile.library))
+    elif base.endswith(".toml") or Path(base).is_file():
+        found = load_cluster(Path(base))
+    else:
+        raise UsageError(
+            "a cluster is DEVICE:NODESxPER_NODE (h100-sxm5-80gb:4x8), 'local', or a TOML file",
+            value=f"'{text}'",
+            remedy=f"give nodes and devices of a node as in '{base}:1x8'"
+            if base.lower() in known_devices()
+            else closest(base.split(":")[0].lower(), known_devices()),
+        )
+    return _overridden(found, text, options)
+
+
+def _overridden(cluster: Cluster, text: str, options: dict[str, str]) -> Cluster:
+    nics = _whole(text, options, "nics")
+    if nics is not None:
+        cluster = replace(cluster, groups=tuple(replace(group, nics_per_node=nics) for group in cluster.groups))
+    if "nic_bandwidth" in options:
+        bandwidth = _bytes(text, "nic_bandwidth", options["nic_bandwidth"])
+        groups = (
+            replace(
+                group, nic=replace(group.nic, bandwidth_bytes_per_s=float(bandwidth), provenance="stated by the user")
+            )
+            for group in cluster.groups
+        )
+        cluster = replace(cluster, groups=tuple(groups))
+    if "memory" in options:
+        cluster = cluster.with_memory(_bytes(text, "memory", options["memory"]))
+    return replace(cluster, name=text)
+
+
+def _options(text: str, query: str) -> dict[str, str]:
+    options = {}
+    for part in filter(None, query.split("&")):
+        key, _, value = part.partition("=")
+        if key not in _OPTIONS or not value:
+            raise UsageError(
+                "a cluster's options are KEY=VALUE joined by '&'",
+                value=f"'{part}'",
+                place=f"cluster '{text}'",
+                remedy=closest(key, _OPTIONS),
+            )
+        options[key] = value
+    return options
+
+
+def _whole(text: str, options: dict[str, str], key: str) -> int | None:
+    value = options.get(key)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise UsageError(f"'{key}' is a whole number from 1", value=f"'{value}'", place=f"cluster '{text}'")
+    return int(value)
+
+
+def _bytes(text: str, key: str, value: str) -> int:
+    found = _BYTES.match(value)
+    if found is None or float(found["number"]) <= 0:
+        raise UsageError(
+            f"'{key}' is a number of bytes above zero, with a unit if you like (1e9, 80GB, 80GiB)",
+            value=f"'{value}'",
+            place=f"cluster '{text}'",
+        )
+    return int(float(found["number"]) * _UNIT_BYTES[(found["unit"] or "").lower()])

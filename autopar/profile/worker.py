@@ -1,0 +1,77 @@
+"""One of the processes that :mod:`autopar.profile.detect` starts: ``python -m autopar.profile.worker RANK FOLDER``.
+
+Rank 0 measures the device alone, then both ranks measure the link between them over gloo; rank 0 writes the result as
+JSON to ``FOLDER/result.json``. A process of its own, so that thread counts and process groups of the caller stay as
+they are.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.profile import measure
+
+LINK_BYTES = 8 * 2**20
+DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 * 2 steps
+
+
+def measure_device(device: torch.device) -> dict[str, Any]:
+    """Everything about the device alone: rates by dtype and size, copy bandwidth, launch time, memory."""
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
+    return {
+        "matmul": {
+            str(dtype).removeprefix("torch."): [
+                {"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s}
+                for t in measure.matmul_times(device, dtype)
+            ]
+            for dtype in dtypes
+        },
+        "copy_bandwidth_bytes_per_s": measure.copy_bandwidth_bytes_per_s(device),
+        "launch_s": measure.launch_s(device),
+    }
+
+
+def measure_link() -> dict[str, float]:
+    """Latency and bus bandwidth of an all-reduce over the two ranks (wall time: waiting is what counts)."""
+    small, large = torch.ones(1), torch.ones(LINK_BYTES // 4)
+    times: dict[str, list[float]] = {"small": [], "large": []}
+    for repeat in range(12):
+        for name, tensor, calls in (("small", small, 20), ("large", large, 1)):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                dist.all_reduce(tensor)
+            if repeat >= 2:
+                times[name].append((time.perf_counter() - start) / calls)
+    small_s, large_s = statistics.median(times["small"]), statistics.median(times["large"])
+    factor = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+    return {
+        "latency_s": small_s / DELAYS_OF_SMALL_ALL_REDUCE,
+        "bandwidth_bytes_per_s": LINK_BYTES * factor / max(large_s - small_s, 1e-9),
+    }
+
+
+def main(rank: int, folder: Path) -> None:
+    """Measure and write."""
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {}
+    if rank == 0:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        result = measure_device(device)
+    dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
+    result["link"] = measure_link()
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
