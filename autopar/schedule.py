@@ -1,0 +1,238 @@
+"""Pipeline schedules as data: for each pipeline rank the list of actions that it carries out, in order.
+
+The same list is simulated for its time, counted for its memory, drawn for people and handed to the runtime. The orders
+are those of ``torch.distributed.pipelining`` (GPipe; 1F1B; interleaved 1F1B with torch's relaxed rounds, after
+https://arxiv.org/pdf/2104.04473). Stage ``s`` runs on pipeline rank ``s % pp``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from autopar.errors import UsageError
+
+SCHEDULES = ("none", "GPipe", "1F1B", "Interleaved1F1B")
+
+_ACTION = re.compile(r"(\d+)([FB])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Forward (``F``) or backward (``B``) of one micro-batch on one stage; prints as torch prints it.
+
+    >>> print(Action(2, "F", 0))
+    2F0
+    """
+
+    stage: int
+    kind: Literal["F", "B"]
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Actions = tuple[tuple[Action, ...], ...]
+"""For each pipeline rank its actions in order."""
+
+
+def parse_action(text: str) -> Action:
+    """Reads what :class:`Action` prints.
+
+    Raises:
+        UsageError: for any other text.
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError("an action is STAGE, F or B, MICRO_BATCH", value=repr(text), remedy="write for example 2F0")
+    return Action(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
+
+
+def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> None:
+    """Whether the schedule exists for these numbers.
+
+    Raises:
+        UsageError: an unknown name, or one that the schedule cannot serve; names the law and a remedy.
+    """
+    if name not in SCHEDULES:
+        raise UsageError("the schedule is known", value=name, remedy=f"known: {', '.join(SCHEDULES)}")
+    if min(pp, virtual_stages, num_micro_batches) < 1:
+        raise UsageError(
+            "pipeline ranks, virtual stages and micro-batches are at least 1",
+            value=f"{pp}, {virtual_stages}, {num_micro_batches}",
+        )
+    if name == "none" and pp > 1:
+        raise UsageError("a pipeline has a schedule", value=f"schedule none with pp={pp}", remedy="use schedule=1F1B")
+    if name == "Interleaved1F1B":
+        _check_interleaved(pp, virtual_stages, num_micro_batches)
+    elif virtual_stages > 1:
+        raise UsageError(
+            "virtual stages belong to Interleaved1F1B",
+            value=f"{virtual_stages} with {name}",
+            remedy="use schedule=Interleaved1F1B or virtual_stages=1",
+        )
+    if name == "1F1B" and num_micro_batches < pp:
+        raise UsageError(
+            "1F1B has at least as many micro-batches as stages",
+            value=f"{num_micro_batches} for {pp} stages",
+            remedy="use smaller micro-batches, a smaller pp or schedule=GPipe",
+        )
+
+
+def _check_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> None:
+    if pp < 2 or virtual_stages < 2:
+        raise UsageError(
+            "Interleaved1F1B has at least 2 pipeline ranks and 2 virtual stages",
+            value=f"{pp} and {virtual_stages}",
+            remedy="use schedule=1F1B",
+        )
+    rounds = max(1, num_micro_batches // pp)
+    if num_micro_batches % rounds:
+        raise UsageError(
+            "the micro-batches of Interleaved1F1B divide evenly into max(1, micro-batches // pp) rounds",
+            value=f"{num_micro_batches} into {rounds} rounds",
+            remedy=f"use a multiple of pp={pp}",
+        )
+
+
+@lru_cache(maxsize=256)
+def schedule_actions(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> Actions:
+    """The actions of each pipeline rank, in order.
+
+    Args:
+        name: one of :data:`SCHEDULES`; ``none`` accumulates gradients on one stage.
+        pp: pipeline ranks.
+        virtual_stages: stages of each rank.
+        num_micro_batches: of one step.
+
+    Raises:
+        UsageError: see :func:`check_schedule`.
+
+    >>> for rank in schedule_actions("1F1B", 2, 1, 3):
+    ...     print(*rank)
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    check_schedule(name, pp, virtual_stages, num_micro_batches)
+    if name == "Interleaved1F1B":
+        return tuple(_interleaved(rank, pp, virtual_stages, num_micro_batches) for rank in range(pp))
+    ranks = []
+    for rank in range(pp):
+        warm = num_micro_batches if name == "GPipe" else min(num_micro_batches, pp - rank)
+        ranks.append(tuple(_one_stage(rank, warm, num_micro_batches)))
+    return tuple(ranks)
+
+
+def _one_stage(stage: int, warm: int, num_micro_batches: int) -> list[Action]:
+    """``warm`` forwards, then backward and forward in turn, then the backwards that are left."""
+    actions = [Action(stage, "F", i) for i in range(warm)]
+    for i in range(num_micro_batches):
+        actions.append(Action(stage, "B", i))
+        if warm + i < num_micro_batches:
+            actions.append(Action(stage, "F", warm + i))
+    return actions
+
+
+def _interleaved(rank: int, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
+    """As torch's ``ScheduleInterleaved1F1B._calculate_single_rank_operations`` without its empty slots."""
+    per_round = num_micro_batches // max(1, num_micro_batches // pp)
+    total = virtual_stages * num_micro_batches
+    warm = min((virtual_stages - 1) * per_round + 2 * (pp - 1 - rank), total)
+    done: dict[tuple[str, int], int] = defaultdict(int)
+    actions = []
+
+    def add(kind: Literal["F", "B"], step: int) -> None:
+        turn = step // per_round % virtual_stages
+        stage = (turn if kind == "F" else virtual_stages - 1 - turn) * pp + rank
+        actions.append(Action(stage, kind, done[kind, stage]))
+        done[kind, stage] += 1
+
+    for step in range(total + warm):
+        if step < total:
+            add("F", step)
+        if step >= warm:
+            add("B", step - warm)
+    return tuple(actions)
+
+
+def in_flight(actions: Sequence[Action], stage: int) -> int:
+    """The most micro-batches of which ``stage`` holds activations at once.
+
+    >>> [in_flight(rank, stage) for stage, rank in enumerate(schedule_actions("1F1B", 4, 1, 8))]
+    [4, 3, 2, 1]
+    """
+    live = peak = 0
+    for action in actions:
+        if action.stage == stage:
+            live += 1 if action.kind == "F" else -1
+            peak = max(peak, live)
+    return peak
+
+
+@lru_cache(maxsize=4096)
+def live_peaks(
+    name: str, pp: int, virtual_stages: int, num_micro_batches: int, rank: int
+) -> tuple[tuple[int, ...], ...]:
+    """How many micro-batches each of a rank's stages holds at its fullest moments.
+
+    Returns:
+        Counts by virtual stage (stage ``v * pp + rank``), for the moments that no other moment exceeds on every stage:
+        the peak of any weighted sum over the stages is reached at one of them.
+    """
+    check_schedule(name, pp, virtual_stages, num_micro_batches)
+    live = [0] * virtual_stages
+    moments = set()
+    for action in schedule_actions(name, pp, virtual_stages, num_micro_batches)[rank]:
+        live[action.stage // pp] += 1 if action.kind == "F" else -1
+        if action.kind == "F":
+            moments.add(tuple(live))
+    return tuple(
+        sorted(
+            one
+            for one in moments
+            if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
+        )
+    )
+
+
+def draw_schedule(actions: Actions) -> str:
+    """A picture for a terminal: one row a rank, one column a unit of time (forward and backward take one each).
+
+    >>> print(draw_schedule(schedule_actions("1F1B", 2, 1, 2)))
+    rank 0 | 0F0 0F1  .  0B0  .  0B1
+    rank 1 |  .  1F0 1B0 1F1 1B1  .
+    """
+    ends: dict[Action, int] = {}
+    last_stage = max(action.stage for rank in actions for action in rank)
+    at = [0] * len(actions)
+    rows: list[list[str]] = [[] for _ in actions]
+    time, left = 0, sum(len(rank) for rank in actions)
+    while left:
+        finished = dict(ends)
+        for rank, queue in enumerate(actions):
+            ready = at[rank] < len(queue) and all(
+                need in finished for need in dependencies(queue[at[rank]], last_stage)
+            )
+            rows[rank].append(str(queue[at[rank]]) if ready else ".")
+            if ready:
+                ends[queue[at[rank]]] = time
+                at[rank] += 1
+                left -= 1
+        time += 1
+    width = max(len(cell) for row in rows for cell in row)
+    lines = (f"rank {i} | " + " ".join(cell.center(width) for cell in row) for i, row in enumerate(rows))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def dependencies(action: Action, last_stage: int) -> tuple[Action, ...]:
+    """What must have finished before, on any rank: the stage before for F, the stage after (or the own F) for B."""
+    if action.kind == "F":
+        return (Action(action.stage - 1, "F", action.micro_batch),) if action.stage else ()
+    if action.stage == last_stage:
+        return (Action(action.stage, "F", action.micro_batch),)
+    return (Action(action.stage + 1, "B", action.micro_batch),)
