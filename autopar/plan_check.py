@@ -1,0 +1,116 @@
+"""What must hold in every plan, whoever made it: the parts refer to each other and the degrees fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+from autopar.errors import PlanError
+from autopar.plan import Plan
+
+_GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
+
+
+def check_plan(plan: Plan, *, place: str = "plan") -> None:
+    """Check the laws of a plan.
+
+    Args:
+        place: what an error calls the plan (its file).
+
+    Raises:
+        PlanError: the first law that does not hold, with the path in the document.
+    """
+    for path, law, value, remedy in _faults(plan):
+        raise PlanError(law, value=value, place=f"{place}: {path}", remedy=remedy)
+
+
+_Fault = tuple[str, str, object, str]
+_AGAIN = "search again with these pins"
+
+
+def _faults(plan: Plan) -> Iterator[_Fault]:
+    yield from _numbers(plan, "")
+    yield from _degrees(plan)
+    yield from _layouts(plan)
+    yield from _stages(plan)
+
+
+def _numbers(value: object, path: str) -> Iterator[_Fault]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, "every number of a plan is finite", value, "report it: autopar wrote a plan that it cannot read"
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _numbers(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+
+
+def _degrees(plan: Plan) -> Iterator[_Fault]:
+    mesh = plan.mesh
+    if (grid := _GRID.search(plan.cluster)) and int(grid[1]) * int(grid[2]) != mesh.world_size:
+        ranks = int(grid[1]) * int(grid[2])
+        law = f"the product of the mesh degrees is the number of ranks of cluster {plan.cluster}, {ranks}"
+        yield "mesh", law, f"{mesh} = {mesh.world_size}", _AGAIN
+    for name in ("global_batch_size", "micro_batch_size", "virtual_stages"):
+        if getattr(plan, name) < 1:
+            yield name, "the value is at least 1", getattr(plan, name), _AGAIN
+    if plan.global_batch_size % (plan.micro_batch_size * mesh.data):
+        law = "micro_batch_size * dp_replicate * dp_shard divides global_batch_size"
+        value = f"{plan.micro_batch_size} * {mesh.dp_replicate} * {mesh.dp_shard} and {plan.global_batch_size}"
+        yield "global_batch_size", law, value, _AGAIN
+    if plan.zero_stage not in range(4):
+        yield "zero_stage", "the ZeRO stage is 0, 1, 2 or 3", plan.zero_stage, _AGAIN
+    if plan.zero_stage == 0 and mesh.dp_shard > 1:
+        yield "zero_stage", "without ZeRO dp_shard is 1", f"dp_shard={mesh.dp_shard}", "put the ranks on dp_replicate"
+    if (plan.schedule == "none") != (mesh.pp == 1):
+        law = "the schedule is 'none' exactly where pp is 1"
+        yield "schedule", law, f"{plan.schedule!r} with pp={mesh.pp}", _AGAIN
+    if plan.virtual_stages > 1 and plan.schedule != "Interleaved1F1B":
+        law = "more than one virtual stage needs the schedule Interleaved1F1B"
+        yield "virtual_stages", law, f"{plan.virtual_stages} with {plan.schedule!r}", _AGAIN
+
+
+def _layouts(plan: Plan) -> Iterator[_Fault]:
+    for i, layout in enumerate(plan.layouts):
+        for j, typing in enumerate(layout.typings):
+            path = f"layouts[{i}].typings[{j}]"
+            if typing.parameter_names and len(typing.parameter_names) != len(typing.parameters):
+                value = f"{len(typing.parameter_names)} for {len(typing.parameters)}"
+                yield f"{path}.parameter_names", "there is one name for each parameter or none", value, _AGAIN
+            for k, kind in enumerate(typing.parameters):
+                if kind.kind not in ("I", "S"):
+                    yield f"{path}.parameters[{k}]", "a parameter at rest is I or S(d)", kind, _AGAIN
+    for i, block in enumerate(plan.blocks):
+        if block.index != i:
+            yield f"blocks[{i}].index", "blocks stand in order", block.index, f"expected {i}"
+        if block.layout >= len(plan.layouts):
+            law = f"a block's layout is one of the {len(plan.layouts)} layouts"
+            yield f"blocks[{i}].layout", law, block.layout, _AGAIN
+
+
+def _stages(plan: Plan) -> Iterator[_Fault]:
+    expected = plan.mesh.pp * plan.virtual_stages
+    if len(plan.stages) != expected:
+        yield "stages", f"there are pp * virtual_stages = {expected} stages", len(plan.stages), _AGAIN
+    start = 0
+    for i, stage in enumerate(plan.stages):
+        if stage.index != i:
+            yield f"stages[{i}].index", "stages stand in order", stage.index, f"expected {i}"
+        if stage.start != start or stage.stop <= stage.start:
+            law = f"the stage takes up the blocks where the one before ends, at {start}, and has at least one"
+            yield f"stages[{i}]", law, f"{stage.start}:{stage.stop}", _AGAIN
+        if stage.pp_rank != i % plan.mesh.pp:
+            yield f"stages[{i}].pp_rank", f"stage {i} runs on pipeline rank {i % plan.mesh.pp}", stage.pp_rank, _AGAIN
+        start = stage.stop
+    if start != len(plan.blocks):
+        yield "stages", f"the stages cover all {len(plan.blocks)} blocks", f"{start}", _AGAIN
+    if plan.predicted.stage_times and len(plan.predicted.stage_times) != len(plan.stages):
+        value = len(plan.predicted.stage_times)
+        yield "predicted.stage_times", "there is one pair of times for each stage or none", value, _AGAIN
+    for i, memory in enumerate(plan.predicted.memory):
+        if memory.pp_rank >= plan.mesh.pp:
+            path = f"predicted.memory[{i}].pp_rank"
+            yield path, f"a pipeline rank lies below pp={plan.mesh.pp}", memory.pp_rank, _AGAIN

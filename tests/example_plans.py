@@ -1,0 +1,162 @@
+"""Two hand-made plans, small enough to read, for printing and for broken copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.layout import I, S
+from autopar.mesh import Mesh
+from autopar.plan import (
+    BF16,
+    FP32,
+    AxisTyping,
+    BlockLayout,
+    BlockPlan,
+    Breakdown,
+    Memory,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SearchRecord,
+    StagePlan,
+)
+
+_GIB = 2**30
+
+EMBEDDING = BlockLayout(
+    block_hash="e000000000000000",
+    typings=(
+        AxisTyping(
+            axis="batch", strategies=("split b",), parameters=(I,), parameter_names=("model.embed_tokens.weight",)
+        ),
+        AxisTyping(
+            axis="tp", strategies=("vocabulary",), parameters=(S(0),), parameter_names=("model.embed_tokens.weight",)
+        ),
+    ),
+)
+LAYER_PARAMETERS = {
+    "input_layernorm.weight": I,
+    "self_attn.q_proj.weight": S(0),
+    "self_attn.k_proj.weight": S(0),
+    "self_attn.v_proj.weight": S(0),
+    "self_attn.o_proj.weight": S(1),
+    "post_attention_layernorm.weight": I,
+    "mlp.gate_proj.weight": S(0),
+    "mlp.up_proj.weight": S(0),
+    "mlp.down_proj.weight": S(1),
+}
+LAYER = BlockLayout(
+    block_hash="a000000000000000",
+    typings=(
+        AxisTyping(
+            axis="batch",
+            strategies=("split b",) * 9,
+            parameters=(I,) * 9,
+            parameter_names=tuple(LAYER_PARAMETERS),
+        ),
+        AxisTyping(
+            axis="tp",
+            strategies=("split s", "split n", "split n", "split n", "split h", "split k", "split s", "split n", "split k"),
+            parameters=tuple(LAYER_PARAMETERS.values()),
+            parameter_names=tuple(LAYER_PARAMETERS),
+        ),
+    ),
+)
+HEAD = BlockLayout(
+    block_hash="f000000000000000",
+    typings=(
+        AxisTyping(
+            axis="batch",
+            strategies=("split b",) * 3,
+            parameters=(I, I),
+            parameter_names=("model.norm.weight", "lm_head.weight"),
+        ),
+        AxisTyping(
+            axis="tp",
+            strategies=("split s", "split n", "vocabulary"),
+            parameters=(I, S(0)),
+            parameter_names=("model.norm.weight", "lm_head.weight"),
+        ),
+    ),
+)
+
+
+def llama_plan() -> Plan:
+    """Ten blocks on two pipeline stages of four tensor-parallel and two sharded data ranks."""
+    labels = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "model.norm")
+    blocks = tuple(
+        BlockPlan(
+            index=i, label=label, layout=0 if i == 0 else 2 if i == 9 else 1, recompute="full" if 1 <= i <= 4 else "none"
+        )
+        for i, label in enumerate(labels)
+    )
+    return Plan(
+        model=ModelInfo(
+            name="llama:layers=8", fingerprint="0123456789abcdef", num_parameters=2_200_000_000,
+            flops_per_sample=5.4e13, tokens_per_sample=4096,
+        ),  # fmt: skip
+        cluster="h100-sxm5-80gb:2x8",
+        mesh=Mesh(pp=2, dp_shard=2, tp=4),
+        global_batch_size=64,
+        micro_batch_size=2,
+        schedule="1F1B",
+        virtual_stages=1,
+        zero_stage=1,
+        precision=BF16,
+        optimizer="adamw",
+        prelude=("split b", "replicate"),
+        layouts=(EMBEDDING, LAYER, HEAD),
+        blocks=blocks,
+        stages=(StagePlan(index=0, start=0, stop=5, pp_rank=0), StagePlan(index=1, start=5, stop=10, pp_rank=1)),
+        predicted=Prediction(
+            step_time_s=0.45,
+            step_time_interval_s=(0.41, 0.52),
+            peak_memory_bytes=31 * _GIB,
+            memory_limit_bytes=74 * _GIB,
+            mfu=0.4873,
+            tokens_per_s=582_542.2,
+            breakdown=Breakdown(
+                compute_s=0.3, recompute_s=0.04, tensor_parallel_s=0.05, data_parallel_s=0.01,
+                pipeline_s=0.002, bubble_s=0.038, optimizer_s=0.01,
+            ),  # fmt: skip
+            memory=(
+                Memory(
+                    pp_rank=0, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB,
+                    activations=12 * _GIB, transient=3 * _GIB, reserved=2 * _GIB,
+                ),  # fmt: skip
+                Memory(
+                    pp_rank=1, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB,
+                    activations=15 * _GIB, transient=6 * _GIB, reserved=2 * _GIB,
+                ),  # fmt: skip
+            ),
+            stage_times=((0.008, 0.018), (0.008, 0.016)),
+        ),
+        search=SearchRecord(
+            wall_time_s=12.5, candidates=180, evaluated=42, lower_bound_s=0.44, gap=0.0222,
+            reasons=("tp=4 before tp=8: the reductions of tp=8 take 0.03 s more than its smaller stages save",),
+        ),  # fmt: skip
+        pins=("tp<=4",),
+        notes=("operator mylib.custom has no rule: it is replicated on tp and costs 0.001 s",),
+    )
+
+
+def single_plan() -> Plan:
+    """The same model on one CPU rank."""
+    base = llama_plan()
+    predicted = replace(
+        base.predicted, peak_memory_bytes=29 * _GIB, memory_limit_bytes=28 * _GIB,
+        memory=base.predicted.memory[:1], stage_times=(),
+    )  # fmt: skip
+    return replace(
+        base,
+        cluster="cpu:1x1",
+        mesh=Mesh(),
+        schedule="none",
+        zero_stage=0,
+        precision=FP32,
+        stages=(StagePlan(index=0, start=0, stop=10, pp_rank=0),),
+        layouts=tuple(replace(layout, typings=layout.typings[:1]) for layout in base.layouts),
+        predicted=predicted,
+        pins=(),
+        notes=(),
+    )

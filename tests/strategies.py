@@ -1,0 +1,125 @@
+"""Hypothesis strategies shared by the tests: whole plans that keep every law of ``autopar.plan_check``."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from autopar.layout import I, S, Type
+from autopar.mesh import Mesh
+from autopar.plan import (
+    BF16,
+    FP32,
+    AxisTyping,
+    BlockLayout,
+    BlockPlan,
+    Breakdown,
+    Memory,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SearchRecord,
+    StagePlan,
+)
+
+_SECONDS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+_BYTES = st.integers(0, 2**50)
+_TEXT = st.text(max_size=12)
+
+
+def parameter_types() -> st.SearchStrategy[Type]:
+    """I or S(d)."""
+    return st.one_of(st.just(I), st.integers(0, 3).map(S))
+
+
+@st.composite
+def axis_typings(draw: st.DrawFn, axis: str) -> AxisTyping:
+    parameters = draw(st.lists(parameter_types(), max_size=4))
+    names = draw(st.sampled_from([(), tuple(f"p{i}.weight" for i in range(len(parameters)))]))
+    strategies = draw(st.lists(st.sampled_from(["split n", "invariant", "replicate", "linear 0"]), max_size=20))
+    return AxisTyping(axis=axis, strategies=tuple(strategies), parameters=tuple(parameters), parameter_names=names)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> BlockLayout:
+    typings = tuple(draw(axis_typings(axis)) for axis in ("batch", "tp"))
+    return BlockLayout(block_hash=draw(st.text("0123456789abcdef", min_size=1, max_size=16)), typings=typings)
+
+
+@st.composite
+def predictions(draw: st.DrawFn, pp: int, num_stages: int) -> Prediction:
+    step = draw(_SECONDS)
+    times = tuple((draw(_SECONDS), draw(_SECONDS)) for _ in range(num_stages))
+    parts = ("parameters", "gradients", "optimizer", "activations", "transient", "reserved")
+    names = ("compute", "recompute", "tensor_parallel", "data_parallel", "pipeline", "bubble", "optimizer")
+    return Prediction(
+        step_time_s=step,
+        step_time_interval_s=(step * 0.9, step),
+        peak_memory_bytes=draw(_BYTES),
+        memory_limit_bytes=draw(_BYTES),
+        mfu=draw(st.floats(0, 1)),
+        tokens_per_s=draw(_SECONDS),
+        breakdown=Breakdown(**{f"{name}_s": draw(_SECONDS) for name in names}),
+        memory=tuple(Memory(pp_rank=rank, **{name: draw(_BYTES) for name in parts}) for rank in range(pp)),
+        stage_times=draw(st.sampled_from([(), times])),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan: small degrees, arbitrary numbers and texts."""
+    degree = st.integers(1, 3)
+    zero = draw(st.integers(0, 3))
+    mesh = Mesh(
+        pp=draw(degree), dp_replicate=draw(degree), dp_shard=draw(degree) if zero else 1, cp=1, tp=draw(degree)
+    )
+    virtual = draw(st.integers(1, 2)) if mesh.pp > 1 else 1
+    schedule = "none" if mesh.pp == 1 else "Interleaved1F1B" if virtual > 1 else draw(st.sampled_from(["GPipe", "1F1B"]))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=mesh.pp * virtual, max_size=mesh.pp * virtual))
+    found = tuple(draw(st.lists(layouts(), min_size=1, max_size=2)))
+    micro_batch_size = draw(st.integers(1, 4))
+    blocks = tuple(
+        BlockPlan(
+            index=i,
+            label=draw(_TEXT),
+            layout=draw(st.integers(0, len(found) - 1)),
+            recompute=draw(st.sampled_from(["none", "full"])),
+        )
+        for i in range(sum(sizes))
+    )
+    stages = tuple(
+        StagePlan(index=i, start=sum(sizes[:i]), stop=sum(sizes[: i + 1]), pp_rank=i % mesh.pp)
+        for i in range(len(sizes))
+    )
+    return Plan(
+        model=ModelInfo(
+            name=draw(_TEXT),
+            fingerprint=draw(_TEXT),
+            num_parameters=draw(_BYTES),
+            flops_per_sample=draw(_SECONDS),
+            tokens_per_sample=draw(st.integers(1, 10**6)),
+        ),
+        cluster=f"cpu:1x{mesh.world_size}",
+        mesh=mesh,
+        global_batch_size=micro_batch_size * mesh.data * draw(st.integers(1, 8)),
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        virtual_stages=virtual,
+        zero_stage=zero,
+        precision=draw(st.sampled_from([FP32, BF16])),
+        optimizer=draw(st.sampled_from(["adamw", "sgd"])),
+        prelude=tuple(draw(st.lists(_TEXT, max_size=3))),
+        layouts=found,
+        blocks=blocks,
+        stages=stages,
+        predicted=draw(predictions(mesh.pp, len(sizes))),
+        search=SearchRecord(
+            wall_time_s=draw(_SECONDS),
+            candidates=draw(st.integers(0, 10**6)),
+            evaluated=draw(st.integers(0, 10**6)),
+            lower_bound_s=draw(_SECONDS),
+            gap=draw(st.floats(0, 1)),
+            reasons=tuple(draw(st.lists(_TEXT, max_size=2))),
+        ),
+        pins=tuple(draw(st.lists(_TEXT, max_size=2))),
+        notes=tuple(draw(st.lists(_TEXT, max_size=2))),
+    )
