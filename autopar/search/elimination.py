@@ -1,0 +1,221 @@
+"""Exact minimum of a discrete energy by variable elimination, with a MILP where the width grows too large.
+
+An energy is a sum of tables over small sets of discrete variables (dynamic programming on a graph, after
+Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999). ``inf`` forbids a combination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+
+MAX_TABLE_ENTRIES = 1 << 23
+"""Largest table that elimination may make (64 MiB of float64); past it the problem goes to the MILP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factor:
+    """A cost for each combination of the variables of ``scope``; ``table`` has one dim for each, in that order."""
+
+    scope: tuple[int, ...]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Energy:
+    """``sizes``: number of states of each variable. The energy of an assignment is the sum of its table entries."""
+
+    sizes: tuple[int, ...]
+    factors: tuple[Factor, ...]
+
+    @classmethod
+    def pairwise(cls, unary: Sequence[Table], pairs: dict[tuple[int, int], Table]) -> Energy:
+        """An energy from one table a variable and one a pair."""
+        factors = [Factor(scope=(i,), table=np.asarray(t, dtype=np.float64)) for i, t in enumerate(unary)]
+        factors += [Factor(scope=pair, table=np.asarray(t, dtype=np.float64)) for pair, t in pairs.items()]
+        return cls(sizes=tuple(len(t) for t in unary), factors=tuple(factors))
+
+    def value(self, assignment: Sequence[int]) -> float:
+        """The energy of one assignment (a state for each variable)."""
+        return float(sum(f.table[tuple(assignment[v] for v in f.scope)] for f in self.factors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minimum:
+    """An assignment of least energy."""
+
+    assignment: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Marginal:
+    """The least energy for every combination of the kept variables.
+
+    Attributes:
+        table: one dim for each kept variable; ``inf`` where nothing is allowed.
+        decode: from an index into ``table`` to the assignment of all variables that reaches it.
+    """
+
+    table: Table
+    decode: Callable[[tuple[int, ...]], tuple[int, ...]]
+
+
+def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
+    """The exact minimum; None when every assignment is forbidden.
+
+    Args:
+        max_entries: bound on a table of the elimination; past it ``scipy.optimize.milp`` (HiGHS) solves the same.
+    """
+    marginal = marginalise(energy, (), max_entries=max_entries)
+    value = float(marginal.table)
+    return None if np.isinf(value) else Minimum(assignment=marginal.decode(()), value=value)
+
+
+def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginal:
+    """The minimum over all variables but ``keep``, for every combination of those."""
+    table = np.full([energy.sizes[k] for k in keep], np.inf)
+    energy, states = _prune(energy)
+    if any(len(s) == 0 for s in states):
+        return Marginal(table=table, decode=lambda _: ())
+    order, largest = elimination_order(energy, keep)
+    if largest <= max_entries:
+        small, decode_small = _eliminate(energy, order, keep)
+    else:
+        small, decode_small = _by_milp(energy, keep)
+    table[np.ix_(*(states[k] for k in keep))] = small
+    back = [{int(full): i for i, full in enumerate(states[k])} for k in keep]
+
+    def decode(index: tuple[int, ...]) -> tuple[int, ...]:
+        found = decode_small(tuple(lookup[i] for lookup, i in zip(back, index, strict=True)))
+        return tuple(int(s[i]) for s, i in zip(states, found, strict=True))
+
+    return Marginal(table=table, decode=decode)
+
+
+def elimination_order(energy: Energy, keep: Iterable[int] = ()) -> tuple[tuple[int, ...], int]:
+    """Greedy order (smallest new table first, fewest fill edges on ties) and the entries of its largest table."""
+    neighbours: list[set[int]] = [set() for _ in energy.sizes]
+    for factor in energy.factors:
+        for v in factor.scope:
+            neighbours[v].update(factor.scope)
+    for v, around in enumerate(neighbours):
+        around.discard(v)
+    left = set(range(len(energy.sizes))) - set(keep)
+
+    def score(v: int) -> tuple[int, int, int]:
+        around = neighbours[v]
+        fill = sum(1 for a in around for b in around if a < b and b not in neighbours[a])
+        return prod(energy.sizes[u] for u in around) * energy.sizes[v], fill, v
+
+    scores = {v: score(v) for v in left}
+    order, largest = [], 1
+    while left:
+        best = min(left, key=scores.__getitem__)
+        left.remove(best)
+        order.append(best)
+        largest = max(largest, scores[best][0])
+        around = neighbours[best]
+        for u in around:
+            neighbours[u] |= around
+            neighbours[u] -= {u, best}
+        for u in around.union(*(neighbours[w] for w in around)) & left:
+            scores[u] = score(u)
+    return tuple(order), largest
+
+
+def _aligned(factor: Factor, scope: Sequence[int], sizes: Sequence[int]) -> Table:
+    """The factor's table with a dim for every variable of ``scope`` (size 1 where it has none)."""
+    position = {v: i for i, v in enumerate(scope)}
+    axes = sorted(range(len(factor.scope)), key=lambda i: position[factor.scope[i]])
+    mine = set(factor.scope)
+    return factor.table.transpose(axes).reshape([sizes[v] if v in mine else 1 for v in scope])
+
+
+def _sum(factors: Sequence[Factor], scope: Sequence[int], sizes: Sequence[int]) -> Table:
+    total = np.zeros([sizes[v] for v in scope])
+    for factor in factors:
+        total += _aligned(factor, scope, sizes)
+    return total
+
+
+def _eliminate(
+    energy: Energy, order: Sequence[int], keep: tuple[int, ...]
+) -> tuple[Table, Callable[[tuple[int, ...]], tuple[int, ...]]]:
+    """Minimise over the variables of ``order`` one by one, remembering the best state for each context."""
+    buckets: list[dict[int, Factor]] = [{} for _ in energy.sizes]
+    alive: dict[int, Factor] = dict(enumerate(energy.factors))
+    for key, factor in alive.items():
+        for v in factor.scope:
+            buckets[v][key] = factor
+    choices: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
+    for v in order:
+        bucket = list(buckets[v].items())
+        scope = tuple(sorted({u for _, f in bucket for u in f.scope} - {v}))
+        total = _sum([f for _, f in bucket], (*scope, v), energy.sizes)
+        for key, factor in bucket:
+            del alive[key]
+            for u in factor.scope:
+                del buckets[u][key]
+        choices.append((v, scope, np.argmin(total, axis=-1)))
+        made = Factor(scope=scope, table=np.min(total, axis=-1))
+        key = len(energy.factors) + len(choices)
+        alive[key] = made
+        for u in scope:
+            buckets[u][key] = made
+    table = _sum(list(alive.values()), keep, energy.sizes)
+
+    def decode(index: tuple[int, ...]) -> tuple[int, ...]:
+        found = dict(zip(keep, index, strict=True))
+        for v, scope, best in reversed(choices):
+            found[v] = int(best[tuple(found[u] for u in scope)])
+        return tuple(found[v] for v in range(len(energy.sizes)))
+
+    return table, decode
+
+
+def _by_milp(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Callable[[tuple[int, ...]], tuple[int, ...]]]:
+    """The same table by one integer program for each combination of the kept variables."""
+    from autopar.search.milp import minimise_by_milp  # imports scipy: only where it is needed
+
+    table = np.full([energy.sizes[k] for k in keep], np.inf)
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for index in product(*(range(energy.sizes[k]) for k in keep)):
+        best = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
+        if best is not None:
+            table[index], found[index] = best.value, best.assignment
+    return table, found.__getitem__
+
+
+def _prune(energy: Energy) -> tuple[Energy, list[NDArray[np.intp]]]:
+    """Drop states that some factor forbids whatever the others do (arc consistency); the states that stay."""
+    states = [np.arange(n) for n in energy.sizes]
+    tables = [f.table for f in energy.factors]
+    finite = [np.isfinite(t) for t in tables]
+    of_variable: list[list[tuple[int, int]]] = [[] for _ in energy.sizes]
+    for k, factor in enumerate(energy.factors):
+        for axis, v in enumerate(factor.scope):
+            of_variable[v].append((k, axis))
+    todo = set(range(len(tables)))
+    while todo:
+        k = todo.pop()
+        for axis, v in enumerate(energy.factors[k].scope):
+            others = tuple(a for a in range(finite[k].ndim) if a != axis)
+            supported = finite[k].any(axis=others) if others else finite[k]
+            if supported.all():
+                continue
+            kept = np.flatnonzero(supported)
+            states[v] = states[v][kept]
+            for j, along in of_variable[v]:
+                tables[j] = tables[j].take(kept, axis=along)
+                finite[j] = finite[j].take(kept, axis=along)
+                todo.add(j)
+    factors = tuple(Factor(scope=f.scope, table=t) for f, t in zip(energy.factors, tables, strict=True))
+    return Energy(sizes=tuple(len(s) for s in states), factors=factors), states
