@@ -15,6 +15,9 @@ from autopar.table import Table, closest
 
 Kind = Literal["cpu", "cuda"]
 
+TOPICS = ("memory", "bandwidth", "launch", "fragmentation", "interference", "uncertainty")
+"""What the scalar numbers of a device are about; each has its provenance."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
@@ -86,7 +89,9 @@ class Device:
         memory_bandwidth_bytes_per_s: read plus write, as a large copy reaches it.
         launch_s: host and device overhead of one operator.
         fragmentation: fraction of the tensors' bytes that the allocator adds on top.
-        provenance: by topic (``memory``, ``bandwidth``, ``launch``, ``fragmentation``).
+        interference: compute lost to each second of communication that runs beside it; 0 is free, 1 is no overlap.
+        uncertainty: half width of the interval of a predicted step time, relative to it.
+        provenance: by topic (:data:`TOPICS`).
     """
 
     name: str
@@ -97,6 +102,8 @@ class Device:
     launch_s: float
     reserves: tuple[Reserve, ...]
     fragmentation: float
+    interference: float
+    uncertainty: float
     provenance: tuple[tuple[str, str], ...]
 
     @property
@@ -134,6 +141,8 @@ class Device:
             },
             "launch": {"time_s": self.launch_s, "provenance": notes["launch"]},
             "fragmentation": {"fraction": self.fragmentation, "provenance": notes["fragmentation"]},
+            "interference": {"fraction": self.interference, "provenance": notes["interference"]},
+            "uncertainty": {"fraction": self.uncertainty, "provenance": notes["uncertainty"]},
             "reserve": [{"name": r.name, "num_bytes": r.num_bytes, "provenance": r.provenance} for r in self.reserves],
             "matmul": {
                 rate.dtype: {
@@ -159,7 +168,7 @@ class Device:
         kind = table.text("kind")
         if kind not in ("cpu", "cuda"):
             raise table.fault("kind", "the kind is 'cpu' or 'cuda'", value=repr(kind))
-        parts = {topic: table.table(topic) for topic in ("memory", "bandwidth", "launch", "fragmentation")}
+        parts = {topic: table.table(topic) for topic in TOPICS}
         matmul = table.table("matmul")
         device = cls(
             name=table.text("name"),
@@ -168,6 +177,8 @@ class Device:
             memory_bandwidth_bytes_per_s=parts["bandwidth"].number("bytes_per_s"),
             launch_s=parts["launch"].number("time_s", positive=False),
             fragmentation=parts["fragmentation"].number("fraction", positive=False),
+            interference=parts["interference"].number("fraction", positive=False),
+            uncertainty=parts["uncertainty"].number("fraction", positive=False),
             reserves=tuple(_reserve(item) for item in table.tables("reserve")),
             matmul=tuple(_rate(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
