@@ -19,7 +19,7 @@ from typing import Any, cast
 import spmd_types
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  torch's own custom
+import torch.nn.functional as F
 from spmd_types._mesh import _pg_for_axis  # the only look-up of a name's group in spmd-types 0.3
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -49,6 +49,8 @@ def resolve(target: str) -> Callable[..., Any]:
         found = getattr(torch.ops, namespace)
         for part in rest.split("."):
             found = getattr(found, part, None)
+    if target == "aten.view.default":  # a graph's view has no strides to keep: it copies where it must
+        return cast("Callable[..., Any]", torch.ops.aten.reshape.default)
     if found is None:
         raise RuleError("every operator of a graph exists in torch or in autopar", value=target)
     return cast("Callable[..., Any]", found)
@@ -89,18 +91,14 @@ def group(axis: str) -> dist.ProcessGroup:
 
 def all_reduce(x: Tensor, axis: str, to: str) -> Tensor:
     """P to ``to`` (``I`` or ``R``): the sum over the axis. Backward: nothing for I, an all-reduce for R."""
-    y = spmd_types.all_reduce(
-        _dense(x), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x)
-    )
+    y = spmd_types.all_reduce(_dense(x), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x))
     return _dense_gradient(y) if to == "R" else y
 
 
 def all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
-    """S(dim) to ``to`` (``I`` or ``R``): the parts in rank order. Backward: the own slice for I, a reduce-scatter for R."""
+    """S(dim) to ``to`` (``I`` or ``R``): all parts. Backward: the own slice for I, a reduce-scatter for R."""
     flat = x.view(torch.uint8) if x.dtype == torch.bool else x
-    y = spmd_types.all_gather(
-        flat, group(axis), src=spmd_types.S(dim), dst=_TYPES[to], backward_options=_backward(x)
-    )
+    y = spmd_types.all_gather(flat, group(axis), src=spmd_types.S(dim), dst=_TYPES[to], backward_options=_backward(x))
     return y.view(torch.bool) if x.dtype == torch.bool else y
 
 
@@ -123,14 +121,12 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tenso
 
 
 def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
-    """``source`` (``I`` or ``R``) to S(dim): this rank's slice. Backward: an all-gather for I, zeros around it for R."""
+    """``source`` (``I`` or ``R``) to S(dim): the own slice. Backward: an all-gather for I, zeros around it for R."""
     pg = group(axis)
     size = dist.get_world_size(pg)
     if x.shape[dim] % size:
         raise RuleError("a split dim divides by the axis", value=f"{x.shape[dim]} over {axis}={size}")
-    return spmd_types.shard(
-        x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x)
-    )
+    return spmd_types.shard(x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x))
 
 
 def keep_on_first(x: Tensor, axis: str, source: str) -> Tensor:
@@ -142,9 +138,7 @@ def keep_on_first(x: Tensor, axis: str, source: str) -> Tensor:
 
 def invariant_to_replicate(x: Tensor, axis: str) -> Tensor:
     """I to R: the same tensor. Backward: an all-reduce of the pending sum."""
-    return _dense_gradient(
-        spmd_types.invariant_to_replicate(x, group(axis), backward_options=_backward(x))
-    )
+    return _dense_gradient(spmd_types.invariant_to_replicate(x, group(axis), backward_options=_backward(x)))
 
 
 _TYPES = {"I": spmd_types.I, "R": spmd_types.R}
@@ -181,9 +175,7 @@ def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.t(), bias)
 
 
-def cross_entropy_sum(
-    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> Tensor:
+def cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
     """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids."""
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()

@@ -1,0 +1,189 @@
+"""From a builder to a finished graph: dead code, constants, prelude, identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from autopar.graph.blocks import find_blocks
+from autopar.graph.builder import Builder
+from autopar.graph.ir import Argument, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest, map_refs
+from autopar.graph.unfuse import unfuse
+
+_SMALL = 2**16
+"""Elements up to which equal constants are shared."""
+
+RANDOM_TARGETS = frozenset({"autopar.dropout"})
+
+
+def finish(
+    builder: Builder,
+    *,
+    name: str,
+    batch_size: int,
+    inputs: tuple[Input, ...],
+    parameters: tuple[Parameter, ...],
+    buffers: tuple[Buffer, ...],
+    loss: Ref,
+) -> Graph:
+    """The graph of what ``loss`` needs.
+
+    Identical calls of the prelude are made once. Buffers and parameters that nothing reads go.
+    """
+    builder.ops = alive(builder.ops, loss)
+    parameters = unfuse(builder, parameters, loss)
+    drop_identities(builder, loss)
+    ops = alive(builder.ops, loss)
+    ops, constants = _with_constants(builder, ops)
+    free = {leaf.name for leaf in (*inputs, *buffers, *constants)}
+    prelude, live = split_prelude(ops, free)
+    prelude, live = _merged(prelude, live)
+    prelude = alive((*prelude, *live), loss)[: -len(live) or None]
+    used = {ref.name for op in (*prelude, *live) for ref in op.operands}
+    unread = [p.fqn for p in parameters if p.name not in used]
+    if unread:
+        builder.notes.append(f"parameters without influence on the loss: {', '.join(unread[:5])}"[:300])
+    kept = tuple(p for p in parameters if p.name in used)
+    return Graph(
+        name=name,
+        batch_size=batch_size,
+        inputs=inputs,
+        parameters=kept,
+        buffers=tuple(b for b in (*buffers, *constants) if b.name in used),
+        prelude=tuple(prelude),
+        ops=tuple(live),
+        blocks=find_blocks(tuple(live), {r: s for r, s in builder.specs.items()}, {p.name for p in kept}),
+        loss=loss,
+        fingerprint=fingerprint(inputs, kept, live),
+        notes=tuple(builder.notes),
+    )
+
+
+def drop_identities(builder: Builder, loss: Ref) -> None:
+    """Removes views to the same shape that other passes left, renaming what reads them."""
+    renamed: dict[Ref, Ref] = {}
+    kept: list[Op] = []
+    for op in builder.ops:
+        op = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
+        if op.target == "aten.view.default":
+            source = op.operands[0]
+            producer = builder.producers.get(source.name)
+            if producer is not None and producer.target == "aten.view.default":
+                op = op.with_operands((producer.operands[0],))
+                source = op.operands[0]
+            if builder.specs[source].shape == op.spec.shape and Ref(op.name) != loss:
+                renamed[Ref(op.name)] = source
+                continue
+        builder.producers[op.name] = op
+        kept.append(op)
+    builder.ops = kept
+
+
+def alive(ops: Iterable[Op], loss: Ref) -> list[Op]:
+    """Operators that the loss needs, in order."""
+    wanted = {loss.name}
+    kept: list[Op] = []
+    for op in reversed(list(ops)):
+        if op.name in wanted:
+            kept.append(op)
+            wanted.update(ref.name for ref in op.operands)
+    return kept[::-1]
+
+
+def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
+    """Operators that inputs and buffers alone determine, and the others.
+
+    Args:
+        free: names of inputs and buffers; not changed.
+    """
+    known = set(free)
+    prelude: list[Op] = []
+    live: list[Op] = []
+    for op in ops:
+        if op.target not in RANDOM_TARGETS and all(ref.name in known for ref in op.operands):
+            known.add(op.name)
+            prelude.append(op)
+        else:
+            live.append(op)
+    return prelude, live
+
+
+def _with_constants(builder: Builder, ops: list[Op]) -> tuple[list[Op], list[Buffer]]:
+    """Constants that are read become buffers, expanded to their shape where they are kept smaller."""
+    buffers: list[Buffer] = []
+    made: dict[Ref, Ref] = {}
+    shared: dict[tuple[object, ...], Ref] = {}
+    expands: list[Op] = []
+
+    def materialise(ref: Ref) -> Argument:
+        value = builder.values.get(ref)
+        if value is None:
+            return ref
+        if ref not in made:
+            held = _held(builder, ref, value, buffers, shared)
+            spec = builder.specs[ref]
+            if tuple(value.shape) != spec.shape:
+                name = builder.unique(f"{ref.name}_full")
+                args: tuple[Argument, ...] = (held, spec.shape)
+                expands.append(Op(name=name, target="aten.expand.default", args=args, outputs=(spec,)))
+                builder.specs[Ref(name)] = spec
+                held = Ref(name)
+            made[ref] = held
+        return made[ref]
+
+    result = []
+    for op in ops:
+        args = tuple(map_refs(arg, materialise) for arg in op.args)
+        kwargs = tuple((key, map_refs(arg, materialise)) for key, arg in op.kwargs)
+        result.append(replace(op, args=args, kwargs=kwargs))
+    return [*expands, *result], buffers
+
+
+def _held(
+    builder: Builder, ref: Ref, value: torch.Tensor, buffers: list[Buffer], shared: dict[tuple[object, ...], Ref]
+) -> Ref:
+    value = value.contiguous()
+    if value.untyped_storage().nbytes() > value.numel() * value.itemsize:
+        value = value.clone()
+    key: tuple[object, ...] = (ref,)
+    if value.numel() <= _SMALL and not value.is_complex():
+        raw = value.flatten().view(torch.uint8) if value.numel() else value
+        key = (tuple(value.shape), value.dtype, bytes(raw.tolist()))
+    if key not in shared:
+        name = builder.unique(f"c_{ref.name}")
+        spec = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
+        shared[key] = builder.leaf(name, spec)
+        buffers.append(Buffer(name=name, fqn="", spec=spec, value=value))
+    return shared[key]
+
+
+def _merged(prelude: list[Op], live: list[Op]) -> tuple[list[Op], list[Op]]:
+    """Equal calls of the prelude made once."""
+    renamed: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+
+    def current(op: Op) -> Op:
+        if not any(ref.name in renamed for ref in op.operands):
+            return op
+        return op.with_operands(tuple(Ref(renamed.get(r.name, r.name), r.index) for r in op.operands))
+
+    kept = []
+    for op in map(current, prelude):
+        key = (op.target, op.args, op.kwargs)
+        if key in seen:
+            renamed[op.name] = seen[key]
+        else:
+            seen[key] = op.name
+            kept.append(op)
+    return kept, [current(op) for op in live]
+
+
+def fingerprint(inputs: tuple[Input, ...], parameters: tuple[Parameter, ...], ops: Iterable[Op]) -> str:
+    """Of a traced model: parameters, inputs (batch size aside) and operators."""
+    lines = [f"{p.key} {p.spec.shape} {p.spec.dtype} {p.spec.requires_grad} {p.aliases}" for p in parameters]
+    lines += [
+        f"{i.name} {tuple(n for d, n in enumerate(i.spec.shape) if d != i.batch_dim)} {i.spec.dtype}" for i in inputs
+    ]
+    return digest("\n".join([*lines, *(op.target for op in ops)]))

@@ -1,0 +1,77 @@
+"""Running a graph on one device: the meaning of every other way to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.graph.ir import Argument, Graph, Op, Parameter, Ref
+from autopar.ops import resolve
+
+
+def evaluate(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The loss of ``batch``, differentiable in ``parameters``.
+
+    Args:
+        batch: tensors by the names of ``graph.inputs``, in the shapes of the graph.
+        parameters: model parameters by name (``fqn``), whole; parts are cut from them.
+        buffers: model buffers by name (``fqn``), for those whose value the graph does not hold.
+
+    Raises:
+        AutoparError: an input or buffer is missing.
+    """
+    env = leaves(graph, batch, parameters, buffers or {})
+    run((*graph.prelude, *graph.ops), env)
+    return env[graph.loss]
+
+
+def leaves(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> dict[Ref, torch.Tensor]:
+    """Values of inputs, parameters and buffers."""
+    device = next(iter(batch.values())).device
+    env: dict[Ref, torch.Tensor] = {}
+    for entry in graph.inputs:
+        if entry.name not in batch:
+            raise AutoparError("the batch holds every input of the graph", value=f"no {entry.name}")
+        env[Ref(entry.name)] = batch[entry.name]
+    for parameter in graph.parameters:
+        env[Ref(parameter.name)] = part_of(parameter, parameters[parameter.fqn])
+    for buffer in graph.buffers:
+        value = buffers.get(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
+        if value is None:
+            raise AutoparError("every buffer has a value", value=f"none for {buffer.fqn or buffer.name}")
+        env[Ref(buffer.name)] = value.to(device)
+    return env
+
+
+def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """What ``parameter`` is of the model's tensor."""
+    part = parameter.part
+    return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+
+
+def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor]) -> None:
+    """Executes ``ops`` in order, adding their outputs to ``env``."""
+    for op in ops:
+        result = resolve(op.target)(*(_value(a, env) for a in op.args), **{k: _value(a, env) for k, a in op.kwargs})
+        for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):
+            env[Ref(op.name, i)] = value
+
+
+def _value(argument: Argument, env: Mapping[Ref, torch.Tensor]) -> object:
+    if isinstance(argument, Ref):
+        return env[argument]
+    if isinstance(argument, tuple):
+        return [_value(item, env) for item in argument]
+    return argument

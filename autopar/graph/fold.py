@@ -1,0 +1,148 @@
+"""Constant folding while a graph is built: values that no input and no parameter can change."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder, Call, Value, compact
+from autopar.graph.ir import Argument, Ref, TensorSpec
+
+_FILLS = {
+    "zeros": 0,
+    "ones": 1,
+    "empty": 0,
+    "zeros_like": 0,
+    "ones_like": 1,
+    "empty_like": 0,
+    "new_zeros": 0,
+    "new_ones": 1,
+    "new_empty": 0,
+    "empty_strided": 0,
+    "new_empty_strided": 0,
+    "full": None,
+    "full_like": None,
+    "new_full": None,
+}
+
+_RANDOM_TAGS = (torch.Tag.nondeterministic_seeded,)
+_SAME_VALUE = {"aten.clone.default", "aten.contiguous.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
+
+
+def fold(builder: Builder, call: Call) -> Value | None:
+    """The constant that ``call`` gives, or None where it depends on more than constants.
+
+    What depends on a model buffer is not replaced (a buffer of a meta model has no value, and
+    both must give the same graph) but its value is remembered in ``builder.hints``.
+    """
+    name = call.target.split(".")[1] if call.target.startswith("aten.") else ""
+    if name in _FILLS:
+        return _fill(builder, call, name)
+    if len(call.outputs) != 1 or call.outputs[0] is None or any(tag in call.overload.tags for tag in _RANDOM_TAGS):
+        return None
+    refs = _refs((*call.args, *call.kwargs.values()))
+    if any(ref not in builder.values for ref in refs):
+        return None
+    value = evaluate(builder, call)
+    return None if value is None else builder.constant(call, value)
+
+
+def hint(builder: Builder, call: Call, ref: Value) -> None:
+    """Remembers the value of ``ref`` where model buffers determine it, for recognising masks."""
+    if not isinstance(ref, Ref) or ref in builder.values or len(call.outputs) != 1 or call.outputs[0] is None:
+        return
+    refs = _refs((*call.args, *call.kwargs.values()))
+    if refs and any(r in builder.hints for r in refs) and all(builder.known(r) is not None for r in refs):
+        value = evaluate(builder, call)
+        if value is not None:
+            builder.hints[ref] = compact(value)
+
+
+def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
+    """Runs ``call`` on known values; None when that would be too large."""
+    spec = call.spec
+    pointwise = torch.Tag.pointwise in call.overload.tags
+    if call.target in _SAME_VALUE:
+        return builder.known(call.args[0])
+    if call.target == "aten.expand.default":
+        small = builder.known(call.args[0])
+        assert small is not None
+        return small.reshape((1,) * (len(spec.shape) - small.dim()) + tuple(small.shape))
+
+    def tensor(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            value = builder.known(argument)
+            assert value is not None
+            return value if pointwise else value.expand(builder.shape(argument))
+        if isinstance(argument, tuple):
+            return [tensor(item) for item in argument]
+        return argument
+
+    args = [tensor(argument) for argument in call.args]
+    kwargs = {key: tensor(value) for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
+    if any(argument.name == "device" for argument in call.overload._schema.arguments):
+        kwargs["device"] = torch.device("cpu")
+    if _size(args, spec, pointwise) > FOLD_LIMIT:
+        return None
+    result = call.overload(*args, **kwargs)
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def is_causal(value: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """True when an attention mask of ``shape`` with compact ``value`` is the square lower triangle.
+
+    Bool: True where attention is allowed. Float: 0 where allowed and the lowest number elsewhere.
+    """
+    if len(shape) < 2 or shape[-1] != shape[-2] or any(size != 1 for size in value.shape[:-2]):
+        return False
+    if tuple(value.shape[-2:]) != shape[-2:]:
+        return False
+    allowed = _allowed(value.reshape(shape[-2:]))
+    if allowed is None:
+        return False
+    # Row by row: the count of allowed keys, then that they come first.
+    count = torch.arange(1, shape[-1] + 1)
+    return bool((allowed.sum(-1) == count).all()) and not bool(allowed.triu(1).any())
+
+
+def allows_all(value: torch.Tensor) -> bool:
+    """True when a mask hides nothing."""
+    allowed = _allowed(value)
+    return allowed is not None and bool(allowed.all())
+
+
+def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    allowed = mask == 0
+    return allowed if bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()) else None
+
+
+def _fill(builder: Builder, call: Call, name: str) -> Value | None:
+    fill = _FILLS[name]
+    if fill is None:
+        literal = call.bound()["fill_value"]
+        if not isinstance(literal, bool | int | float):
+            return None
+        value = torch.full((1,) * len(call.spec.shape), literal, dtype=call.spec.dtype)
+    else:
+        value = torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype)
+    return builder.constant(call, value)
+
+
+def _size(args: list[object], spec: TensorSpec, pointwise: bool) -> int:
+    if not pointwise:
+        return spec.numel
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    return torch.Size(torch.broadcast_shapes(*(t.shape for t in tensors))).numel() if tensors else spec.numel
+
+
+def _refs(arguments: tuple[Argument, ...]) -> list[Ref]:
+    found: list[Ref] = []
+    for argument in arguments:
+        if isinstance(argument, Ref):
+            found.append(argument)
+        elif isinstance(argument, tuple):
+            found.extend(_refs(argument))
+    return found

@@ -1,0 +1,403 @@
+"""Tracing: a model and a batch become a :class:`Graph`; no weight is allocated."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import linecache
+import logging
+import os
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.graph.builder import Builder, Value
+from autopar.graph.cleanup import finish
+from autopar.graph.convert import WRAPPER, Converter
+from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
+
+LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
+
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What user code and torch.export raise."""
+
+
+def trace(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    loss_fn: LossFunction | None = None,
+) -> Graph:
+    """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up.
+
+    Args:
+        model: on any device, meta included; not changed, its weights never copied.
+        args: positional example inputs of ``model.forward``; only shapes and dtypes matter.
+        kwargs: example inputs by name. Tensors that share the size of dim 0 are the batch; a batch
+            of one is doubled, so that no operator takes its size for a broadcast.
+        name: of the model; its class name when empty.
+        loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not. Entries
+            of ``kwargs`` that ``forward`` does not take are for it alone.
+
+    Returns:
+        The graph; batch sizes in its shapes are those of the example (or 2).
+
+    Raises:
+        TraceError: export fails, there is no scalar loss, or the batch size cannot be told; the
+            place is the line of the user's code.
+    """
+    mode = FakeTensorMode()
+    batch = _named_batch(model, args, kwargs or {})
+    batch, batch_size = _fake_batch(batch, mode)
+    wrapper = _Training(_fake_model(model, mode), batch, loss_fn)
+    program = _export(wrapper, batch, model)
+    builder = Builder()
+    converter = Converter(builder)
+    inputs = _inputs(batch, batch_size)
+    parameters, buffers = _declare(builder, converter.env, program, model, inputs, batch)
+    outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
+    loss = _loss_output(program, outputs, builder)
+    return finish(
+        builder,
+        name=name or type(model).__name__,
+        batch_size=batch_size,
+        inputs=inputs,
+        parameters=parameters,
+        buffers=buffers,
+        loss=loss,
+    )
+
+
+# --- the batch ------------------------------------------------------------------------------------
+
+
+def _named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Example inputs by the names of ``forward``'s parameters; entries that are None are dropped."""
+    names = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(args) > len(names):
+        raise TraceError(
+            "example inputs fit the model's forward",
+            value=f"{len(args)} positional inputs for {len(names)} parameters ({', '.join(names)})",
+            place=type(model).__name__,
+            remedy="give the example inputs by name",
+        )
+    batch = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return {key: value for key, value in batch.items() if value is not None}
+
+
+def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode) -> tuple[dict[str, Any], int]:
+    """The batch as fake tensors, and its size; a batch of one doubled."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if not tensors:
+        raise TraceError(
+            "the example inputs hold at least one tensor with a batch dim",
+            value=f"{sorted(batch) or 'no inputs'}",
+            remedy="give example inputs (a dict for the model's forward)",
+        )
+    sizes = Counter(tensor.shape[0] for tensor in tensors)
+    most = max(sizes.values())
+    size = next(tensor.shape[0] for tensor in tensors if sizes[tensor.shape[0]] == most)
+    doubled = 2 if size == 1 else 1
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = list(leaf.shape)
+        if shape and shape[0] == size:
+            shape[0] *= doubled
+        with mode:
+            return torch.empty(shape, dtype=leaf.dtype, device="cpu")
+
+    return pytree.tree_map(fake, batch), size * doubled
+
+
+def _inputs(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    return tuple(
+        Input(
+            name=_path_name(path),
+            spec=TensorSpec(shape=tuple(leaf.shape), dtype=leaf.dtype),
+            batch_dim=0 if leaf.dim() and leaf.shape[0] == batch_size else None,
+        )
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    return "_".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class _Training(torch.nn.Module):
+    """The user's model with its loss picked out; every input by name."""
+
+    def __init__(self, model: torch.nn.Module, batch: dict[str, Any], loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        known = {p.name for p in parameters}
+        self.positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.name in batch]
+        self.passed = [k for k in batch if (k in known or takes_any) and k not in self.positional]
+        unused = [k for k in batch if k not in self.passed and k not in self.positional]
+        if unused and loss_fn is None:
+            raise TraceError(
+                "example inputs fit the model's forward",
+                value=f"{', '.join(unused)}, which forward does not take",
+                place=type(model).__name__,
+                remedy="remove the entry, or give loss_fn=... that reads it",
+            )
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
+        if self.loss_fn is not None:
+            output = self.loss_fn(output, batch)
+        return _pick_loss(output, type(self.model).__name__)
+
+
+def _pick_loss(output: Any, place: str) -> torch.Tensor:
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    leaves = [named] if isinstance(named, torch.Tensor) else pytree.tree_leaves(output)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
+            return leaf
+    shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    raise TraceError(
+        "the model returns a scalar loss",
+        value=f"outputs of shape {', '.join(shapes) or 'none'}",
+        place=place,
+        remedy="add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
+    )
+
+
+def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """A copy in training mode whose tensors are fake: no memory, ties kept."""
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+
+    for parameter in model.parameters():
+        memo[id(parameter)] = torch.nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake(buffer)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value) if value.device.type == "meta" else value.detach().cpu()
+    try:
+        return copy.deepcopy(model, memo).train()
+    except _FAILURES as error:
+        raise TraceError(
+            "the model can be copied (copy.deepcopy) without its weights",
+            value=f"{type(error).__name__}: {_first_line(error)}",
+            place=type(model).__name__,
+            remedy="keep open files, locks and tensors with history out of the model",
+        ) from error
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
+    with _quiet():
+        try:
+            program = torch.export.export(wrapper, (), batch, strict=False)
+            return program.run_decompositions({})
+        except TraceError:
+            raise
+        except _FAILURES as error:
+            raise _explained(error, model) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps export's warnings and logs off the terminal."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo", "torch.fx.experimental")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _explained(error: BaseException, model: torch.nn.Module) -> TraceError:
+    """The failure by the user's line, reason and remedy."""
+    text = str(error)
+    place, line = _user_line(error, model)
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    if line:
+        reason += f" at `{line}`"
+    dependent = ("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0")
+    if "DataDependent" in type(error).__name__ or any(word in text for word in dependent):
+        return TraceError(
+            "control flow and shapes do not depend on the values of tensors",
+            value=reason,
+            place=place,
+            remedy="write it with torch.where or a mask, or decide it outside forward",
+        )
+    if isinstance(error, TypeError) and "argument" in text:
+        return TraceError(
+            "example inputs fit the model's forward", value=reason, place=place, remedy="mend the example inputs"
+        )
+    return TraceError(
+        "torch.export can trace the model",
+        value=reason,
+        place=place,
+        remedy="mend that line; `torch.export.export(model, args, kwargs, strict=False)` must work",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def _user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
+    """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
+    home = inspect.getsourcefile(type(model)) or ""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    own = os.path.dirname(os.path.abspath(__file__))
+    torch_home = os.path.dirname(os.path.abspath(torch.__file__))
+    outside = [f for f in frames if not f[0].startswith((own, torch_home)) and not f[0].startswith("<")]
+    in_library = [f for f in outside if "site-packages" not in f[0] and f"lib{os.sep}python" not in f[0]]
+    user = [f for f in outside if f[0] == home] or in_library or outside
+    # A submodule of the user's own package lies deeper than the model's file: prefer the deepest of both.
+    both = [f for f in outside if f in in_library or f[0] == home]
+    chosen = (both or user or [("", 0)])[-1]
+    if not chosen[0]:
+        return type(model).__name__, ""
+    return f"{chosen[0]}:{chosen[1]}", linecache.getline(chosen[0], chosen[1]).strip()
+
+
+# --- leaves ---------------------------------------------------------------------------------------
+
+
+def _declare(
+    builder: Builder,
+    env: dict[str, Value],
+    program: torch.export.ExportedProgram,
+    model: torch.nn.Module,
+    inputs: tuple[Input, ...],
+    batch: dict[str, Any],
+) -> tuple[tuple[Parameter, ...], tuple[Buffer, ...]]:
+    """Inputs, parameters, buffers and lifted constants of the program, in ``env`` under its names."""
+    for entry in inputs:
+        builder.leaf(entry.name, entry.spec)
+    queue = iter(inputs)
+    leaves = iter(pytree.tree_leaves(batch))
+    aliases = _aliases(model)
+    parameters: dict[str, Parameter] = {}
+    buffers: list[Buffer] = []
+    values = dict(model.named_buffers(remove_duplicate=False))
+    for spec in program.graph_signature.input_specs:
+        place = getattr(spec.arg, "name", "")
+        fqn = (spec.target or "").removeprefix(WRAPPER)
+        if spec.kind == InputKind.USER_INPUT:
+            leaf = next(leaves)
+            env[place] = Ref(next(queue).name) if isinstance(leaf, torch.Tensor) else leaf
+        elif spec.kind == InputKind.PARAMETER:
+            parameter = _parameter(builder, model, aliases[fqn], parameters)
+            env[place] = Ref(parameter.name)
+        elif spec.kind == InputKind.BUFFER:
+            buffers.append(_buffer(builder, fqn, values[fqn]))
+            env[place] = Ref(buffers[-1].name)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            env[place] = _lifted(builder, place, program.constants[spec.target or ""], buffers)
+        else:
+            raise TraceError(
+                "a traced model takes tensors", value=f"{spec.kind.name} {fqn}", remedy="remove custom class objects"
+            )
+    return tuple(parameters.values()), tuple(buffers)
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each name of a parameter all names of the same storage, the first one first."""
+    groups: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(fqn)
+    return {fqn: tuple(names) for names in groups.values() for fqn in names}
+
+
+def _parameter(
+    builder: Builder, model: torch.nn.Module, names: tuple[str, ...], known: dict[str, Parameter]
+) -> Parameter:
+    fqn, *others = names
+    if fqn not in known:
+        tensor = model.get_parameter(fqn)
+        spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        identifier = builder.unique(f"p_{fqn}")
+        builder.leaf(identifier, spec)
+        builder.parameters.add(identifier)
+        known[fqn] = Parameter(name=identifier, fqn=fqn, spec=spec, aliases=tuple(others))
+    return known[fqn]
+
+
+def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
+    spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
+    ref = builder.leaf(builder.unique(f"b_{fqn}"), spec)
+    value = None if tensor.device.type == "meta" else tensor.detach().cpu()
+    if value is not None:
+        builder.hints[ref] = value
+    return Buffer(name=ref.name, fqn=fqn, spec=spec, value=value)
+
+
+def _lifted(builder: Builder, place: str, value: Any, buffers: list[Buffer]) -> Ref:
+    """A tensor that the code makes or holds outside parameters and buffers."""
+    spec = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
+    ref = builder.leaf(builder.unique(place), spec)
+    if type(value) is torch.Tensor and value.device.type != "meta":
+        builder.values[ref] = value.detach().cpu()
+    else:
+        buffers.append(Buffer(name=ref.name, fqn="", spec=spec))
+        builder.notes.append(f"the constant {place} has no value: it was made on meta")
+    return ref
+
+
+def _loss_output(program: torch.export.ExportedProgram, outputs: list[Value], builder: Builder) -> Ref:
+    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            builder.notes.append(f"the buffer {(spec.target or '').removeprefix(WRAPPER)} is not updated by training")
+        if spec.kind == OutputKind.USER_OUTPUT:
+            if isinstance(value, Ref) and value not in builder.values:
+                return value
+            break
+    raise TraceError(
+        "the loss depends on the model", value="a constant", remedy="return the loss computed from the parameters"
+    )
