@@ -1,1 +1,75 @@
 """Sharding rules: for each operator and mesh axis the typed ways to run it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import cache
+
+from autopar.graph.ir import Op, TensorSpec
+from autopar.rules.localize import localize
+from autopar.rules.table import RuleTable, torch_rules
+from autopar.rules.types import Communication, Local, Strategy, Typing
+
+__all__ = [
+    "Communication",
+    "Local",
+    "RuleTable",
+    "Strategy",
+    "Typing",
+    "default_table",
+    "has_rule",
+    "localize",
+    "register_rule",
+    "strategies",
+]
+
+
+@cache
+def default_table() -> RuleTable:
+    """The one table that users extend by :func:`register_rule` and that is used unless another is given."""
+    return RuleTable(rules=torch_rules())
+
+
+def strategies(
+    op: Op,
+    operands: tuple[TensorSpec, ...],
+    *,
+    axis: str,
+    size: Fraction,
+    fallback: bool = False,
+    table: RuleTable | None = None,
+) -> tuple[Strategy, ...]:
+    """All ways to run one operator on one mesh axis.
+
+    Args:
+        op: the call; names and layouts do not matter, literals do.
+        operands: specs of ``op.operands``, in order, before the axis is applied. Where one has no
+            gradient, every I is written R, which is the same for it.
+        axis: mesh axis, or ``batch``.
+        size: by what the axis divides a dim; only dims that divide evenly are split.
+        fallback: an operator without a rule gives ``invariant`` and ``replicate`` only, and the
+            caller records it by name, instead of an error.
+        table: rules to use instead of :func:`default_table`.
+
+    Raises:
+        RuleError: no rule, or the call does not fit it.
+    """
+    rules = default_table() if table is None else table
+    return rules.strategies(op, operands, axis=axis, size=size, fallback=fallback)
+
+
+def has_rule(target: str, *, table: RuleTable | None = None) -> bool:
+    """True when the table has a rule for an operator, by its target."""
+    return target in (default_table() if table is None else table).rules
+
+
+def register_rule(target: str, line: str, *, table: RuleTable | None = None) -> None:
+    """Adds a rule for an operator in one line: ``register_rule("mylib::fused_mlp", "b s k+, f k+ -> b s f")``.
+
+    See :mod:`autopar.rules.grammar` for the language, and :func:`autopar.rules.verify.verify_rule`
+    to check it by execution.
+
+    Raises:
+        RuleError: the line is malformed.
+    """
+    (default_table() if table is None else table).register(target, line)

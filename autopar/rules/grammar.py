@@ -1,0 +1,337 @@
+"""The grammar of rules: one line says how the dims of an operator's tensors belong together.
+
+``"b... k+, n k+, n -> b... n; linear 0+2?, 1+2?"``: operands, an arrow, outputs. Each tensor is a
+list of dims:
+
+- ``name``: dims of one name have one size, in every tensor that has it;
+- ``name+``: contracted, a sum over it stands behind the operator: split, the outputs are partial;
+- ``name^``: cannot be split; one of the marks suffices in one place;
+- ``name...``: any number of dims, aligned to the right; a dim of size 1 broadcasts and is not split;
+- ``1``: a dim of size 1.
+
+A tensor whose first dim begins with ``~`` may lack leading dims and have dims of size 1 (a mask).
+After semicolons: ``linear`` gives the sets of operands in which the operator is jointly linear
+(``0+1``: a sum; ``0, 1``: a product; ``2?``: the operand may be absent); ``random``: ranks that hold
+different parts draw different numbers. An operand that lacks a contracted dim but is jointly linear
+with one that has it is added to the sum, and so must be partial itself (the bias of a linear).
+
+See :func:`enumerate_strategies` for what follows from a line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+
+from autopar.errors import RuleError
+from autopar.graph.ir import TensorSpec
+from autopar.layout import I, P, R, S, Type
+from autopar.rules.types import Strategy
+
+Labels = tuple[str, ...]
+"""The label of each dim of a tensor; the empty label stands for a dim that has nothing to split."""
+
+_SPLIT = tuple(S(dim) for dim in range(64))
+_TOKEN = re.compile(r"(~?)([A-Za-z_]\w*)((?:\.\.\.)?)([+^]?)$|(1)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """The dims of one call, ready to enumerate.
+
+    Attributes:
+        inputs, outputs: labels of each operand and output.
+        contracted: labels over which the operator sums.
+        frozen: labels that cannot be split.
+        linear: sets of operands in which the operator is jointly linear.
+        random: the operator draws random numbers.
+    """
+
+    inputs: tuple[Labels, ...]
+    outputs: tuple[Labels, ...]
+    contracted: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
+    linear: tuple[tuple[int, ...], ...] = ()
+    random: bool = False
+
+    def thaw(self, label: str) -> Pattern:
+        """The same pattern with a frozen label let free, for tests of the rules."""
+        inside = any(label in labels for labels in self.outputs)
+        return replace(
+            self,
+            frozen=self.frozen - {label},
+            contracted=self.contracted if inside else self.contracted | {label},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dim:
+    """One token of a line."""
+
+    label: str
+    many: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A parsed rule. ``linear``: sets of (operand, may be absent)."""
+
+    text: str
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    broadcast: frozenset[int] = frozenset()
+    contracted: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
+    linear: tuple[tuple[tuple[int, bool], ...], ...] = ()
+    random: bool = False
+
+
+@dataclass(slots=True)
+class _Marks:
+    """What the tokens of a line say besides their labels."""
+
+    contracted: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
+    broadcast: set[int] = field(default_factory=set)
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Line:
+    """Reads a rule line.
+
+    Raises:
+        RuleError: the line is malformed, or a label of the operands is neither in the outputs nor marked.
+    """
+    body, *clauses = (part.strip() for part in text.split(";"))
+    if body.count("->") != 1:
+        raise RuleError("a rule has one arrow: 'operands -> outputs'", value=repr(text))
+    left, right = body.split("->")
+    marks = _Marks()
+    inputs = tuple(_tensor(t, i, marks, text) for i, t in enumerate(left.split(","))) if left.strip() else ()
+    outputs = tuple(_tensor(t, -1, marks, text) for t in right.split(","))
+    known = {dim.label for dims in outputs for dim in dims}
+    for label in {dim.label for dims in inputs for dim in dims} - known - marks.contracted - marks.frozen - {""}:
+        raise RuleError(
+            "a dim that the outputs lack is contracted or cannot be split",
+            value=repr(text),
+            remedy=f"write {label}+ if the operator sums over it, else {label}^",
+        )
+    if marks.contracted & (marks.frozen | known):
+        raise RuleError("a contracted dim is not frozen and not in the outputs", value=repr(text))
+    linear, random = _clauses(clauses, len(inputs), text)
+    return Line(
+        text=text,
+        inputs=inputs,
+        outputs=outputs,
+        broadcast=frozenset(marks.broadcast),
+        contracted=frozenset(marks.contracted),
+        frozen=frozenset(marks.frozen),
+        linear=linear,
+        random=random,
+    )
+
+
+def _tensor(text: str, operand: int, marks: _Marks, line: str) -> tuple[Dim, ...]:
+    dims = []
+    for token in text.split():
+        match = _TOKEN.match(token)
+        if match is None:
+            raise RuleError("a dim is a name with at most '...' and one of '+', '^' behind it", value=repr(token))
+        tilde, label, many, mark, _ = match.groups(default="")
+        if mark:
+            (marks.contracted if mark == "+" else marks.frozen).add(label)
+        if tilde:
+            marks.broadcast.add(operand)
+        dims.append(Dim(label=label, many=bool(many)))
+    if sum(dim.many for dim in dims) > 1:
+        raise RuleError("a tensor has at most one '...'", value=repr(line))
+    return tuple(dims)
+
+
+def _clauses(clauses: list[str], operands: int, text: str) -> tuple[tuple[tuple[tuple[int, bool], ...], ...], bool]:
+    linear: list[tuple[tuple[int, bool], ...]] = []
+    random = False
+    for clause in clauses:
+        word, _, rest = clause.partition(" ")
+        if word == "random" and not rest:
+            random = True
+        elif word == "linear" and re.fullmatch(r"[\d+?,\s]+", rest):
+            groups = [[item.strip() for item in group.split("+")] for group in rest.split(",")]
+            linear += [tuple((int(item.rstrip("?")), item.endswith("?")) for item in group) for group in groups]
+        else:
+            raise RuleError("after ';' stands 'random' or 'linear 0+1, 2'", value=repr(text))
+    if any(index >= operands for group in linear for index, _ in group):
+        raise RuleError("'linear' names operands of the rule by number, from 0", value=repr(text))
+    return tuple(linear), random
+
+
+def bind(line: Line, shapes: tuple[tuple[int, ...] | None, ...], outputs: tuple[tuple[int, ...], ...]) -> Pattern:
+    """The labels of one call.
+
+    Args:
+        line: a parsed rule.
+        shapes: of the operands by position in the rule; None for an absent one. Trailing ones may be missing.
+        outputs: their shapes.
+
+    Returns:
+        A pattern over the operands that are present.
+
+    Raises:
+        RuleError: the ranks or sizes do not fit the rule.
+    """
+    sizes: dict[str, int] = {}
+    present: dict[int, int] = {}
+    inputs: list[Labels] = []
+    if len(shapes) > len(line.inputs) or len(outputs) != len(line.outputs):
+        raise _misfit(line, shapes, outputs)
+    widths: dict[str, int] = {}
+    for dims, shape in (*zip(line.inputs, shapes, strict=False), *zip(line.outputs, outputs, strict=True)):
+        for dim in dims:
+            if dim.many and shape is not None:
+                widths[dim.label] = max(widths.get(dim.label, 0), len(shape) - len(dims) + 1)
+    for position, shape in enumerate(shapes):
+        if shape is not None:
+            present[position] = len(inputs)
+            loose = position in line.broadcast
+            inputs.append(_labels(line, line.inputs[position], shape, sizes, widths, loose))
+    for dims, result in zip(line.outputs, outputs, strict=True):
+        inputs.append(_labels(line, dims, result, sizes, widths, False))
+    linear = []
+    for group in line.linear:
+        if all(index in present or optional for index, optional in group):
+            members = tuple(present[index] for index, _ in group if index in present)
+            if members:
+                linear.append(members)
+    count = len(inputs) - len(outputs)
+    return Pattern(
+        inputs=tuple(inputs[:count]),
+        outputs=tuple(inputs[count:]),
+        contracted=_numbered(line.contracted, sizes),
+        frozen=_numbered(line.frozen, sizes),
+        linear=tuple(linear),
+        random=line.random,
+    )
+
+
+def _numbered(marked: frozenset[str], sizes: dict[str, int]) -> frozenset[str]:
+    """Marked labels as they stand in ``sizes``, those of ``name...`` numbered."""
+    return frozenset(label for label in sizes if label in marked or label.partition(".")[0] in marked)
+
+
+def _labels(
+    line: Line,
+    dims: tuple[Dim, ...],
+    shape: tuple[int, ...],
+    sizes: dict[str, int],
+    widths: dict[str, int],
+    loose: bool,
+) -> Labels:
+    """Labels of one tensor; the dims of ``name...`` are ``name.0``, ``name.1``, aligned to the right."""
+    count = len(shape) - len(dims) + 1
+    names: list[tuple[str, bool]] = []
+    for dim in dims:
+        if dim.many:
+            width = widths[dim.label]
+            names += [(f"{dim.label}.{i}", True) for i in range(width - count, width)]
+        else:
+            names.append((dim.label, loose))
+    if loose and len(names) > len(shape):
+        names = names[len(names) - len(shape) :]
+    if len(names) != len(shape):
+        raise _misfit(line, (shape,), ())
+    labels = []
+    for (name, broadcasts), size in zip(names, shape, strict=True):
+        known = sizes.setdefault(name, size) if name else 1
+        if broadcasts and size == 1:
+            labels.append("")
+        elif broadcasts and known == 1:
+            sizes[name] = size
+            labels.append(name)
+        elif known != size:
+            raise _misfit(line, (shape,), ())
+        else:
+            labels.append(name)
+    return tuple(labels)
+
+
+def _misfit(line: Line, shapes: object, outputs: object) -> RuleError:
+    return RuleError(f"the operands fit the rule {line.text!r}", value=f"shapes {shapes} -> {outputs}")
+
+
+def enumerate_strategies(
+    pattern: Pattern, operands: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], size: Fraction
+) -> Iterator[Strategy]:
+    """All one-axis strategies of a pattern: splits, invariant, replicate, linear; see layouts in docs/adr.
+
+    Args:
+        pattern: labels of the call.
+        operands, outputs: their specs: a tensor without gradient is R wherever a rule says I.
+        size: by what a split dim is divided; only dims that divide are split.
+
+    Yields:
+        ``split LABEL`` (operands that lack the label R, or P where they are added to a contraction),
+        ``invariant``, ``replicate``, ``linear OPERANDS``.
+    """
+    work = Fraction(size.denominator, size.numerator)
+    for label in _splittable(pattern, operands, outputs, size):
+        yield _split(pattern, label, work)
+    everywhere = tuple(R for _ in operands)
+    outside = tuple(R for _ in outputs)
+    if any(spec.requires_grad for spec in operands):
+        yield Strategy(
+            name="invariant",
+            inputs=tuple(I if spec.requires_grad else R for spec in operands),
+            outputs=tuple(I if spec.requires_grad else R for spec in outputs),
+        )
+    yield Strategy(name="replicate", inputs=everywhere, outputs=outside)
+    if any(spec.dtype is torch.bool for spec in outputs):
+        return
+    for group in pattern.linear:
+        if all(operands[index].dtype is not torch.bool for index in group):
+            yield Strategy(
+                name="linear " + "+".join(map(str, group)),
+                inputs=tuple(P if index in group else R for index in range(len(operands))),
+                outputs=tuple(P for _ in outputs),
+            )
+
+
+def _splittable(
+    pattern: Pattern, operands: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], size: Fraction
+) -> list[str]:
+    """Labels whose every dim divides, in order of appearance; twice in one tensor is never split."""
+    numerator, denominator = size.numerator, size.denominator
+    good: dict[str, bool] = {}
+    for labels, spec in (*zip(pattern.inputs, operands, strict=True), *zip(pattern.outputs, outputs, strict=True)):
+        for position, label in enumerate(labels):
+            if not label:
+                continue
+            length = spec.shape[position]
+            if length < 2 or length * denominator % numerator or labels.index(label) != position:
+                good[label] = False
+            else:
+                good.setdefault(label, label not in pattern.frozen)
+    return [label for label, ok in good.items() if ok]
+
+
+def _split(pattern: Pattern, label: str, work: Fraction) -> Strategy:
+    added: set[int] = set()
+    contracted = label in pattern.contracted
+    if contracted:
+        for group in pattern.linear:
+            if any(label in pattern.inputs[index] for index in group):
+                added.update(group)
+    inputs: list[Type] = []
+    for index, labels in enumerate(pattern.inputs):
+        if label in labels:
+            inputs.append(_SPLIT[labels.index(label)])
+        else:
+            inputs.append(P if index in added else R)
+    outputs = tuple(_SPLIT[labels.index(label)] if label in labels else P for labels in pattern.outputs)
+    if not contracted and P in outputs:
+        raise RuleError("a split dim that is not contracted stands in every output", value=label)
+    return Strategy(name=f"split {label}", inputs=tuple(inputs), outputs=outputs, work=work, random=pattern.random)

@@ -1,0 +1,73 @@
+"""Strategies that call something else than the operator on local shapes: see :mod:`autopar.sharded_ops`.
+
+An operator of the table may have, besides the strategies of its pattern, further ones from here.
+The axis ``batch`` is no group of ranks (micro-batches lie on it too), so that nothing which has to
+know its rank is offered there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from autopar.graph.ir import Op
+from autopar.layout import I, P, R, S
+from autopar.rules.compute import reduction
+from autopar.rules.special import Specs, argument
+from autopar.rules.types import Communication, Strategy
+
+BATCH_AXIS = "batch"
+
+
+def divides(length: int, size: Fraction) -> bool:
+    """True when a dim of this length splits evenly."""
+    return length > 1 and length * size.denominator % size.numerator == 0
+
+
+def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """embedding(weight, ids) with the rows of the table split: foreign ids give zeros, the sum is pending."""
+    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size):
+        return
+    if argument(op, 3, "scale_grad_by_freq", False) or argument(op, 4, "sparse", False):
+        return
+    yield Strategy(
+        name="vocabulary", inputs=(S(0), R), outputs=(P,), work=1 / size, target="autopar.embedding_vocabulary"
+    )
+
+
+def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """cross_entropy_sum(logits, target) with the classes split: Megatron's vocabulary-parallel loss.
+
+    Moves per token, in fp32: the maximum in one all-reduce, then the sums of exponentials and the
+    target's logit (and the sum of logits under label smoothing) in a second one.
+    """
+    logits, target = operands[:2]
+    if axis == BATCH_AXIS or not divides(logits.shape[-1], size):
+        return
+    token_bytes = target.numel * max(4, logits.dtype.itemsize)
+    sums = 3 if argument(op, 3, "label_smoothing", 0.0) else 2
+    yield Strategy(
+        name="vocabulary",
+        inputs=(S(len(logits.shape) - 1), R),
+        outputs=(I if op.spec.requires_grad else R,),
+        work=1 / size,
+        target="autopar.cross_entropy_vocabulary",
+        communication=(
+            Communication(kind="all_reduce", num_bytes=token_bytes),
+            Communication(kind="all_reduce", num_bytes=sums * token_bytes),
+        ),
+    )
+
+
+def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Mean over a split dim: the local sum over the global count, a pending sum."""
+    pattern = reduction(op, operands)
+    for position, label in enumerate(pattern.inputs[0]):
+        if label in pattern.frozen and divides(operands[0].shape[position], size):
+            yield Strategy(
+                name=f"split {label}",
+                inputs=(S(position),),
+                outputs=(P,),
+                work=1 / size,
+                target="autopar.partial_mean",
+            )

@@ -1,0 +1,263 @@
+"""The rules of torch's operators, and the table that holds them with a user's own.
+
+One line an operator, or one function where literals of the call matter. An operator whose dims no
+line can describe, and that is not here, has no rule: it is reported by name, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from autopar.errors import RuleError
+from autopar.graph.ir import Argument, Op, Ref, TensorSpec
+from autopar.layout import I, R
+from autopar.rules import compute, sharded, special
+from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
+from autopar.rules.types import Strategy
+
+PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
+MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[Strategy]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How one target is split: a line or a function, and strategies of its own besides."""
+
+    line: str = ""
+    make: PatternMaker | None = None
+    more: MoreStrategies | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RuleTable:
+    """Rules by target, and the strategies worked out so far.
+
+    ``default_table()`` is what everything uses that is not given another one.
+    """
+
+    rules: dict[str, Rule]
+    _known: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
+
+    def copy(self) -> RuleTable:
+        """An independent table with the same rules."""
+        return RuleTable(rules=dict(self.rules))
+
+    def register(self, target: str, line: str) -> None:
+        """Adds or replaces a rule; see :mod:`autopar.rules.grammar`.
+
+        Args:
+            target: ``mylib::fused_mlp``, ``mylib::fused_mlp.overload`` or as torch prints it.
+            line: for example ``"b s k+, f k+ -> b s f"``.
+
+        Raises:
+            RuleError: the line is malformed.
+        """
+        parse(line)
+        name = target.replace("::", ".")
+        self.rules[name if name.count(".") > 1 or "::" not in target else f"{name}.default"] = Rule(line=line)
+        self._known.clear()
+
+    def pattern(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
+        """The labels of one call.
+
+        Raises:
+            RuleError: no rule, or the call does not fit it.
+        """
+        rule = self.rules.get(op.target)
+        if rule is None:
+            raise RuleError(
+                "every operator has a sharding rule",
+                value=op.target,
+                place=op.source or op.module or op.name,
+                remedy=f'declare one: register_rule("{op.target}", "b... -> b...")',
+            )
+        if rule.make is not None:
+            return rule.make(op, operands)
+        shapes = _positional(op, operands)
+        try:
+            return bind(parse(rule.line), shapes, tuple(spec.shape for spec in op.outputs))
+        except RuleError as error:
+            raise error.within(f"{op.name} ({op.target})") from None
+
+    def strategies(
+        self, op: Op, operands: tuple[TensorSpec, ...], *, axis: str, size: Fraction, fallback: bool = False
+    ) -> tuple[Strategy, ...]:
+        """See :func:`autopar.rules.strategies`."""
+        key = (
+            op.target,
+            _without_refs(op.args),
+            op.kwargs and _without_refs(op.kwargs),
+            operands,
+            op.outputs,
+            axis,
+            size,
+        )
+        known = self._known.get(key)
+        if known is None:
+            rule = self.rules.get(op.target)
+            if rule is None and fallback:
+                return _repeated(op, operands)
+            pattern = self.pattern(op, operands)
+            found = list(enumerate_strategies(pattern, operands, op.outputs, size))
+            if rule is not None and rule.more is not None:
+                found += rule.more(op, operands, axis, size)
+            known = self._known[key] = tuple(found)
+        return known
+
+
+def _repeated(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[Strategy, ...]:
+    """Only the strategies that hold for any deterministic operator."""
+    same = Strategy(name="replicate", inputs=tuple(R for _ in operands), outputs=tuple(R for _ in op.outputs))
+    if not any(spec.requires_grad for spec in operands):
+        return (same,)
+    invariant = replace(
+        same,
+        name="invariant",
+        inputs=tuple(I if spec.requires_grad else R for spec in operands),
+        outputs=tuple(I if spec.requires_grad else R for spec in op.outputs),
+    )
+    return (invariant, same)
+
+
+_ANYWHERE = Ref("")
+
+
+def _without_refs(value: tuple[Argument, ...] | tuple[tuple[str, Argument], ...]) -> tuple[object, ...]:
+    return tuple(
+        _ANYWHERE if type(item) is Ref else _without_refs(item) if type(item) is tuple else item for item in value
+    )
+
+
+def _positional(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...] | None, ...]:
+    """Shapes of the operands by position in the rule: a None among the arguments is an absent operand."""
+    shapes: list[tuple[int, ...] | None] = []
+    rest = iter(operands)
+    for item in (*op.args, *(value for _, value in op.kwargs)):
+        if type(item) is Ref:
+            shapes.append(next(rest).shape)
+        elif type(item) is tuple:
+            shapes += [next(rest).shape for entry in item if type(entry) is Ref]
+        elif item is None:
+            shapes.append(None)
+    while shapes and shapes[-1] is None:
+        shapes.pop()
+    return tuple(shapes)
+
+
+_UNARY = (
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 floor frac"
+    " gelu hardsigmoid hardswish isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit mish"
+    " reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc"
+    " threshold hardtanh leaky_relu elu clamp clamp_min clamp_max celu nan_to_num isposinf isneginf"
+    " ones_like zeros_like full_like empty_like bernoulli.p rand_like randn_like"
+    " pow.Tensor_Scalar pow.Scalar add.Scalar sub.Scalar rsub.Scalar remainder.Scalar fmod.Scalar floor_divide.Scalar"
+    " eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar bitwise_and.Scalar bitwise_or.Scalar"
+    " bitwise_xor.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar __lshift__.Scalar __rshift__.Scalar"
+    " bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar"
+)
+_RANDOM = frozenset(("bernoulli.p", "rand_like", "randn_like"))
+_LINEAR_UNARY = "neg clone contiguous detach alias lift_fresh_copy positive mul.Scalar div.Scalar real"
+_BINARY = (
+    "pow.Tensor_Tensor atan2 maximum minimum remainder.Tensor fmod.Tensor floor_divide bitwise_and.Tensor"
+    " bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor logical_and logical_or"
+    " logical_xor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor div.Tensor_mode hypot logaddexp"
+    " prelu_elementwise clamp_min.Tensor clamp_max.Tensor isclose xlogy bitwise_left_shift.Tensor"
+    " silu_backward gelu_backward"
+)
+
+
+def _full(name: str) -> str:
+    return f"aten.{name}" if "." in name else f"aten.{name}.default"
+
+
+def _lines() -> dict[str, str]:
+    """Rules that one line says."""
+    lines = {_full(name): "x... -> x..." for name in _UNARY.split()}
+    lines |= {_full(name): "x... -> x...; random" for name in _RANDOM}
+    lines |= {_full(name): "x... -> x...; linear 0" for name in _LINEAR_UNARY.split()}
+    lines |= {_full(name): "x..., x... -> x..." for name in _BINARY.split()}
+    lines |= {
+        "aten.add.Tensor": "x..., x... -> x...; linear 0+1",
+        "aten.sub.Tensor": "x..., x... -> x...; linear 0+1",
+        "aten.rsub.Tensor": "x..., x... -> x...; linear 0+1",
+        "aten.mul.Tensor": "x..., x... -> x...; linear 0, 1",
+        "aten.div.Tensor": "x..., x... -> x...; linear 0",
+        "aten.where.self": "x..., x..., x... -> x...; linear 1+2",
+        "aten.masked_fill.Tensor": "x..., x..., x... -> x...; linear 0+2",
+        "aten.addcmul.default": "x..., x..., x... -> x...; linear 0+1, 0+2",
+        "aten.addcdiv.default": "x..., x..., x... -> x...; linear 0+1",
+        "aten.lerp.Scalar": "x..., x... -> x...; linear 0+1",
+        "aten.lerp.Tensor": "x..., x..., x... -> x...; linear 0+1",
+        "aten.clamp.Tensor": "x..., x..., x... -> x...",
+        "aten.type_as.default": "x..., x... -> x...",
+        "aten.native_dropout.default": "x... -> x..., x...; random",
+        "aten.dropout.default": "x... -> x...; random",
+        "autopar.dropout": "x... -> x...; linear 0; random",
+        "aten.linear.default": "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?",
+        "autopar.linear_t": "b... k+, k+ n, n -> b... n; linear 0+2?, 1+2?",
+        "aten.mm.default": "n k+, k+ m -> n m; linear 0, 1",
+        "aten.bmm.default": "b n k+, b k+ m -> b n m; linear 0, 1",
+        "aten.addmm.default": "x..., n k+, k+ m -> n m; linear 0+1, 0+2",
+        "aten.baddbmm.default": "x..., b n k+, b k+ m -> b n m; linear 0+1, 0+2",
+        "aten.outer.default": "n, m -> n m; linear 0, 1",
+        "aten.embedding.default": "v^ n, b... -> b... n; linear 0",
+        "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
+        "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
+        "autopar.cross_entropy_vocabulary": "b...+ c^, b...+ -> ",
+    }
+    return lines
+
+
+def _functions() -> dict[str, PatternMaker]:
+    """Rules that depend on literals of the call."""
+    views = "view _unsafe_view reshape flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims unsqueeze"
+    factories = "full zeros ones empty.memory_format new_zeros new_ones new_full new_empty scalar_tensor"
+    groups: dict[PatternMaker, str] = {
+        special.view: views,
+        special.permute: "transpose.int t permute",
+        special.expand: "expand",
+        special.repeat: "repeat",
+        special.take: "slice.Tensor select.int narrow",
+        special.divide: "split.Tensor split_with_sizes split.sizes chunk unbind.int tensor_split.sections",
+        special.cat: "cat",
+        special.stack: "stack",
+        special.pad: "pad constant_pad_nd",
+        special.triangle: "tril triu",
+        special.index: "index.Tensor",
+        special.index_select: "index_select",
+        special.gather: "gather",
+        special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
+        special.factory: factories,
+        special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace rand randn randint",
+        compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
+        compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
+        compute.matmul: "matmul mv dot",
+        compute.einsum: "einsum",
+        compute.attention: "scaled_dot_product_attention",
+        compute.convolution: "conv1d conv2d conv3d convolution",
+        compute.layer_norm: "layer_norm native_layer_norm rms_norm",
+        compute.group_norm: "group_norm",
+        compute.cross_entropy: "cross_entropy_loss",
+    }
+    found = {_full(name): make for make, names in groups.items() for name in names.split()}
+    found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
+    found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
+    found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
+    found["autopar.attention"] = compute.attention
+    return found
+
+
+_MORE: dict[str, MoreStrategies] = {
+    "aten.embedding.default": sharded.embedding_vocabulary,
+    "autopar.cross_entropy_sum": sharded.cross_entropy_vocabulary,
+    "aten.mean.default": sharded.partial_mean,
+    "aten.mean.dim": sharded.partial_mean,
+}
+
+
+def torch_rules() -> dict[str, Rule]:
+    """A fresh copy of the rules for torch's and autopar's operators."""
+    rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
+    return rules | {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
