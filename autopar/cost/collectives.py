@@ -1,0 +1,307 @@
+"""Time of one collective: the cheapest of the library's algorithms on the links that the group has.
+
+Steps and volumes are those of NCCL's ``src/graph/tuning.cc`` and of the ring and tree algorithms; all constants stand in
+``profiles/``. On a hierarchy the ranks of a group that share a node share its cards, and groups that communicate at the
+same time share them as well: a group of m ranks a node, beside k - 1 siblings on a node of R cards, leaves it with
+``min(m * B_nic, R * B_nic / k)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cluster import Cluster
+from autopar.device import Algorithm, Link
+from autopar.errors import UsageError
+from autopar.mesh import MESH_AXES, Mesh
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """What decides the time of a collective of one group.
+
+    Attributes:
+        size: ranks.
+        num_nodes: nodes that they stand on.
+        ranks_per_node: fewest ranks of the group on one of those nodes.
+        intra_node: the slowest of their nodes' links.
+        egress_bytes_per_s: what the group gets out of a node (or of a domain of switches); infinite on one node.
+        inter_latency_s: one-way delay between nodes; 0 on one node.
+        half_bandwidth_bytes: of the card, message size at half of its bandwidth; 0 on one node.
+    """
+
+    size: int
+    num_nodes: int
+    ranks_per_node: int
+    intra_node: Link
+    egress_bytes_per_s: float = math.inf
+    inter_latency_s: float = 0.0
+    half_bandwidth_bytes: float = 0.0
+
+
+def group_shape(mesh: Mesh, axes: tuple[str, ...], cluster: Cluster) -> tuple[GroupShape, ...]:
+    """The different shapes of the groups over ``axes``, all of which communicate at the same time.
+
+    Ranks of the mesh are the cluster's first ones.
+
+    Raises:
+        UsageError: the mesh has more ranks than the cluster.
+    """
+    if mesh.world_size > cluster.world_size:
+        raise UsageError(
+            "the mesh fits the cluster",
+            value=f"{mesh.world_size} ranks for {cluster.world_size} devices",
+            place=cluster.name,
+        )
+    order = [i for i, axis in enumerate(MESH_AXES) if axis not in axes]
+    order += [i for i, axis in enumerate(MESH_AXES) if axis in axes]
+    ranks = np.arange(mesh.world_size).reshape(mesh.degrees).transpose(order).reshape(-1, mesh.size(axes))
+    return _shapes(ranks, cluster)
+
+
+def send_shape(mesh: Mesh, cluster: Cluster) -> tuple[GroupShape, ...]:
+    """The pairs of ranks between which neighbouring pipeline stages send, all at the same time.
+
+    For pp of 1 there is none.
+    """
+    if mesh.pp == 1:
+        return ()
+    grid = np.arange(mesh.world_size).reshape(mesh.pp, -1)
+    shapes: dict[GroupShape, None] = {}
+    for here, there in pairwise([*range(mesh.pp), 0]):
+        shapes |= dict.fromkeys(_shapes(np.stack([grid[here], grid[there]], axis=1), cluster))
+    return tuple(shapes)
+
+
+def _shapes(ranks: NDArray[Any], cluster: Cluster) -> tuple[GroupShape, ...]:
+    """Shapes of the rows of ``ranks`` [groups, size]."""
+    nodes = _nodes(cluster)[ranks]
+    columns = [*_spread(nodes), *_crossing(nodes, cluster)]
+    found = np.unique(np.stack([np.asarray(column, dtype=float) for column in columns], axis=1), axis=0)
+    size = ranks.shape[1]
+    shapes = []
+    for num_nodes, fewest, slowest, egress, latency, half in found:
+        shapes.append(
+            GroupShape(
+                size=size,
+                num_nodes=int(num_nodes),
+                ranks_per_node=int(fewest),
+                intra_node=cluster.groups[int(slowest)].intra_node,
+                egress_bytes_per_s=float(egress),
+                inter_latency_s=float(latency),
+                half_bandwidth_bytes=float(half),
+            )
+        )
+    return tuple(shapes)
+
+
+def _nodes(cluster: Cluster) -> NDArray[Any]:
+    """The node of each rank."""
+    per_node = [group.devices_per_node for group in cluster.groups for _ in range(group.num_nodes)]
+    return np.repeat(np.arange(len(per_node)), per_node)
+
+
+def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """For each group the number of its nodes and the fewest ranks on one of them."""
+    _, pairs, counts = _members(nodes)
+    num_nodes = np.bincount(pairs, minlength=len(nodes))
+    fewest = np.full(len(nodes), nodes.shape[1])
+    np.minimum.at(fewest, pairs, counts)
+    return num_nodes, fewest
+
+
+def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The distinct (domain, group) pairs and how many ranks of the group stand in the domain."""
+    groups = np.repeat(np.arange(len(domains)), domains.shape[1])
+    count = len(domains)
+    keys, counts = np.unique(domains.reshape(-1).astype(np.int64) * count + groups, return_counts=True)
+    return keys // count, keys % count, counts
+
+
+def _crossing(nodes: NDArray[Any], cluster: Cluster) -> tuple[NDArray[Any], ...]:
+    """For each group: index of its slowest node group, egress, one-way delay between nodes, half-bandwidth size."""
+    kinds = np.repeat(np.arange(len(cluster.groups)), [group.num_nodes for group in cluster.groups])
+    order = np.argsort([-group.intra_node.bandwidth_bytes_per_s for group in cluster.groups], kind="stable")
+    place = np.argsort(order)
+    slowest = order[place[kinds[nodes]].max(axis=1)]
+    crosses = nodes.max(axis=1) > nodes.min(axis=1)
+    card = np.array([group.nic.bandwidth_bytes_per_s for group in cluster.groups])
+    cards = np.array([group.nics_per_node for group in cluster.groups])
+    egress = np.full(len(nodes), np.inf)
+    domain, group, counts = _members(nodes)
+    keep = crosses[group]
+    domain, group, counts = domain[keep], group[keep], counts[keep]
+    if len(domain):
+        beside = np.bincount(domain)[domain]
+        kind = kinds[domain]
+        np.minimum.at(egress, group, card[kind] * np.minimum(counts, cards[kind] / beside))
+    nic_latency = np.array([group.nic.latency_s for group in cluster.groups])
+    half = np.array([group.nic.half_bandwidth_bytes for group in cluster.groups])
+    latency = np.where(crosses, nic_latency[kinds[nodes]].max(axis=1), 0.0)
+    _add_tiers(nodes, cluster, egress, latency)
+    return slowest, egress, latency, np.where(crosses, half[kinds[nodes]].max(axis=1), 0.0)
+
+
+def _add_tiers(nodes: NDArray[Any], cluster: Cluster, egress: NDArray[Any], latency: NDArray[Any]) -> None:
+    """Narrow ``egress`` and lengthen ``latency`` of the groups that leave a domain of switches."""
+    for tier in cluster.tiers:
+        domains = nodes // tier.num_nodes
+        crosses = domains.max(axis=1) > domains.min(axis=1)
+        domain, group, _ = _members(domains)
+        keep = crosses[group]
+        domain, group = domain[keep], group[keep]
+        if len(domain):
+            beside = np.bincount(domain)[domain]
+            np.minimum.at(egress, group, tier.uplink.bandwidth_bytes_per_s / beside)
+        latency[crosses] += tier.uplink.latency_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One algorithm's time: ``latency_s + num_bytes * s_per_byte``."""
+
+    latency_s: float
+    s_per_byte: float
+
+
+class CollectiveModel:
+    """Times of collectives on one cluster; remembers what it has worked out."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
+        self._lines: dict[tuple[str, GroupShape], tuple[_Line, ...]] = {}
+
+    def time_s(self, kind: str, num_bytes: float, mesh: Mesh, axes: tuple[str, ...]) -> float:
+        """Time of a collective over ``axes`` of the mesh while all its groups do the same.
+
+        Args:
+            kind: one of :data:`KINDS`.
+            num_bytes: of the full tensor; of one rank's part for ``all_to_all``.
+            mesh: whose ranks are the cluster's first ones.
+            axes: mesh axes; a group of one rank costs nothing.
+
+        Raises:
+            UsageError: an unknown collective, or a mesh larger than the cluster.
+        """
+        shapes = self._groups.get((mesh, axes))
+        if shapes is None:
+            shapes = self._groups[mesh, axes] = group_shape(mesh, axes, self.cluster)
+        return max(self.shape_time_s(kind, num_bytes, shape) for shape in shapes)
+
+    def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
+        """Time of the slowest message between neighbouring pipeline ranks, all of them sending at once."""
+        key = (mesh, ("send",))
+        if key not in self._groups:
+            self._groups[key] = send_shape(mesh, self.cluster)
+        return max((self.shape_time_s("send", num_bytes, shape) for shape in self._groups[key]), default=0.0)
+
+    def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
+        """Time of a collective of one group."""
+        if shape.size == 1 or num_bytes == 0:
+            return 0.0
+        lines = self._lines.get((kind, shape))
+        if lines is None:
+            lines = self._lines[kind, shape] = self._options(kind, shape)
+        return min(line.latency_s + num_bytes * line.s_per_byte for line in lines)
+
+    def _options(self, kind: str, shape: GroupShape) -> tuple[_Line, ...]:
+        library = self.cluster.library
+        kind = dict(library.implemented_as).get(kind, kind)
+        if kind not in KINDS:
+            raise UsageError("the collective is known", value=kind, remedy=f"known: {', '.join(KINDS)}")
+        found = [
+            _line(kind, shape, algorithm, self._bandwidth(kind, shape, algorithm))
+            for algorithm in library.algorithms
+            if (not algorithm.collectives or kind in algorithm.collectives) and self._serves(kind, shape, algorithm)
+        ]
+        if not found:
+            raise UsageError(
+                "the collective library has an algorithm for every collective", value=kind, place=library.name
+            )
+        return tuple(found)
+
+    def _serves(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> bool:
+        if algorithm.name == "nvls":
+            return shape.ranks_per_node > 1 and self._switch(kind, shape) is not None
+        return algorithm.name != "tree" or kind == "all_reduce"
+
+    def _switch(self, kind: str, shape: GroupShape) -> float | None:
+        """Bus bandwidth of in-switch reduction for the group's devices of one node."""
+        for entry in self.cluster.library.switch_bandwidths:
+            if (entry.link, entry.collective, entry.num_devices) == (
+                shape.intra_node.name,
+                kind,
+                shape.ranks_per_node,
+            ):
+                return entry.bandwidth_bytes_per_s
+        return None
+
+    def _bandwidth(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> float:
+        """Bus bandwidth inside a node."""
+        switch = self._switch(kind, shape) if algorithm.name == "nvls" else None
+        return (switch or shape.intra_node.bandwidth_bytes_per_s) * algorithm.bandwidth_fraction
+
+
+def collective_time_s(kind: str, num_bytes: float, shape: GroupShape, cluster: Cluster) -> float:
+    """Time of one collective of one group; :class:`CollectiveModel` where many are asked for."""
+    return CollectiveModel(cluster).shape_time_s(kind, num_bytes, shape)
+
+
+def volume_factor(kind: str, size: int) -> float:
+    """Bytes that each rank puts on its link, over the bytes of the collective."""
+    factors = {"all_reduce": 2.0 * (size - 1) / size, "send": 1.0, "broadcast": 1.0}
+    return factors.get(kind, (size - 1) / size)
+
+
+def _line(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) -> _Line:
+    intra = algorithm.intra_step_s + algorithm.delays_per_step * shape.intra_node.latency_s
+    inter = algorithm.inter_step_s + algorithm.delays_per_step * shape.inter_latency_s
+    first = shape.inter_latency_s if shape.num_nodes > 1 else shape.intra_node.latency_s
+    latency = algorithm.base_s + algorithm.base_delays * first
+    steps, inter_steps = _steps(kind, shape, algorithm.name)
+    latency += steps * intra + inter_steps * inter
+    s_per_byte = _s_per_byte(kind, shape, algorithm, bandwidth)
+    # the low latency protocols have no pipeline to fill
+    half = max(shape.half_bandwidth_bytes, shape.intra_node.half_bandwidth_bytes)
+    fill = 0.0 if algorithm.protocol.startswith("LL") else half * s_per_byte
+    return _Line(latency + fill, s_per_byte)
+
+
+def _steps(kind: str, shape: GroupShape, name: str) -> tuple[float, float]:
+    """Steps inside nodes and between them, one after the other (NCCL's ``tuning.cc``)."""
+    nodes = shape.num_nodes
+    if kind in ("send", "all_to_all"):  # all partners at once
+        return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
+    if name == "nvls":
+        return 0.0, 2.0 * math.log2(nodes)
+    if name == "tree":
+        return 2.0 * (shape.size / nodes - 1), 2.0 * math.log2(nodes)
+    passes = 2 if kind == "all_reduce" else 1
+    steps = passes * (shape.size - 1)
+    inter = 0 if nodes == 1 else 2 * nodes if kind == "all_reduce" else nodes - 1
+    return max(steps - inter, 0), min(inter, steps)
+
+
+def _s_per_byte(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) -> float:
+    """Seconds for each byte: the narrower of the links inside the nodes and of the way out of them."""
+    size, nodes = shape.size, shape.num_nodes
+    egress = shape.egress_bytes_per_s * algorithm.bandwidth_fraction
+    factor = volume_factor(kind, size)
+    if kind == "all_to_all":
+        out = (size - shape.ranks_per_node) / size * shape.ranks_per_node / egress
+        return max((shape.ranks_per_node - 1) / size / bandwidth, out)
+    if kind == "send":
+        return 1.0 / (egress if nodes > 1 else bandwidth)
+    if algorithm.name == "ring" or nodes == 1:
+        return factor / min(bandwidth, egress)
+    # reduced inside each node first: what leaves a node is one tensor, up and down a double binary tree of nodes
+    return max(factor / bandwidth, (1.0 if nodes == 2 else 2.0) / egress)
