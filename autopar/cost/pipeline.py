@@ -1,0 +1,143 @@
+"""Time of a pipelined step: an event simulation of the actions that the runtime carries out.
+
+Sends do not occupy the sender; a receiver waits for them. The schedule's dependencies are worked out once for each
+(schedule, ranks, virtual stages, micro-batches); a simulation is then one pass over the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.schedule import Action, dependencies, schedule_actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds that one stage takes for one micro-batch.
+
+    Attributes:
+        forward_s, backward_s: with everything that the stage waits for by itself (its collectives, recompute).
+        send_forward_s: until the next stage has this stage's outputs; 0 for the last stage.
+        send_backward_s: until the stage before has this stage's input gradients; 0 for the first stage.
+    """
+
+    forward_s: float
+    backward_s: float
+    send_forward_s: float = 0.0
+    send_backward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """One step without what comes after its last backward, for each pipeline rank.
+
+    Attributes:
+        finish_s: when the rank's last action ends.
+        busy_s: the sum of its actions.
+        exposed_send_s: idle time while a message to the rank was under way.
+    """
+
+    finish_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    exposed_send_s: tuple[float, ...]
+
+    @property
+    def time_s(self) -> float:
+        """When the last rank has finished."""
+        return max(self.finish_s)
+
+    @property
+    def bubble_s(self) -> tuple[float, ...]:
+        """Idle time of each rank until the last has finished, waiting for messages aside."""
+        parts = zip(self.busy_s, self.exposed_send_s, strict=True)
+        return tuple(max(self.time_s - busy - send, 0.0) for busy, send in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """Actions of all ranks in an order in which each stands behind what it needs.
+
+    Attributes:
+        rank: of each action.
+        need: position of the action on which it depends; -1 for none.
+        duration: index into (forward 0, backward 0, forward 1, ...).
+        message: index into (send forward 0, send backward 0, ...) for the message it waits for, -1 for none.
+    """
+
+    rank: tuple[int, ...]
+    need: tuple[int, ...]
+    duration: tuple[int, ...]
+    message: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> _Compiled:
+    actions = schedule_actions(name, pp, virtual_stages, num_micro_batches)
+    last = pp * virtual_stages - 1
+    place: dict[Action, int] = {}
+    next_of = [0] * pp
+    rows: list[tuple[int, int, int, int]] = []
+    waiting: dict[Action, int] = {}
+    ready = list(range(pp))
+    while ready:
+        rank = ready.pop()
+        while next_of[rank] < len(actions[rank]):
+            action = actions[rank][next_of[rank]]
+            needs = dependencies(action, last)
+            if needs and needs[0] not in place:
+                waiting[needs[0]] = rank
+                break
+            place[action] = len(rows)
+            rows.append((rank, place[needs[0]] if needs else -1, *_indices(action, needs, pp)))
+            next_of[rank] += 1
+            if action in waiting:
+                ready.append(waiting.pop(action))
+    rank_column, need, duration, message = zip(*rows, strict=True)
+    return _Compiled(rank_column, need, duration, message)
+
+
+def _indices(action: Action, needs: tuple[Action, ...], pp: int) -> tuple[int, int]:
+    duration = 2 * action.stage + (action.kind == "B")
+    if not needs or needs[0].stage % pp == action.stage % pp:
+        return duration, -1
+    return duration, 2 * needs[0].stage + (action.kind == "B")
+
+
+def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
+    """Simulate one step.
+
+    Args:
+        name: of the schedule.
+        pp: pipeline ranks; ``len(stages)`` is a multiple of it, stage ``s`` runs on rank ``s % pp``.
+        num_micro_batches: of the step.
+        stages: in order of the model.
+
+    Raises:
+        UsageError: the schedule cannot serve these numbers.
+    """
+    if pp == 1 and len(stages) == 1:  # every schedule is the plain sum
+        busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s)
+        return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
+    compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
+    durations = [time for stage in stages for time in (stage.forward_s, stage.backward_s)]
+    # one more for the message -1 that nobody sends
+    sends = [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]
+    ends: list[float] = []
+    free, busy_s, exposed = [0.0] * pp, [0.0] * pp, [0.0] * pp
+    for rank, need, duration, message in zip(
+        compiled.rank, compiled.need, compiled.duration, compiled.message, strict=True
+    ):
+        start = free[rank]
+        if need >= 0:
+            sent = ends[need]
+            arrives = sent + sends[message]
+            if arrives > start:
+                exposed[rank] += arrives - (sent if sent > start else start)
+                start = arrives
+        end = start + durations[duration]
+        busy_s[rank] += durations[duration]
+        free[rank] = end
+        ends.append(end)
+    return PipelineTimes(finish_s=tuple(free), busy_s=tuple(busy_s), exposed_send_s=tuple(exposed))

@@ -1,0 +1,127 @@
+"""The pipeline simulation: closed forms, laws and speed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cost.pipeline import StageTimes, simulate
+from autopar.schedule import dependencies, schedule_actions
+
+F, B = 1.0, 2.0
+
+
+def equal(count: int, **sends: float) -> list[StageTimes]:
+    return [StageTimes(forward_s=F, backward_s=B, **sends) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("pp", "m"), [(2, 2), (4, 8), (4, 9), (8, 8)])
+def test_equal_stages_follow_the_closed_form(name: str, pp: int, m: int) -> None:
+    found = simulate(name, pp, m, equal(pp))
+    assert found.time_s == pytest.approx((m + pp - 1) * (F + B))
+    assert found.busy_s == (m * (F + B),) * pp
+    assert found.bubble_s == pytest.approx([(pp - 1) * (F + B)] * pp)
+
+
+@pytest.mark.parametrize(("pp", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 4, 16)])
+def test_interleaving_divides_the_bubble(pp: int, v: int, m: int) -> None:
+    parts = [StageTimes(forward_s=F / v, backward_s=B / v) for _ in range(pp * v)]
+    found = simulate("Interleaved1F1B", pp, m, parts)
+    assert found.time_s == pytest.approx(m * (F + B) + (pp - 1) * (F + B) / v)
+
+
+def test_one_stage_accumulates() -> None:
+    assert simulate("none", 1, 7, equal(1)).time_s == 7 * (F + B)
+    assert simulate("1F1B", 1, 7, equal(1)).exposed_send_s == (0.0,)
+
+
+def test_gpipe_messages_are_exposed_in_fill_and_drain_alone() -> None:
+    pp, m, send = 4, 6, 0.25
+    found = simulate("GPipe", pp, m, equal(pp, send_forward_s=send, send_backward_s=send))
+    assert found.time_s == pytest.approx((m + pp - 1) * (F + B) + 2 * (pp - 1) * send)
+    assert found.exposed_send_s[-1] == pytest.approx(send)
+
+
+def _reference(name: str, pp: int, m: int, stages: list[StageTimes]) -> float:
+    """Longest path by relaxation, with nothing shared with the simulation but the orders."""
+    actions = schedule_actions(name, pp, len(stages) // pp, m)
+    ends = {action: 0.0 for rank in actions for action in rank}
+    changed = True
+    while changed:
+        changed = False
+        for rank in actions:
+            free = 0.0
+            for action in rank:
+                start = free
+                for need in dependencies(action, len(stages) - 1):
+                    crosses = need.stage % pp != action.stage % pp
+                    sender = stages[need.stage]
+                    send = sender.send_forward_s if action.kind == "F" else sender.send_backward_s
+                    start = max(start, ends[need] + send * crosses)
+                free = start + (stages[action.stage].forward_s if action.kind == "F" else stages[action.stage].backward_s)
+                changed |= free != ends[action]
+                ends[action] = free
+    return max(ends.values())
+
+
+seconds = st.integers(0, 8).map(lambda eighths: eighths / 8)
+pipelines = st.one_of(
+    st.tuples(st.sampled_from(["GPipe", "1F1B"]), st.integers(2, 4), st.just(1), st.integers(4, 8)),
+    st.tuples(st.just("Interleaved1F1B"), st.just(2), st.integers(2, 3), st.sampled_from([2, 4, 6])),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, int, int, list[StageTimes]]:
+    name, pp, v, m = draw(pipelines)
+    times = [
+        StageTimes(
+            forward_s=draw(seconds), backward_s=draw(seconds), send_forward_s=draw(seconds), send_backward_s=draw(seconds)
+        )
+        for _ in range(pp * v)
+    ]
+    return name, pp, m, times
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_simulation_is_the_longest_path(case: tuple[str, int, int, list[StageTimes]]) -> None:
+    name, pp, m, stages = case
+    found = simulate(name, pp, m, stages)
+    assert found.time_s == pytest.approx(_reference(name, pp, m, stages))
+    for rank in range(pp):
+        own = sum(stage.forward_s + stage.backward_s for stage in stages[rank::pp])
+        assert found.busy_s[rank] == pytest.approx(m * own)
+        assert found.busy_s[rank] + found.exposed_send_s[rank] <= found.finish_s[rank] + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.integers(0, 3), seconds)
+def test_a_slower_stage_never_makes_a_faster_step(
+    case: tuple[str, int, int, list[StageTimes]], place: int, more: float
+) -> None:
+    name, pp, m, stages = case
+    at = place % len(stages)
+    slower = list(stages)
+    slower[at] = StageTimes(
+        forward_s=stages[at].forward_s + more,
+        backward_s=stages[at].backward_s,
+        send_forward_s=stages[at].send_forward_s,
+        send_backward_s=stages[at].send_backward_s,
+    )
+    assert simulate(name, pp, m, slower).time_s >= simulate(name, pp, m, stages).time_s
+
+
+def test_large_pipelines_take_milliseconds() -> None:
+    stages = equal(16, send_forward_s=0.01, send_backward_s=0.01)
+    simulate("1F1B", 16, 512, stages)  # the order is worked out once
+    times = []
+    for _ in range(5):
+        start = time.thread_time()
+        simulate("1F1B", 16, 512, stages)
+        times.append(time.thread_time() - start)
+    assert min(times) < 0.02
