@@ -86,38 +86,44 @@ def group(axis: str) -> dist.ProcessGroup:
     Raises:
         RuntimeError: no mesh is set on this thread, or it has no such axis.
     """
-    return _pg_for_axis(axis)
+    return cast("dist.ProcessGroup", _pg_for_axis(axis))
 
 
 def all_reduce(x: Tensor, axis: str, to: str) -> Tensor:
     """P to ``to`` (``I`` or ``R``): the sum over the axis. Backward: nothing for I, an all-reduce for R."""
-    y = spmd_types.all_reduce(_dense(x), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x))
+    y: Tensor = spmd_types.all_reduce(
+        _dense(x), group(axis), src=spmd_types.P, dst=_TYPES[to], backward_options=_backward(x)
+    )
     return _dense_gradient(y) if to == "R" else y
 
 
 def all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
     """S(dim) to ``to`` (``I`` or ``R``): all parts. Backward: the own slice for I, a reduce-scatter for R."""
     flat = x.view(torch.uint8) if x.dtype == torch.bool else x
-    y = spmd_types.all_gather(flat, group(axis), src=spmd_types.S(dim), dst=_TYPES[to], backward_options=_backward(x))
+    y: Tensor = spmd_types.all_gather(
+        flat, group(axis), src=spmd_types.S(dim), dst=_TYPES[to], backward_options=_backward(x)
+    )
     return y.view(torch.bool) if x.dtype == torch.bool else y
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
     """P to S(dim): this rank's part of the sum. Backward: an all-gather."""
-    return spmd_types.reduce_scatter(
+    y: Tensor = spmd_types.reduce_scatter(
         x, group(axis), src=spmd_types.P, dst=spmd_types.S(dim), backward_options=_backward(x)
     )
+    return y
 
 
 def all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tensor:
     """S(gathered_dim) to S(split_dim). Backward: the reverse."""
-    return spmd_types.all_to_all(
+    y: Tensor = spmd_types.all_to_all(
         x,
         group(axis),
         src=spmd_types.S(gathered_dim),
         dst=spmd_types.S(split_dim),
         backward_options=_backward(x),
     )
+    return y
 
 
 def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
@@ -126,14 +132,16 @@ def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
     size = dist.get_world_size(pg)
     if x.shape[dim] % size:
         raise RuleError("a split dim divides by the axis", value=f"{x.shape[dim]} over {axis}={size}")
-    return spmd_types.shard(x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x))
+    y: Tensor = spmd_types.shard(x, pg, src=_TYPES[source], dst=spmd_types.S(dim), backward_options=_backward(x))
+    return y
 
 
 def keep_on_first(x: Tensor, axis: str, source: str) -> Tensor:
     """``source`` (``I`` or ``R``) to P: the tensor on the axis' first rank, zeros on the others."""
-    return spmd_types.convert(
+    y: Tensor = spmd_types.convert(
         x, group(axis), src=_TYPES[source], dst=spmd_types.P, expert_mode=True, backward_options=_backward(x)
     )
+    return y
 
 
 def invariant_to_replicate(x: Tensor, axis: str) -> Tensor:
@@ -226,7 +234,7 @@ def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[s
     return cast("Tensor", _Dropout.apply(x, p, stream_seed(salt, seed, axes)))  # type: ignore[no-untyped-call]
 
 
-def attention(
+def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
     query: Tensor,
     key: Tensor,
     value: Tensor,

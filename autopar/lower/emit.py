@@ -1,0 +1,182 @@
+"""Writes a sequence of operators as an fx module: names, parameters, random streams."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import ops as emitted
+from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref
+from autopar.rules.apply import BATCH
+
+SEED = "rng_seed"
+"""Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def is_random(op: Op) -> bool:
+    """Whether the operator draws random numbers."""
+    if op.target == "autopar.dropout":
+        return True
+    return op.target == _ATTENTION and len(op.args) > 4 and bool(op.args[4])
+
+
+@dataclass(slots=True)
+class Emitter:
+    """One fx module under construction.
+
+    Attributes:
+        salts: a number for each random operator of the program, by name.
+        device: where tensors that depend on no other are made.
+    """
+
+    name: str
+    salts: Mapping[str, int]
+    device: torch.device
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    root: torch.nn.Module = field(default_factory=torch.nn.Module)
+    values: dict[Ref, fx.Node] = field(default_factory=dict)
+    seed: fx.Node | None = None
+
+    def input(self, ref: Ref) -> str:
+        """Adds a tensor that the caller passes; gives its name."""
+        node = self.graph.placeholder(str_name(ref))
+        self.values[ref] = node
+        return str_name(ref)
+
+    def seed_input(self) -> str:
+        """Adds the seed; gives its name."""
+        self.seed = self.graph.placeholder(SEED)
+        return SEED
+
+    def shared_parameter(self, parameter: Parameter) -> str:
+        """Adds a parameter that the caller passes."""
+        node = self.graph.placeholder(parameter.name)
+        self._local(parameter, node)
+        return parameter.name
+
+    def parameter(self, parameter: Parameter) -> str:
+        """Adds a parameter that the module owns, on meta, with its local shape."""
+        tensor = torch.empty(parameter.spec.shape, dtype=parameter.spec.dtype, device="meta")
+        self.root.register_parameter(parameter.name, torch.nn.Parameter(tensor, parameter.spec.requires_grad))
+        self._local(parameter, self.graph.get_attr(parameter.name))
+        return parameter.name
+
+    def buffer(self, buffer: Buffer) -> str:
+        """Adds a constant that the module owns: its value, or on meta where the model has it."""
+        value = buffer.value
+        if value is None:
+            value = torch.empty(buffer.spec.shape, dtype=buffer.spec.dtype, device="meta")
+        self.root.register_buffer(buffer.name, value)
+        self.values[Ref(buffer.name)] = self.graph.get_attr(buffer.name)
+        return buffer.name
+
+    def op(self, op: Op) -> None:
+        """Adds one call; several outputs are taken apart."""
+        target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
+        if is_random(op):
+            args = args[:2] if target == "autopar.dropout" else args
+            target = "autopar.attention" if target == _ATTENTION else target
+            kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
+        if not op.operands and target.startswith("aten.") and _has_device(target):
+            kwargs["device"] = self.device
+        node = self.graph.create_node(
+            "call_function",
+            emitted.resolve(target),
+            tuple(self._argument(arg) for arg in args),
+            {key: self._argument(value) for key, value in kwargs.items()},
+            name=op.name,
+        )
+        if is_random(op):
+            node.update_kwarg("seed", self.seed)
+        node.meta["layout"] = describe(op)
+        if len(op.outputs) == 1:
+            self.values[Ref(op.name)] = node
+            return
+        for i in range(len(op.outputs)):
+            part = self.graph.create_node(
+                "call_function", operator.getitem, (node, i), name=str_name(Ref(op.name, i), suffix_first=True)
+            )
+            self.values[Ref(op.name, i)] = part
+
+    def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
+        """The module; it returns a tuple, one tensor for each of ``outputs``."""
+        self.graph.output(tuple(self.values[ref] for ref in outputs))
+        for node in tuple(self.graph.nodes):
+            if node.target is operator.getitem and not node.users:
+                self.graph.erase_node(node)
+        return fx.GraphModule(self.root, self.graph, class_name=self.name)
+
+    def _local(self, parameter: Parameter, node: fx.Node) -> None:
+        name = f"{parameter.name}_local"
+        self.values[Ref(parameter.name)] = self.graph.create_node("call_function", emitted.local, (node,), name=name)
+        self.values[Ref(parameter.name)].meta["layout"] = _layout_text(parameter.spec.shape, parameter.layout)
+
+    def _argument(self, argument: Argument) -> Any:
+        if isinstance(argument, Ref):
+            return self.values[argument]
+        if isinstance(argument, tuple):
+            return [self._argument(item) for item in argument]
+        return argument
+
+
+def random_axes(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes on which ranks draw other numbers: those that split the tensor (parts of a sum share a mask)."""
+    axes: list[str] = []
+    for axis, kind in layout:
+        if kind.is_split:
+            axes += DATA_AXES if axis == BATCH else (axis,)
+    return tuple(axes)
+
+
+def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
+    """An identifier for a value."""
+    return f"{ref.name}_{ref.index}" if ref.index or suffix_first else ref.name
+
+
+def describe(op: Op) -> str:
+    """Shape and types of an operator's result, for a comment."""
+    return "; ".join(_layout_text(spec.shape, op.layouts[i] if op.layouts else ()) for i, spec in enumerate(op.outputs))
+
+
+def _layout_text(shape: tuple[int, ...], layout: Layout) -> str:
+    types = ", ".join(f"{axis}: {kind}" for axis, kind in layout)
+    return f"{list(shape)} {types}".rstrip()
+
+
+def _has_device(target: str) -> bool:
+    overload = emitted.resolve(target)
+    schema = getattr(overload, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
+def readable(module: fx.GraphModule) -> str:
+    """The module's code without clean-up statements, each line with shape and types of its result."""
+    layouts = {node.name: node.meta["layout"] for node in module.graph.nodes if "layout" in node.meta}
+    lines: list[str] = []
+    for line in module.code.strip().splitlines():
+        kept = re.sub(r";  .*= None$", "", line)
+        match = re.match(r"\s+(\w+) = ", kept)
+        if match and layouts.get(match[1]):
+            kept = f"{kept}  # {layouts[match[1]]}"
+        lines.append(kept)
+    return "\n".join(lines)
+
+
+def ancestors(graph: Graph, wanted: Sequence[Ref], stop: frozenset[Ref] = frozenset()) -> tuple[Op, ...]:
+    """Operators of the prelude that ``wanted`` depends on, in order; nothing behind the values in ``stop``."""
+    needed = {ref.name for ref in wanted if ref not in stop}
+    found: list[Op] = []
+    for op in reversed(graph.prelude):
+        if op.name in needed:
+            found.append(op)
+            needed |= {ref.name for ref in op.operands if ref not in stop}
+    return tuple(reversed(found))

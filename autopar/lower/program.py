@@ -1,0 +1,251 @@
+"""The program: what each rank of a plan executes, as fx modules of plain PyTorch with typed collectives.
+
+Ranks of one pipeline stage run the same code; nothing here needs a process group, a device or the
+weights. One step on a data rank:
+
+1. before the first micro-batch :attr:`Program.sums` runs on every micro-batch; its results are
+   summed over micro-batches and data ranks (token counts);
+2. for each micro-batch a stage runs its prelude (from batch inputs and those totals), then its
+   blocks in order over one environment of named values: those received, those of the prelude, and
+   what earlier blocks made;
+3. it passes ``sends`` on; the last stage's environment holds ``Program.loss``: this rank's part of
+   the global loss, a sum over data ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from autopar.graph.ir import Block, Graph, Parameter, Ref
+from autopar.lower.emit import SEED, Emitter, ancestors, is_random, readable, str_name
+from autopar.lower.typings import local_graph
+from autopar.mesh import Mesh
+from autopar.plan import Plan, StagePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreludeProgram:
+    """A module without parameters: from batch inputs (and totals of sums) to values, both by name.
+
+    ``buffers``: names of buffers registered in ``module``; those with a model's name behind them
+    (``Graph.buffers``, value None) are on meta and must be loaded.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProgram:
+    """One block of one stage.
+
+    Attributes:
+        index, label: as in the plan.
+        module: takes ``inputs`` in order and returns the tuple of ``outputs``. Parameters are on meta.
+        inputs: live values, prelude values, shared parameters and ``rng_seed`` (a Python int, there
+            only when the block draws random numbers).
+        outputs: values that later blocks or stages read; the loss among them in the last block.
+        parameters: names of ``Graph.parameters`` that the module owns, registered under these names.
+        recompute: whether activations are dropped and the block run again in backward.
+        kind: equal for blocks with equal code, names aside.
+    """
+
+    index: int
+    label: str
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    recompute: bool
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProgram:
+    """One pipeline stage.
+
+    Attributes:
+        index, pp_rank: as in the plan.
+        receives: live values from the stage before, those only passed through included.
+        sends: likewise to the stage after; empty for the last.
+        prelude: None if no block needs anything of the batch.
+        shared_parameters: parameters that several blocks of this stage read, passed to them as inputs.
+        is_last: its last block makes the loss.
+    """
+
+    index: int
+    pp_rank: int
+    blocks: tuple[BlockProgram, ...]
+    prelude: PreludeProgram | None
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    shared_parameters: tuple[str, ...]
+    is_last: bool
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """All parameters of the stage, those of blocks first."""
+        return (*(name for block in self.blocks for name in block.parameters), *self.shared_parameters)
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the code is made when asked for
+class Program:
+    """See the module's text.
+
+    Attributes:
+        graph: one rank's graph for one micro-batch; its ``parameters`` say how each is laid out.
+        stages: in order of the model, all of them.
+        sums: None when the model counts nothing over the batch; ``sums.outputs`` are inputs of preludes.
+        loss: name of the loss.
+        tied: parameters that several stages hold, with the stages: their gradients are summed.
+    """
+
+    plan: Plan
+    graph: Graph
+    stages: tuple[StageProgram, ...]
+    sums: PreludeProgram | None
+    loss: str
+    tied: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The plan's."""
+        return self.plan.mesh
+
+    @cached_property
+    def code(self) -> str:
+        """The program as PyTorch: sums, preludes, and every distinct block once."""
+        parts = [f"# {self.graph.name} on {self.mesh}, micro-batch of {self.graph.batch_size}"]
+        if self.sums is not None:
+            parts.append(f"# sums over the global batch, before the first micro-batch\n{readable(self.sums.module)}")
+        printed: dict[str, list[tuple[int, BlockProgram]]] = {}
+        for stage in self.stages:
+            if stage.prelude is not None:
+                parts.append(f"# prelude of stage {stage.index}\n{readable(stage.prelude.module)}")
+            for block in stage.blocks:
+                printed.setdefault(block.kind, []).append((stage.index, block))
+        for uses in printed.values():
+            names = ", ".join(f"{block.index} {block.label or '-'} (stage {stage})" for stage, block in uses)
+            again = "; recomputed in backward" if any(block.recompute for _, block in uses) else ""
+            parts.append(f"# block {names}{again}\n{readable(uses[0][1].module)}")
+        return "\n\n\n".join(parts) + "\n"
+
+
+def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu") -> Program:
+    """The program of a plan for a traced model.
+
+    Args:
+        graph: the whole model as traced; the plan's fingerprint names it.
+        device: where preludes make tensors that depend on no input (positions).
+
+    Raises:
+        PlanError: the plan is for another graph or names strategies that do not exist.
+        RuleError: a typing of the plan does not hold.
+    """
+    return from_local_graph(plan, local_graph(plan, graph), device=device)
+
+
+def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "cpu") -> Program:
+    """The program of one rank's graph, cut into the plan's stages."""
+    build = _Builder(plan, local, torch.device(device))
+    holders: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        blocks = local.blocks[stage.start : stage.stop]
+        for name in dict.fromkeys(p.name for block in blocks for p in local.block_parameters(block)):
+            holders.setdefault(name, []).append(stage.index)
+    return Program(
+        plan=plan,
+        graph=local,
+        stages=tuple(build.stage(stage) for stage in plan.stages),
+        sums=build.prelude("Sums", local.sums, totals=frozenset()) if local.sums else None,
+        loss=str_name(local.loss),
+        tied=tuple((name, tuple(stages)) for name, stages in holders.items() if len(stages) > 1),
+    )
+
+
+class _Builder:
+    """What all stages of one program share."""
+
+    def __init__(self, plan: Plan, graph: Graph, device: torch.device) -> None:
+        self.plan, self.graph, self.device = plan, graph, device
+        random = (op.name for op in (*graph.prelude, *graph.ops) if is_random(op))
+        self.salts = {name: number for number, name in enumerate(random)}
+
+    def stage(self, stage: StagePlan) -> StageProgram:
+        graph = self.graph
+        blocks = graph.blocks[stage.start : stage.stop]
+        counts = Counter(p.name for block in blocks for p in graph.block_parameters(block))
+        shared = {name for name, count in counts.items() if count > 1}
+        needed = dict.fromkeys(ref for block in blocks for ref in graph.block_prelude(block))
+        is_last = stage.stop == len(graph.blocks)
+        before = graph.live_across(blocks[0].start) if blocks else ()
+        after = () if is_last or not blocks else graph.live_across(blocks[-1].stop)
+        return StageProgram(
+            index=stage.index,
+            pp_rank=stage.pp_rank,
+            blocks=tuple(self.block(block, shared) for block in blocks),
+            prelude=self.prelude(f"Prelude{stage.index}", needed, frozenset(graph.sums)) if needed else None,
+            receives=tuple(str_name(ref) for ref in before),
+            sends=tuple(str_name(ref) for ref in after),
+            shared_parameters=tuple(name for name in counts if name in shared),
+            is_last=is_last,
+        )
+
+    def block(self, block: Block, shared: set[str]) -> BlockProgram:
+        graph, ops = self.graph, self.graph.block_ops(block)
+        emitter = Emitter(f"Block{block.index}", self.salts, self.device)
+        inputs = [emitter.input(ref) for ref in (*graph.block_inputs(block), *graph.block_prelude(block))]
+        parameters = graph.block_parameters(block)
+        inputs += [emitter.shared_parameter(p) for p in parameters if p.name in shared]
+        if any(is_random(op) for op in ops):
+            inputs.append(emitter.seed_input())
+        owned = {p.name: p for p in parameters if p.name not in shared}
+        waiting: dict[str, Parameter] = dict(owned)
+        for op in ops:
+            for ref in op.operands:
+                if ref.name in waiting:
+                    emitter.parameter(waiting.pop(ref.name))
+            emitter.op(op)
+        outputs = graph.block_outputs(block)
+        shared_here = sorted(p.name in shared for p in parameters)
+        return BlockProgram(
+            index=block.index,
+            label=block.label,
+            module=emitter.finish(outputs),
+            inputs=tuple(inputs),
+            outputs=tuple(str_name(ref) for ref in outputs),
+            parameters=tuple(owned),
+            recompute=self.plan.blocks[block.index].recompute == "full",
+            kind=f"{block.hash} {len(inputs)} {len(outputs)} {shared_here}",
+        )
+
+    def prelude(self, name: str, wanted: Iterable[Ref], totals: frozenset[Ref]) -> PreludeProgram:
+        """The operators behind ``wanted``; values of ``totals`` come from outside."""
+        graph, outputs = self.graph, tuple(wanted)
+        ops = ancestors(graph, outputs, totals)
+        reads = dict.fromkeys((*(ref for op in ops for ref in op.operands), *outputs))
+        emitter = Emitter(name, self.salts, self.device)
+        batch = {leaf.name for leaf in graph.inputs}
+        inputs = [emitter.input(ref) for ref in reads if ref.name in batch or ref in totals]
+        if any(is_random(op) for op in ops):
+            inputs.append(emitter.seed_input())
+        buffers = tuple(emitter.buffer(buffer) for buffer in graph.buffers if Ref(buffer.name) in reads)
+        for op in ops:
+            emitter.op(op)
+        return PreludeProgram(
+            module=emitter.finish(outputs),
+            inputs=tuple(inputs),
+            outputs=tuple(str_name(ref) for ref in outputs),
+            buffers=buffers,
+        )
+
+
+__all__ = ["SEED", "BlockProgram", "PreludeProgram", "Program", "StageProgram", "from_local_graph", "lower"]

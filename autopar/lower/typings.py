@@ -1,0 +1,122 @@
+"""Reads a plan's typings back: names of strategies become strategies for each operator of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from autopar import rules
+from autopar.errors import PlanError
+from autopar.graph.ir import Graph, Op, digest
+from autopar.layout import Type
+from autopar.plan import AxisTyping, Plan
+from autopar.rules.apply import BATCH, shard, signature
+from autopar.rules.types import Strategy, Typing
+
+SHARDED_AXES = ("cp", "tp")
+"""Axes that are carried out by operators in the program, in the order in which they are applied."""
+
+
+def local_graph(plan: Plan, graph: Graph) -> Graph:
+    """One rank's graph for one micro-batch: the traced ``graph`` with every typing of the plan applied.
+
+    Raises:
+        PlanError: the plan is for another graph, or names a strategy that no rule gives.
+        RuleError: a typing does not hold.
+    """
+    if plan.model.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan is for this model ({graph.name}, {graph.fingerprint})",
+            value=f"{plan.model.name}, {plan.model.fingerprint}",
+            remedy="search a plan for this model",
+        )
+    if len(plan.blocks) != len(graph.blocks):
+        raise PlanError("the plan has a layout for each block", value=f"{len(plan.blocks)} of {len(graph.blocks)}")
+    result = shard(
+        graph,
+        batch_typing(plan, graph),
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+    )
+    for axis in SHARDED_AXES:
+        if getattr(plan.mesh, axis) > 1:
+            result = shard(result, axis_typing(plan, result, axis))
+    return result
+
+
+def batch_typing(plan: Plan, graph: Graph) -> Typing:
+    """The typing that cuts a micro-batch out: prelude strategies stand in the plan, inputs split by samples."""
+    size = Fraction(graph.batch_size, plan.micro_batch_size)
+    reader = _Reader(graph, BATCH, size)
+    if len(plan.prelude) != len(graph.prelude):
+        raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
+    reader.read(graph.prelude, plan.prelude, "prelude")
+    return _read_blocks(plan, graph, reader)
+
+
+def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:
+    """The typing on a sharded axis; the prelude is repeated on every rank."""
+    return _read_blocks(plan, graph, _Reader(graph, axis, Fraction(getattr(plan.mesh, axis))))
+
+
+def _read_blocks(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
+    parameters: dict[str, Type] = {}
+    for block, planned in zip(graph.blocks, plan.blocks, strict=True):
+        place = f"block {block.index} ({block.label})"
+        chosen = _chosen(plan, planned.layout, reader.axis, place)
+        if chosen is None:
+            if reader.axis != BATCH:
+                raise PlanError(f"each block has a typing on axis {reader.axis}", place=place)
+            raise PlanError("each block has a typing on axis batch", place=place)
+        reader.read(graph.block_ops(block), chosen.strategies, place)
+        owned = graph.block_parameters(block)
+        if len(owned) != len(chosen.parameters):
+            raise PlanError(
+                "the plan has a type for each parameter of a block", value=len(chosen.parameters), place=place
+            )
+        for parameter, kind in zip(owned, chosen.parameters, strict=True):
+            if parameters.setdefault(parameter.name, kind) != kind:
+                raise PlanError(
+                    f"a parameter has one type at rest on axis {reader.axis}",
+                    value=f"{parameters[parameter.name]} and {kind}",
+                    place=f"{place}: {parameter.fqn}",
+                )
+    return Typing(axis=reader.axis, size=reader.size, strategies=reader.strategies, parameters=parameters)
+
+
+def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None:
+    if not 0 <= layout < len(plan.layouts):
+        raise PlanError("a block's layout is one of the plan's", value=layout, place=place)
+    return next((t for t in plan.layouts[layout].typings if t.axis == axis), None)
+
+
+class _Reader:
+    """Finds strategies by name; equal operators of equal blocks are looked up once."""
+
+    def __init__(self, graph: Graph, axis: str, size: Fraction) -> None:
+        self.graph, self.axis, self.size = graph, axis, size
+        self.strategies: dict[str, Strategy] = {}
+        self.seen: dict[tuple[str, tuple[str, ...]], tuple[Strategy, ...]] = {}
+
+    def read(self, ops: Sequence[Op], names: Sequence[str], place: str) -> None:
+        if len(ops) != len(names):
+            raise PlanError(
+                "the plan has a strategy for each operator", value=f"{len(names)} for {len(ops)}", place=place
+            )
+        key = (digest(signature(ops, self.graph._index.specs)), tuple(names))
+        if key not in self.seen:
+            self.seen[key] = tuple(self._find(op, name, place) for op, name in zip(ops, names, strict=True))
+        self.strategies.update((op.name, s) for op, s in zip(ops, self.seen[key], strict=True))
+
+    def _find(self, op: Op, name: str, place: str) -> Strategy:
+        specs = tuple(self.graph.spec(ref) for ref in op.operands)
+        offered = rules.strategies(op, specs, axis=self.axis, size=self.size, fallback=True)
+        for strategy in offered:
+            if strategy.name == name:
+                return strategy
+        raise PlanError(
+            f"{op.target} has the strategy '{name}' on axis {self.axis}",
+            value=", ".join(s.name for s in offered) or "none",
+            place=f"{place}: {op.name}",
+            remedy="search again with this version of autopar",
+        )

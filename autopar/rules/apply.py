@@ -1,0 +1,334 @@
+"""Applies a typing: from the graph of all ranks of one axis to the graph of one of them.
+
+Every tensor gets one rank's shape; where an operator needs an operand in another type than the one
+it has, the change is an operator of its own (see conversions.py). Where changes stand, which the
+cost model and the search count on:
+
+- one change for each value, target type and *block*: consumers in a block share it, it stands
+  right before the first of them, blocks do not share (what crosses a block is the value as made);
+- a value of the prelude changes once, in the prelude;
+- a parameter that is I at rest and R at every use has no change: its gradient is left as a pending
+  sum (``Parameter.gradient_sum_axes``). If other uses want it otherwise, R is an explicit change.
+
+On axis ``batch`` (micro-batches and data ranks together) nothing may change type but prelude values
+from P to R: those are ``Graph.sums``, totalled before the step. Parameters are R at use there, and
+their gradient sum belongs to the data-parallel runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from autopar.errors import RuleError
+from autopar.graph.ir import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest, map_refs
+from autopar.layout import I, P, R, S, Type
+from autopar.rules.conversions import conversion, emitted_arguments
+from autopar.rules.types import Local, Strategy, Typing
+
+BATCH = "batch"
+
+
+def shard(
+    graph: Graph, typing: Typing, *, global_batch_size: int | None = None, micro_batch_size: int | None = None
+) -> Graph:
+    """One rank's graph on ``typing.axis``.
+
+    Args:
+        graph: on the axes before it already local.
+        typing: a strategy for every live operator. Operators of the prelude without one, and inputs,
+            are R; on axis ``batch`` inputs are split along their ``batch_dim``.
+        global_batch_size: samples of a step, for literals that count samples; axis ``batch`` alone.
+        micro_batch_size: samples of the result; axis ``batch`` alone.
+
+    Raises:
+        RuleError: a strategy is missing, a dim does not divide, or a change of type does not exist;
+            names the operator.
+    """
+    return _Sharding(graph, typing, global_batch_size or graph.batch_size).run(micro_batch_size)
+
+
+@dataclass(slots=True)
+class _Section:
+    """Operators under construction: the prelude, or one block; ``changed`` are its shared conversions."""
+
+    ops: list[Op]
+    changed: dict[tuple[Ref, Type], Ref]
+
+
+class _Sharding:
+    """The state of one :func:`shard`."""
+
+    def __init__(self, graph: Graph, typing: Typing, global_batch_size: int) -> None:
+        self.graph, self.typing, self.axis = graph, typing, typing.axis
+        self.is_batch = typing.axis == BATCH
+        self.count_scale = Fraction(global_batch_size, graph.batch_size) if self.is_batch else Fraction(1)
+        self.types: dict[Ref, Type] = {}
+        self.specs: dict[Ref, TensorSpec] = {}
+        self.renamed: dict[Ref, Ref] = {}
+        self.sums: dict[Ref, None] = {}
+        self.read_as_partial: dict[Ref, str] = {}
+        self.behind_sums: set[str] = set()
+        self.names = {ref.name for ref in graph._index.specs}
+        self.prelude = _Section([], {})
+        self.explicit: set[str] = set()
+
+    def run(self, micro_batch_size: int | None) -> Graph:
+        graph = self.graph
+        inputs = tuple(self._input(leaf) for leaf in graph.inputs)
+        for buffer in graph.buffers:
+            self._set(Ref(buffer.name), self.typing.inputs.get(buffer.name, R), buffer.spec)
+        buffers = tuple(replace(b, spec=self.specs[Ref(b.name)]) for b in graph.buffers)
+        for parameter in graph.parameters:
+            rest = self.typing.parameters.get(parameter.name, I)
+            self._set(Ref(parameter.name), rest, parameter.spec)
+        uses = self._parameter_uses()
+        self.explicit = {name for name, kinds in uses.items() if len(kinds) > 1}
+        for op in graph.prelude:
+            self._op(op, self.prelude)
+        ops, blocks = self._blocks()
+        return replace(
+            graph,
+            batch_size=micro_batch_size if self.is_batch and micro_batch_size else graph.batch_size,
+            inputs=inputs,
+            parameters=tuple(self._parameter(p, uses.get(p.name, set())) for p in graph.parameters),
+            buffers=buffers,
+            prelude=tuple(self.prelude.ops),
+            ops=ops,
+            blocks=blocks,
+            loss=self.renamed.get(graph.loss, graph.loss),
+            sums=(*graph.sums, *self.sums),
+        )
+
+    # --- leaves
+
+    def _input(self, leaf: Input) -> Input:
+        by_samples = self.is_batch and leaf.batch_dim is not None
+        default = S(leaf.batch_dim) if by_samples and leaf.batch_dim is not None else R
+        ref = Ref(leaf.name)
+        self._set(ref, self.typing.inputs.get(leaf.name, default), leaf.spec)
+        return replace(leaf, spec=self.specs[ref])
+
+    def _parameter_uses(self) -> dict[str, set[str]]:
+        """The kinds in which live operators take each parameter that is I at rest."""
+        found: dict[str, set[str]] = {}
+        for op in self.graph.ops:
+            for ref, wanted in zip(op.operands, self._strategy(op).inputs, strict=True):
+                if self.types.get(ref) == I and self.graph.is_parameter(ref):
+                    found.setdefault(ref.name, set()).add(wanted.kind)
+        return found
+
+    def _parameter(self, parameter: Parameter, uses: set[str]) -> Parameter:
+        rest = self.types[Ref(parameter.name)]
+        if rest.kind not in ("I", "S"):
+            raise RuleError("a parameter at rest is I or S(d)", value=rest, place=parameter.fqn)
+        if self.is_batch and rest != I:
+            raise RuleError("a parameter is not split over samples", value=rest, place=parameter.fqn)
+        pending = uses == {"R"} and parameter.spec.requires_grad and not self.is_batch
+        return replace(
+            parameter,
+            spec=self.specs[Ref(parameter.name)],
+            layout=(*parameter.layout, (self.axis, rest)),
+            gradient_sum_axes=(*parameter.gradient_sum_axes, self.axis) if pending else parameter.gradient_sum_axes,
+        )
+
+    # --- operators
+
+    def _blocks(self) -> tuple[tuple[Op, ...], tuple[Block, ...]]:
+        graph, ops, blocks = self.graph, list[Op](), list[Block]()
+        for block in graph.blocks:
+            section, start = _Section([], {}), len(ops)
+            for op in graph.block_ops(block):
+                self._op(op, section)
+            if block.index == len(graph.blocks) - 1:
+                self._loss(section)
+            ops += section.ops
+            new = replace(block, start=start, stop=len(ops))
+            blocks.append(replace(new, hash=digest(f"{block.hash}|{self.axis}|{signature(section.ops, self.specs)}")))
+        return tuple(ops), tuple(blocks)
+
+    def _op(self, op: Op, section: _Section) -> None:
+        strategy = self._strategy(op)
+        if len(strategy.inputs) != len(op.operands) or len(strategy.outputs) != len(op.outputs):
+            raise RuleError(
+                "a strategy types every operand and output", value=strategy.name, place=f"{op.name} ({op.target})"
+            )
+        operands = tuple(
+            self._converted(ref, wanted, op, section) for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
+        )
+        outputs = tuple(
+            self._local(spec, kind, f"{op.name} ({op.target})")
+            for spec, kind in zip(op.outputs, strategy.outputs, strict=True)
+        )
+        local = Local(
+            axis=self.axis,
+            size=self.typing.size,
+            operands=tuple(self.specs[ref] for ref in operands),
+            outputs=outputs,
+            count_scale=self.count_scale,
+        )
+        before = op.layouts or ((),) * len(op.outputs)
+        layouts: tuple[Layout, ...] = tuple(
+            (*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)
+        )
+        new = replace(_localize(op.with_operands(operands), strategy, local), outputs=outputs, layouts=layouts)
+        section.ops.append(new)
+        for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
+            self.types[Ref(op.name, i)], self.specs[Ref(op.name, i)] = kind, spec
+        if section is self.prelude and any(r in self.sums or r.name in self.behind_sums for r in op.operands):
+            self.behind_sums.add(op.name)
+
+    def _strategy(self, op: Op) -> Strategy:
+        found = self.typing.strategies.get(op.name)
+        if found is not None:
+            return found
+        if not self.is_batch and op.name in self.graph._index.free:
+            return Strategy(name="replicate", inputs=(R,) * len(op.operands), outputs=(R,) * len(op.outputs))
+        raise RuleError(
+            f"a typing of axis {self.axis} has a strategy for every operator", place=f"{op.name} ({op.target})"
+        )
+
+    def _loss(self, section: _Section) -> None:
+        """The loss ends as P over samples and as I on any other axis: one number, differentiated once."""
+        loss = self.graph.loss
+        found = self.types[loss]
+        if self.is_batch:
+            if found != P:
+                raise RuleError(
+                    "the loss is a sum over samples",
+                    value=found,
+                    place=f"{loss.name} ({self._module(loss)})",
+                    remedy="use a loss that adds up or averages over the batch",
+                )
+        elif found != I:
+            new = self._change(loss, I, section, place=str(loss))
+            self.renamed[loss] = new
+
+    # --- changes of type
+
+    def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
+        """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
+        found, place = self.types[ref], f"{op.name} ({op.target})"
+        if self.is_batch:
+            self._check_batch(ref, found, wanted, place, op)
+            return ref
+        if found == wanted or self._same_without_gradient(ref, found, wanted):
+            return ref
+        is_parameter = self.graph.is_parameter(ref)
+        if is_parameter and (found, wanted) == (I, R) and ref.name not in self.explicit:
+            return ref
+        home = self.prelude if self.graph.is_prelude(ref) else section
+        if (ref, wanted) not in home.changed:
+            home.changed[ref, wanted] = self._change(ref, wanted, home, place)
+        return home.changed[ref, wanted]
+
+    def _change(self, ref: Ref, wanted: Type, section: _Section, place: str) -> Ref:
+        found, spec = self.types[ref], self.specs[ref]
+        change = conversion(found, wanted, requires_grad=spec.requires_grad)
+        if change is None or not change.target:
+            raise RuleError(
+                f"on axis {self.axis} a tensor of type {found} can become {wanted}", value=str(ref), place=place
+            )
+        name = self._name(f"{ref.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
+        full = self.graph.spec(ref)
+        local = self._local(full, wanted, place)
+        producer = self.graph.producer(ref)
+        before: Layout = producer.layouts[ref.index] if producer is not None and producer.layouts else ()
+        section.ops.append(
+            Op(
+                name=name,
+                target=change.target,
+                args=(ref, *emitted_arguments(self.axis, found, wanted)),
+                outputs=(local,),
+                module=producer.module if producer is not None else "",
+                layouts=((*before, (self.axis, wanted)),),
+            )
+        )
+        self.types[Ref(name)], self.specs[Ref(name)] = wanted, local
+        return Ref(name)
+
+    def _check_batch(self, ref: Ref, found: Type, wanted: Type, place: str, op: Op) -> None:
+        if self.graph.is_parameter(ref):
+            if wanted not in (R, I):
+                raise RuleError("a parameter is whole for every sample", value=wanted, place=place)
+            return
+        if wanted == P:
+            self.read_as_partial[ref] = place
+        if found == wanted or self._same_without_gradient(ref, found, wanted):
+            conflict = ref in self.sums and wanted == P
+        elif found == P and wanted in (R, I) and self.graph.is_prelude(ref):
+            if ref.name in self.behind_sums:
+                raise RuleError("a sum over all samples depends on no other such sum", value=str(ref), place=place)
+            self.sums[ref] = None
+            conflict = ref in self.read_as_partial
+        else:
+            raise RuleError(
+                "samples are independent up to the loss, so that a batch can be split",
+                value=f"{ref} of type {found} where {wanted} is needed",
+                place=f"{place}, {op.module or 'no module'}{f', {op.source}' if op.source else ''}",
+                remedy="statistics over the batch (batch normalisation) need one data rank and one micro-batch",
+            )
+        if conflict:
+            raise RuleError("a sum over samples is read as a total or as a part, not both", value=str(ref), place=place)
+
+    def _same_without_gradient(self, ref: Ref, found: Type, wanted: Type) -> bool:
+        return not self.specs[ref].requires_grad and {found.kind, wanted.kind} <= {"I", "R"}
+
+    # --- bookkeeping
+
+    def _set(self, ref: Ref, kind: Type, spec: TensorSpec) -> None:
+        self.types[ref], self.specs[ref] = kind, self._local(spec, kind, ref.name)
+
+    def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
+        if not kind.is_split:
+            return spec
+        if kind.dim >= len(spec.shape):
+            raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
+        part = spec.shape[kind.dim] / self.typing.size
+        if part.denominator != 1:
+            raise RuleError(
+                f"a split dim divides by the axis ({self.axis}={self.typing.size})",
+                value=f"{kind} of shape {spec.shape}",
+                place=place,
+            )
+        return replace(spec, shape=(*spec.shape[: kind.dim], int(part), *spec.shape[kind.dim + 1 :]))
+
+    def _name(self, wanted: str) -> str:
+        name, count = wanted, 1
+        while name in self.names:
+            count += 1
+            name = f"{wanted}_{count}"
+        self.names.add(name)
+        return name
+
+    def _module(self, ref: Ref) -> str:
+        producer = self.graph.producer(ref)
+        return producer.module if producer is not None else ""
+
+
+def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
+    from autopar import rules  # the package imports this module
+
+    new: Op = rules.localize(op, strategy, local)
+    return new
+
+
+def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
+    """Text that is equal for equal sequences of operators, names aside."""
+    known: dict[str, str] = {}
+
+    def numbered(ref: Ref) -> Argument:
+        if ref.name not in known:
+            spec = specs[ref]
+            known[ref.name] = f"${len(known)}:{spec.shape}:{spec.dtype}"
+        return f"{known[ref.name]}[{ref.index}]"
+
+    lines: list[str] = []
+    for op in ops:
+        args: Iterable[Argument] = (map_refs(arg, numbered) for arg in op.args)
+        kwargs = ((key, map_refs(value, numbered)) for key, value in op.kwargs)
+        for_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
+        lines.append(f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype) for s in op.outputs]}{op.layouts}")
+        known[op.name] = f"%{len(known)}"
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""Applying a typing: local shapes, where conversions stand, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from autopar.errors import RuleError
+from autopar.graph.ir import Graph, Op, Ref
+from autopar.layout import I, P, R, S
+from autopar.rules.apply import shard
+from autopar.rules.types import Typing
+from tests.lower import mlp
+
+
+def batch_graph() -> Graph:
+    graph = mlp.mlp_graph()
+    return shard(graph, mlp.batch_typing(graph, Fraction(2)), global_batch_size=8, micro_batch_size=2)
+
+
+def with_strategy(typing: Typing, **changed: object) -> Typing:
+    return replace(typing, strategies={**typing.strategies, **changed})  # type: ignore[dict-item]
+
+
+def conversions(graph: Graph) -> list[Op]:
+    kinds = ("all_", "reduce_", "shard", "keep_", "invariant_")
+    return [op for op in graph.ops if op.target.startswith(tuple(f"autopar.{kind}" for kind in kinds))]
+
+
+def test_a_micro_batch_has_its_shapes_and_its_sums() -> None:
+    local = batch_graph()
+    assert local.batch_size == 2
+    assert {i.name: i.spec.shape for i in local.inputs} == {"x": (2, 8, 16), "keep": (2, 8)}
+    assert all(op.spec.shape[0] == 2 for op in local.ops if op.spec.shape)
+    assert local.sums == (Ref("count"),)
+    assert not conversions(local)
+    assert all(p.gradient_sum_axes == () and p.layout == (("batch", I),) for p in local.parameters)
+
+
+def test_a_micro_batch_may_be_larger_than_the_traced_batch() -> None:
+    graph = mlp.mlp_graph()
+    local = shard(graph, mlp.batch_typing(graph, Fraction(1, 2)), global_batch_size=8, micro_batch_size=8)
+    assert local.ops[0].spec.shape == (8, 8, 32)
+
+
+def test_conversions_stand_before_their_first_use_in_the_consumer_block() -> None:
+    local = shard(batch_graph(), mlp.tensor_typing(2, sequence=True))
+    names = [op.name for op in local.block_ops(local.blocks[1])]
+    assert names == ["r0_tp_R", "h1", "g1", "y1", "y1_tp_S1", "z1", "r1"]
+    assert [op.target for op in conversions(local)].count("autopar.all_gather") == 1  # x is whole already
+    assert local.loss == Ref("loss_tp_I") and local.ops[-1].layouts == ((("batch", P), ("tp", I)),)
+
+
+def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
+    typing = mlp.tensor_typing(2, sequence=True)
+    # both read the stream whole: the residual addition of layer 1 and the head
+    whole = with_strategy(
+        typing,
+        r1=mlp.strategy("r", (R, R), R),
+        square=mlp.strategy("s", (R, R), R),
+        total=mlp.strategy("r", (R,), R),
+        loss=mlp.strategy("k", (P, R), P),
+    )
+    with pytest.raises(RuleError, match="can become"):
+        shard(batch_graph(), with_strategy(whole, loss=mlp.strategy("r", (R, R), R)))
+    local = shard(batch_graph(), whole)
+    gathered = [op for op in local.block_ops(local.blocks[1]) if op.name.startswith("r0_tp_R")]
+    assert len(gathered) == 1
+    assert sum(r == Ref("r0_tp_R") for op in local.ops for r in op.operands) == 2
+
+
+def test_a_prelude_value_is_converted_once_in_the_prelude() -> None:
+    local = shard(batch_graph(), mlp.tensor_typing(2, sequence=True))
+    assert [op.name for op in local.prelude if op.target == "autopar.shard"] == ["x_tp_S1"]
+
+
+def test_mixed_uses_of_a_parameter_make_the_change_explicit() -> None:
+    typing = mlp.tensor_typing(2, sequence=False)
+    graph = batch_graph()
+    tied = replace(
+        graph, ops=tuple(op.with_operands((Ref("y1"), Ref("bias0"))) if op.name == "z1" else op for op in graph.ops)
+    )
+    mixed = with_strategy(typing, y1=mlp.strategy("k", (S(2), S(1)), P), z1=mlp.strategy("s", (S(1), R), S(1)))
+    local = shard(tied, mixed)
+    names = [op.name for op in local.ops]
+    assert "bias0_tp_R" in names and names.index("bias0_tp_R") == names.index("z1") - 1
+    assert local.parameter("bias0").gradient_sum_axes == ()
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_blocks_partition_the_operators_and_equal_blocks_keep_equal_hashes(sequence: bool) -> None:
+    graph = batch_graph()
+    same = replace(graph, blocks=(*(replace(b, hash="layer") for b in graph.blocks[:2]), graph.blocks[2]))
+    local = shard(same, mlp.tensor_typing(2, sequence=sequence))
+    assert local.blocks[0].start == 0 and local.blocks[-1].stop == len(local.ops)
+    assert all(a.stop == b.start for a, b in zip(local.blocks, local.blocks[1:], strict=False))
+    assert local.blocks[0].hash != local.blocks[1].hash  # the first reads an input of the batch
+
+
+def test_statistics_over_the_batch_are_refused_by_name() -> None:
+    graph = mlp.mlp_graph()
+    typing = mlp.batch_typing(graph, Fraction(2))
+    with pytest.raises(RuleError, match="samples are independent") as error:
+        shard(graph, with_strategy(typing, g0=mlp.strategy("whole", (R,), R)), micro_batch_size=2)
+    assert "g0 (aten.gelu.default)" in str(error.value)
+
+
+def test_a_dim_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(RuleError, match="divides by the axis"):
+        shard(batch_graph(), mlp.tensor_typing(3, sequence=True))
+
+
+def test_a_missing_strategy_is_refused() -> None:
+    typing = mlp.tensor_typing(2, sequence=True)
+    rest = {name: s for name, s in typing.strategies.items() if name != "g1"}
+    with pytest.raises(RuleError, match="a strategy for every operator"):
+        shard(batch_graph(), replace(typing, strategies=rest))
