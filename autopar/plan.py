@@ -58,12 +58,14 @@ class AxisTyping:
     ``parameters``: the type at rest of each of ``Graph.block_parameters``, in order.
     ``parameter_names``: for people, names of these parameters relative to the block's label
     (``mlp.up_proj.weight``); empty or as many as ``parameters``.
+    ``boundary``: for people, the type of each of ``Graph.block_outputs``; may be empty.
     """
 
     axis: str
     strategies: tuple[str, ...]
     parameters: tuple[Type, ...]
     parameter_names: tuple[str, ...] = ()
+    boundary: tuple[Type, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +110,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.reserved
-        )
+        """Bytes in all."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,7 @@ class Breakdown:
 
     @property
     def total_s(self) -> float:
+        """Seconds in all."""
         return (
             self.compute_s
             + self.recompute_s

@@ -30,7 +30,11 @@ EMBEDDING = BlockLayout(
             axis="batch", strategies=("split b",), parameters=(I,), parameter_names=("model.embed_tokens.weight",)
         ),
         AxisTyping(
-            axis="tp", strategies=("vocabulary",), parameters=(S(0),), parameter_names=("model.embed_tokens.weight",)
+            axis="tp",
+            strategies=("vocabulary",),
+            parameters=(S(0),),
+            parameter_names=("model.embed_tokens.weight",),
+            boundary=(S(1),),
         ),
     ),
 )
@@ -56,9 +60,20 @@ LAYER = BlockLayout(
         ),
         AxisTyping(
             axis="tp",
-            strategies=("split s", "split n", "split n", "split n", "split h", "split k", "split s", "split n", "split k"),
+            strategies=(
+                "split s",
+                "split n",
+                "split n",
+                "split n",
+                "split h",
+                "split k",
+                "split s",
+                "split n",
+                "split k",
+            ),
             parameters=tuple(LAYER_PARAMETERS.values()),
             parameter_names=tuple(LAYER_PARAMETERS),
+            boundary=(S(1),),
         ),
     ),
 )
@@ -86,15 +101,21 @@ def llama_plan() -> Plan:
     labels = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "model.norm")
     blocks = tuple(
         BlockPlan(
-            index=i, label=label, layout=0 if i == 0 else 2 if i == 9 else 1, recompute="full" if 1 <= i <= 4 else "none"
+            index=i,
+            label=label,
+            layout=0 if i == 0 else 2 if i == 9 else 1,
+            recompute="full" if 1 <= i <= 4 else "none",
         )
         for i, label in enumerate(labels)
     )
     return Plan(
         model=ModelInfo(
-            name="llama:layers=8", fingerprint="0123456789abcdef", num_parameters=2_200_000_000,
-            flops_per_sample=5.4e13, tokens_per_sample=4096,
-        ),  # fmt: skip
+            name="llama:layers=8",
+            fingerprint="0123456789abcdef",
+            num_parameters=2_200_000_000,
+            flops_per_sample=5.4e13,
+            tokens_per_sample=4096,
+        ),
         cluster="h100-sxm5-80gb:2x8",
         mesh=Mesh(pp=2, dp_shard=2, tp=4),
         global_batch_size=64,
@@ -116,25 +137,44 @@ def llama_plan() -> Plan:
             mfu=0.4873,
             tokens_per_s=582_542.2,
             breakdown=Breakdown(
-                compute_s=0.3, recompute_s=0.04, tensor_parallel_s=0.05, data_parallel_s=0.01,
-                pipeline_s=0.002, bubble_s=0.038, optimizer_s=0.01,
-            ),  # fmt: skip
+                compute_s=0.3,
+                recompute_s=0.04,
+                tensor_parallel_s=0.05,
+                data_parallel_s=0.01,
+                pipeline_s=0.002,
+                bubble_s=0.038,
+                optimizer_s=0.01,
+            ),
             memory=(
                 Memory(
-                    pp_rank=0, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB,
-                    activations=12 * _GIB, transient=3 * _GIB, reserved=2 * _GIB,
-                ),  # fmt: skip
+                    pp_rank=0,
+                    parameters=2 * _GIB,
+                    gradients=2 * _GIB,
+                    optimizer=4 * _GIB,
+                    activations=12 * _GIB,
+                    transient=3 * _GIB,
+                    reserved=2 * _GIB,
+                ),
                 Memory(
-                    pp_rank=1, parameters=2 * _GIB, gradients=2 * _GIB, optimizer=4 * _GIB,
-                    activations=15 * _GIB, transient=6 * _GIB, reserved=2 * _GIB,
-                ),  # fmt: skip
+                    pp_rank=1,
+                    parameters=2 * _GIB,
+                    gradients=2 * _GIB,
+                    optimizer=4 * _GIB,
+                    activations=15 * _GIB,
+                    transient=6 * _GIB,
+                    reserved=2 * _GIB,
+                ),
             ),
             stage_times=((0.008, 0.018), (0.008, 0.016)),
         ),
         search=SearchRecord(
-            wall_time_s=12.5, candidates=180, evaluated=42, lower_bound_s=0.44, gap=0.0222,
+            wall_time_s=12.5,
+            candidates=180,
+            evaluated=42,
+            lower_bound_s=0.44,
+            gap=0.0222,
             reasons=("tp=4 before tp=8: the reductions of tp=8 take 0.03 s more than its smaller stages save",),
-        ),  # fmt: skip
+        ),
         pins=("tp<=4",),
         notes=("operator mylib.custom has no rule: it is replicated on tp and costs 0.001 s",),
     )
@@ -144,9 +184,12 @@ def single_plan() -> Plan:
     """The same model on one CPU rank."""
     base = llama_plan()
     predicted = replace(
-        base.predicted, peak_memory_bytes=29 * _GIB, memory_limit_bytes=28 * _GIB,
-        memory=base.predicted.memory[:1], stage_times=(),
-    )  # fmt: skip
+        base.predicted,
+        peak_memory_bytes=29 * _GIB,
+        memory_limit_bytes=28 * _GIB,
+        memory=base.predicted.memory[:1],
+        stage_times=(),
+    )
     return replace(
         base,
         cluster="cpu:1x1",

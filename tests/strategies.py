@@ -21,7 +21,7 @@ from autopar.plan import (
     StagePlan,
 )
 
-_SECONDS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+_SECONDS = st.floats(min_value=0, max_value=1e9, allow_subnormal=False)
 _BYTES = st.integers(0, 2**50)
 _TEXT = st.text(max_size=12)
 
@@ -36,7 +36,13 @@ def axis_typings(draw: st.DrawFn, axis: str) -> AxisTyping:
     parameters = draw(st.lists(parameter_types(), max_size=4))
     names = draw(st.sampled_from([(), tuple(f"p{i}.weight" for i in range(len(parameters)))]))
     strategies = draw(st.lists(st.sampled_from(["split n", "invariant", "replicate", "linear 0"]), max_size=20))
-    return AxisTyping(axis=axis, strategies=tuple(strategies), parameters=tuple(parameters), parameter_names=names)
+    return AxisTyping(
+        axis=axis,
+        strategies=tuple(strategies),
+        parameters=tuple(parameters),
+        parameter_names=names,
+        boundary=tuple(draw(st.lists(parameter_types(), max_size=2))),
+    )
 
 
 @st.composite
@@ -69,11 +75,11 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any plan: small degrees, arbitrary numbers and texts."""
     degree = st.integers(1, 3)
     zero = draw(st.integers(0, 3))
-    mesh = Mesh(
-        pp=draw(degree), dp_replicate=draw(degree), dp_shard=draw(degree) if zero else 1, cp=1, tp=draw(degree)
-    )
+    mesh = Mesh(pp=draw(degree), dp_replicate=draw(degree), dp_shard=draw(degree) if zero else 1, cp=1, tp=draw(degree))
     virtual = draw(st.integers(1, 2)) if mesh.pp > 1 else 1
-    schedule = "none" if mesh.pp == 1 else "Interleaved1F1B" if virtual > 1 else draw(st.sampled_from(["GPipe", "1F1B"]))
+    schedule = (
+        "none" if mesh.pp == 1 else "Interleaved1F1B" if virtual > 1 else draw(st.sampled_from(["GPipe", "1F1B"]))
+    )
     sizes = draw(st.lists(st.integers(1, 3), min_size=mesh.pp * virtual, max_size=mesh.pp * virtual))
     found = tuple(draw(st.lists(layouts(), min_size=1, max_size=2)))
     micro_batch_size = draw(st.integers(1, 4))

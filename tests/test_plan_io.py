@@ -128,7 +128,10 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_set("schedule", value="2F2B"), "the value is one of none, GPipe, 1F1B, Interleaved1F1B, but found"),
     (_set("schedule", value="none"), "the schedule is 'none' exactly where pp is 1, but found 'none' with pp=2"),
     (_set("virtual_stages", value=2), "more than one virtual stage needs the schedule Interleaved1F1B"),
-    (_set("mesh", "tp", value=8), "number of ranks of cluster h100-sxm5-80gb:2x8, 16, but found pp=2 x dp_shard=2 x tp=8 = 32"),
+    (
+        _set("mesh", "tp", value=8),
+        "number of ranks of cluster h100-sxm5-80gb:2x8, 16, but found pp=2 x dp_shard=2 x tp=8 = 32",
+    ),
     (_set("global_batch_size", value=63), "divides global_batch_size, but found 2 * 1 * 2 and 63"),
     (_set("micro_batch_size", value=0), "micro_batch_size: the value is at least 1, but found 0"),
     (_set("zero_stage", value=0), "without ZeRO dp_shard is 1, but found dp_shard=2"),
@@ -145,7 +148,7 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_set("version", value="1"), "version: the value is 1"),
     (lambda data: data.pop("mesh"), "p.json: the key 'mesh' is given, but found nothing"),
     (lambda data: data["mesh"].update(dp=2), "p.json: mesh: every key of a plan is known, but found 'dp'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "expected"), BAD_VALUES, ids=[text[:40] for _, text in BAD_VALUES])

@@ -1,0 +1,212 @@
+"""The plan as a person reads it in a terminal or a review: plain text of at most 100 columns."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.report.units import (
+    MEMORY_PARTS,
+    batch_text,
+    count,
+    fits,
+    num_bytes,
+    printable,
+    ranges,
+    schedule_text,
+    seconds,
+    share,
+    time_parts,
+    zero_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autopar.plan import AxisTyping, Plan
+
+WIDTH = 100
+_BAR = 30
+
+
+def render_plan(plan: Plan) -> str:
+    """Mesh, schedule, prediction, stages, memory, layouts and reasons; no colours, no trailing blanks."""
+    parts = [
+        _head(plan),
+        _prediction(plan),
+        _time(plan),
+        _stages(plan),
+        _memory(plan),
+        _layouts(plan),
+        _search(plan),
+    ]
+    if plan.notes:
+        parts.append("Notes\n" + _bullets(plan.notes))
+    return "\n\n".join(parts)
+
+
+def layout_lines(typing: AxisTyping) -> list[tuple[str, str]]:
+    """For each type at rest, split ones first, the parameters that have it."""
+    names = typing.parameter_names
+    by_type: dict[str, list[str]] = {}
+    for index, kind in enumerate(typing.parameters):
+        by_type.setdefault(str(kind), []).append(names[index] if names else "")
+    split_first = sorted(by_type, key=lambda kind: (kind == "I", kind))
+    return [(kind, ranges(by_type[kind]) if names else f"{len(by_type[kind])} parameters") for kind in split_first]
+
+
+def shown_typings(plan: Plan, layout: int) -> list[AxisTyping]:
+    """The typings of a layout on axes that split something inside the model."""
+    return [
+        typing
+        for typing in plan.layouts[layout].typings
+        if typing.axis != "batch" and getattr(plan.mesh, typing.axis, 1) > 1
+    ]
+
+
+def layout_labels(plan: Plan, layout: int) -> list[str]:
+    """Labels of the blocks of a layout, in order."""
+    return [block.label for block in plan.blocks if block.layout == layout]
+
+
+def _head(plan: Plan) -> str:
+    model, precision = plan.model, plan.precision
+    dtypes = f"compute {precision.compute}, storage {precision.storage}, reduce {precision.reduce}"
+    rows = [
+        ("model", f"{count(model.num_parameters)} parameters, {model.tokens_per_sample:,} tokens a sample"),
+        ("mesh", f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one rank"),
+        ("batch", batch_text(plan)),
+        ("schedule", schedule_text(plan)),
+        ("ZeRO", zero_text(plan)),
+        ("recompute", plan.recompute),
+        ("precision", f"{precision.name} ({dtypes})"),
+        ("optimizer", plan.optimizer),
+        ("pins", ", ".join(plan.pins) or "none"),
+    ]
+    return "\n".join([*_wrap(f"Plan for {plan.model.name} on {plan.cluster}", ""), _fields(rows)])
+
+
+def _prediction(plan: Plan) -> str:
+    predicted = plan.predicted
+    low, high = predicted.step_time_interval_s
+    limit = num_bytes(predicted.memory_limit_bytes)
+    verdict = "fits" if fits(plan) else "does not fit"
+    rows = [
+        ("step time", f"{seconds(predicted.step_time_s)} (between {seconds(low)} and {seconds(high)})"),
+        ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
+        ("peak memory", f"{num_bytes(predicted.peak_memory_bytes)} of {limit} on the largest rank: {verdict}"),
+    ]
+    return "Predicted\n" + _fields(rows)
+
+
+def _time(plan: Plan) -> str:
+    total_s = plan.predicted.breakdown.total_s
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    for name, part_s in time_parts(plan.predicted.breakdown):
+        if part_s:
+            bar = "#" * round(_BAR * part_s / total_s)
+            table.add_row(name, seconds(part_s), share(part_s, total_s), bar)
+    return "Where the step time goes (critical pipeline rank)\n" + _table(table)
+
+
+def _stages(plan: Plan) -> str:
+    times = plan.predicted.stage_times
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for name in ("stage", "pp rank", "blocks"):
+        table.add_column(name, justify="right")
+    table.add_column("layers", max_width=44, overflow="fold")
+    table.add_column("recompute")
+    if times:
+        table.add_column("forward", justify="right")
+        table.add_column("backward", justify="right")
+    for stage in plan.stages:
+        blocks = plan.blocks[stage.start : stage.stop]
+        full = sum(block.recompute == "full" for block in blocks)
+        recompute = "none" if not full else "full" if full == len(blocks) else f"full {full}/{len(blocks)}"
+        cells = [str(stage.index), str(stage.pp_rank), _span(stage.start, stage.stop)]
+        cells += [ranges(block.label for block in blocks), recompute]
+        if times:
+            cells += [seconds(part_s) for part_s in times[stage.index]]
+        table.add_row(*cells)
+    return "Stages" + (" (times of one micro-batch)" if times else "") + "\n" + _table(table)
+
+
+def _memory(plan: Plan) -> str:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for name in ("pp rank", *MEMORY_PARTS, "total"):
+        table.add_column(name, justify="right")
+    table.add_column("fits")
+    for memory in plan.predicted.memory:
+        parts = [num_bytes(getattr(memory, name)) for name in MEMORY_PARTS]
+        verdict = "yes" if memory.total <= plan.predicted.memory_limit_bytes else "no"
+        table.add_row(str(memory.pp_rank), *parts, num_bytes(memory.total), verdict)
+    return "Memory of the largest rank of each pipeline rank, at its peak\n" + _table(table)
+
+
+def _layouts(plan: Plan) -> str:
+    lines = ["Layouts of parameters (S(d): dim d is split; I: whole on each rank of the axis)"]
+    used = sorted({block.layout for block in plan.blocks}, key=[block.layout for block in plan.blocks].index)
+    for index in used:
+        typings = shown_typings(plan, index)
+        labels = layout_labels(plan, index)
+        if not typings:
+            continue
+        lines += _wrap(f"{ranges(labels)} ({len(labels)} block{'s' if len(labels) > 1 else ''})", "  ")
+        for typing in typings:
+            lines += [
+                line
+                for kind, names in layout_lines(typing)
+                for line in _wrap(names, f"    {f'{typing.axis} {kind}':<9} ", " " * 14)
+            ]
+            if typing.boundary:
+                kinds = ", ".join(map(str, typing.boundary))
+                lines += _wrap(f"type of what the block hands on: {kinds}", f"    {typing.axis:<9} ", " " * 14)
+    if len(lines) == 1:
+        lines += _wrap("nothing is split inside the model: every rank of a stage computes with whole parameters", "  ")
+    return "\n".join(lines)
+
+
+def _search(plan: Plan) -> str:
+    search = plan.search
+    effort = f"{search.evaluated:,} of {search.candidates:,} candidates evaluated in {seconds(search.wall_time_s)}"
+    bound = f"no plan of the space is faster than {seconds(search.lower_bound_s)} (gap {share(search.gap, 1)})"
+    return "Why this plan\n" + _bullets((*search.reasons, f"{effort}; by the same cost model {bound}"))
+
+
+def _fields(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(line for name, text in rows for line in _wrap(text, f"  {name:<11} ", " " * 14))
+
+
+def _bullets(items: Sequence[str]) -> str:
+    return "\n".join(line for item in items for line in _wrap(item, "  - ", "    "))
+
+
+def _wrap(text: str, first: str, rest: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        printable(text),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def _table(table: Table) -> str:
+    text = io.StringIO()
+    console = Console(
+        file=text, width=WIDTH - 2, color_system=None, force_terminal=False, highlight=False, markup=False
+    )
+    console.print(table)
+    return "\n".join(f"  {line}".rstrip() for line in text.getvalue().rstrip("\n").split("\n"))

@@ -1,0 +1,66 @@
+"""Settings for every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# one process computes with one thread: tests stay comparable on two cores, and processes that tests start inherit it
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile(
+    "autopar", deadline=None, max_examples=50, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("autopar")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update-golden`` writes the expected texts anew; review the difference."""
+    parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip by name what needs a GPU where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; 'make gpu' runs it where there is one"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a test measures or stores reaches the user's home, or another test."""
+    home = tmp_path_factory.getbasetemp() / "home"
+    home.mkdir(exist_ok=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest, checkout: Path) -> Callable[[str, str], None]:
+    """Compare a text with a file of ``tests/golden``."""
+
+    def compare(name: str, text: str) -> None:
+        path = checkout / "tests" / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{name} is missing: run pytest --update-golden and review it"
+        assert text == path.read_text(encoding="utf-8"), f"{name} differs: run pytest --update-golden and review it"
+
+    return compare

@@ -1,0 +1,109 @@
+"""Pictures of plans: golden texts, a page without references outside, a trace that keeps the schedule's order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.report.html import render_html
+from autopar.report.perfetto import perfetto_trace
+from autopar.report.text import render_plan
+from autopar.report.timeline import timeline
+from autopar.schedule import schedule_actions
+from tests.example_plans import llama_plan, single_plan
+from tests.strategies import plans
+
+Golden = Callable[[str, str], None]
+
+
+def test_printed_pipeline_plan(golden: Golden) -> None:
+    golden("plan_llama.txt", f"{llama_plan()}\n")
+
+
+def test_printed_plan_of_one_rank(golden: Golden) -> None:
+    golden("plan_single.txt", f"{single_plan()}\n")
+
+
+def test_plan_without_names_counts_its_parameters() -> None:
+    base = llama_plan()
+    bare = replace(
+        base,
+        layouts=tuple(
+            replace(one, typings=tuple(replace(typing, parameter_names=()) for typing in one.typings))
+            for one in base.layouts
+        ),
+    )
+    assert "tp S(0)   5 parameters" in render_plan(bare)
+
+
+@settings(max_examples=25)
+@given(plans())
+def test_any_plan_prints_within_the_width(plan: Plan) -> None:
+    plan = replace(plan, pins=tuple(f"pin{i}" * 9 for i in range(9)))
+    lines = render_plan(plan).splitlines()
+    assert [line for line in lines if len(line) > 100 or line != line.rstrip()] == []
+
+
+class _Tags(HTMLParser):
+    """Checks that tags nest."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_escapes_names() -> None:
+    page = render_html(replace(llama_plan(), pins=("<script>alert(1)</script>",)))
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert "script" not in tags.seen
+    assert tags.seen.count("rect") == len(timeline(llama_plan()))
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|url\(", page)
+
+
+def test_page_without_stage_times_has_no_pipeline_picture() -> None:
+    assert "<svg" not in render_html(single_plan())
+
+
+def test_trace_keeps_the_order_of_the_schedule() -> None:
+    plan = llama_plan()
+    events = json.loads(json.dumps(perfetto_trace(plan)))["traceEvents"]
+    for rank, actions in enumerate(schedule_actions("1F1B", 2, 1, 16)):
+        work = [event for event in events if event["ph"] == "X" and event["tid"] == rank]
+        assert [event["name"] for event in work] == [*map(str, actions), "data parallel", "optimizer"]
+        for one, after in itertools.pairwise(work):
+            assert one["ts"] + one["dur"] <= after["ts"] + 1e-6
+
+
+def test_timeline_of_equal_stages_is_the_closed_form() -> None:
+    plan = llama_plan()
+    breakdown = replace(plan.predicted.breakdown, data_parallel_s=0.0, optimizer_s=0.0)
+    times = ((1.0, 2.0), (1.0, 2.0))
+    plan = replace(plan, predicted=replace(plan.predicted, breakdown=breakdown, stage_times=times))
+    assert max(span.end_s for span in timeline(plan)) == (16 + 2 - 1) * 3.0
+
+
+def test_timeline_needs_stage_times() -> None:
+    with pytest.raises(PlanError, match=r"predicted\.stage_times: a timeline needs the times of the stages"):
+        timeline(single_plan())
