@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 
 from autopar.cluster import Cluster
@@ -151,48 +150,53 @@ def _processor() -> str:
 
 
 def _measure() -> dict[str, Any]:
-    """Start the two workers, wait at most ``TIMEOUT_S``, read what they wrote."""
-    with tempfile.TemporaryDirectory(prefix="autopar-detect-") as folder:
-        # the package may lie in a checkout that is not installed
-        root = str(Path(__file__).resolve().parents[2])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-        workers = [
-            subprocess.Popen(
-                [sys.executable, "-m", "autopar.profile.worker", str(rank), folder],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in range(2)
-        ]
+    """Start the two workers, wait at most ``TIMEOUT_S``, read what rank 0 wrote."""
+    with tempfile.TemporaryDirectory(prefix="autopar-detect-") as name:
+        folder = Path(name)
+        workers = [_start_worker(rank, folder) for rank in range(2)]
         deadline = time.monotonic() + TIMEOUT_S
-        complaints = []
         try:
-            for worker in workers:
-                _, complaint = worker.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-                complaints.append(complaint)
-        except subprocess.TimeoutExpired as error:
-            raise AutoparError(
-                f"this machine is measured within {TIMEOUT_S:.0f} s", value="no answer", remedy="name a device instead"
-            ) from error
+            while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+                if time.monotonic() > deadline:
+                    raise AutoparError(
+                        f"this machine is measured within {TIMEOUT_S:.3g} s",
+                        value="no answer",
+                        remedy="name a device instead of 'local'",
+                    )
+                time.sleep(0.05)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
-        path = Path(folder) / "result.json"
+        path = folder / "result.json"
         if not path.is_file():
+            complaints = [(folder / f"rank{rank}.log").read_text(encoding="utf-8").strip() for rank in range(2)]
             raise AutoparError(
                 "two processes of this machine can measure the link between them",
-                value="\n".join(filter(None, complaints)).strip()[-2000:] or "no result",
+                value="\n".join(filter(None, complaints))[-2000:] or "no result",
                 remedy="name a device instead of 'local'",
             )
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return result
 
 
+def _start_worker(rank: int, folder: Path) -> subprocess.Popen[bytes]:
+    # the package may lie in a checkout that is not installed
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    with (folder / f"rank{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "autopar.profile.worker", str(rank), str(folder)],
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=environment,
+        )
+
+
 def _write(path: Path, data: dict[str, Any]) -> None:
     """Whole or not at all: another process may read the file at any time."""
+    import tomli_w  # a GPU machine that only measures ('make gpu') may not have it
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
         tomli_w.dump(data, file)

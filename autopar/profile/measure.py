@@ -73,10 +73,10 @@ def matmul_times(
 ) -> tuple[MatmulTime, ...]:
     """Times of ``[m, k] @ [k, n]`` with n = k fixed and a rising m: the curve of a linear over more and more tokens."""
     other = OTHER_DIM[device.type]
-    weight = torch.ones(other, other, dtype=dtype, device=device)
+    weight = torch.randn(other, other, device=device).to(dtype)  # constants draw less power: too fast on a GPU
     times = []
     for m in smallest_dims or SMALLEST_DIMS[device.type]:
-        tokens = torch.ones(m, other, dtype=dtype, device=device)
+        tokens = torch.randn(m, other, device=device).to(dtype)
         time_s = median_time_s(lambda tokens=tokens: tokens @ weight, device, repeats=repeats)  # type: ignore[misc]
         times.append(MatmulTime(m=m, n=other, k=other, time_s=time_s))
     return tuple(times)

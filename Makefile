@@ -1,0 +1,42 @@
+# Each target does its own set-up. PYTHON is what .venv is made of.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup demo test lint bench gpu clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "autopar needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); say which with: make setup PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
+		{ echo "cannot create .venv: install the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,hf]"
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench.py
+
+# A GPU machine may have no network: there the python3 that already has torch runs it from the checkout.
+gpu:
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+		PYTHONPATH=. $(PYTHON) -m autopar.profile.gpu --out out/gpu; \
+	else \
+		$(MAKE) --no-print-directory setup && $(BIN)/python -m autopar.profile.gpu --out out/gpu; \
+	fi
+
+clean:
+	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

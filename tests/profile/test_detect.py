@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, UsageError
+from autopar.profile import detect, measure
+from autopar.profile.store import profile_from_table
+from autopar.table import Table
+
+MEASURED: dict[str, Any] = {
+    "matmul": {"float32": [{"smallest_dim": m, "flops_per_s": f} for m, f in ((1, 3e10), (16, 9e10), (64, 8e10))]},
+    "copy_bandwidth_bytes_per_s": 4e10,
+    "launch_s": 2e-6,
+    "link": {"latency_s": 5e-5, "bandwidth_bytes_per_s": 1.5e9},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(180)
+def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster.detect(num_ranks=3, cache_dir=tmp_path)
+    assert cluster.world_size == 3
+    device = cluster.devices[0]
+    assert 1e8 < device.rate("float32").ceiling_flops_per_s < 1e16
+    assert 1e8 < device.memory_bandwidth_bytes_per_s < 1e14
+    assert 1e-8 < device.launch_s < 1e-2
+    link = cluster.groups[0].intra_node
+    assert 1e-7 < link.latency_s < 1
+    assert 1e5 < link.bandwidth_bytes_per_s < 1e14
+    assert [path.suffix for path in tmp_path.iterdir()] == ([".toml"] if device.name == "local" else [])
+    monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured twice"))
+    assert Cluster.parse("local?ranks=3", cache_dir=tmp_path).groups == cluster.groups
+
+
+def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(detect.os, "cpu_count", lambda: 2)
+    profile = profile_from_table(Table(detect.profile_dict(MEASURED), file="measured"))
+    rate = profile.device.rate("float32")
+    assert (rate.ceiling_flops_per_s, rate.calibrated) == (9e10, True)
+    assert [point.efficiency for point in rate.curve] == [pytest.approx(1 / 3), 1.0, 1.0]
+    assert "torch" in rate.provenance
+    assert profile.device.memory_bytes == detect.host_memory_bytes()
+    four = profile.group(1, 4).device
+    assert four.memory_bytes == detect.host_memory_bytes() // 4
+    assert four.rate("float32").ceiling_flops_per_s == 4.5e10
+
+
+def test_a_kept_file_that_was_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(detect, "_measure", lambda: MEASURED)
+    detect.machine_profile(cache_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text(encoding="utf-8").replace('kind = "cpu"', 'kind = "tpu"'), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"line 5, key 'device.kind'.*'tpu'"):
+        detect.machine_profile(cache_dir=tmp_path)
+    assert detect.machine_profile(cache_dir=tmp_path, refresh=True).device.kind == "cpu"
+
+
+def test_workers_that_fail_or_hang_end_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n", encoding="utf-8")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(AutoparError, match="no torch here"):
+        detect.machine_profile(cache_dir=tmp_path / "cache")
+    interpreter.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    monkeypatch.setattr(detect, "TIMEOUT_S", 0.3)
+    with pytest.raises(AutoparError, match="within"):
+        detect.machine_profile(cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_gpus_without_a_profile_are_not_taken_for_others() -> None:
+    assert detect.shipped_profile_name("NVIDIA H200") == "h200-sxm-141gb"
+    assert detect.shipped_profile_name("NVIDIA B200") == "b200-sxm-180gb"
+    for name in ("NVIDIA H100 NVL", "NVIDIA GB200", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090"):
+        assert detect.shipped_profile_name(name) is None
+
+
+def test_the_median_time_is_that_of_one_call() -> None:
+    device, calls = torch.device("cpu"), 0
+
+    def spin() -> None:
+        nonlocal calls
+        calls += 1
+        sum(range(20000))
+
+    time_s = measure.median_time_s(spin, device, repeats=3)
+    assert calls > 3
+    assert 1e-5 < time_s < 1e-1
+
+
+@pytest.mark.gpu
+def test_a_gpu_reaches_most_of_its_ceiling() -> None:
+    device = torch.device("cuda")
+    (time,) = measure.matmul_times(device, torch.bfloat16, smallest_dims=(8192,))
+    name = detect.shipped_profile_name(torch.cuda.get_device_name())
+    if name is None:
+        pytest.skip(f"no profile for {torch.cuda.get_device_name()}")
+    ceiling = Cluster.parse(f"{name}:1x1").devices[0].rate("bfloat16").ceiling_flops_per_s
+    assert 0.7 * ceiling < time.flops_per_s < 1.2 * ceiling
