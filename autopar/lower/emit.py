@@ -19,6 +19,9 @@ SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
 
 DATA_AXES = ("dp_replicate", "dp_shard")
+_ROBUST = {"aten.view.default": "aten.reshape.default"}
+"""Strides depend on kernels, which differ between devices and shapes: a view is a copy where it must be."""
+
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -86,6 +89,7 @@ class Emitter:
             args = args[:2] if target == "autopar.dropout" else args
             target = "autopar.attention" if target == _ATTENTION else target
             kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
+        target = _ROBUST.get(target, target)
         if not op.operands and target.startswith("aten.") and _has_device(target):
             kwargs["device"] = self.device
         node = self.graph.create_node(

@@ -134,3 +134,40 @@ def run_sums(program: Program, batches: list[Mapping[str, torch.Tensor]]) -> dic
         ):
             totals[name] = totals[name] + value if name in totals else value
     return totals
+
+
+def dense(graph: Graph, whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    leaves = {p.name: whole[p.name].clone().requires_grad_() for p in graph.parameters}
+    loss = interpret(graph, {**whole, **leaves})
+    loss.backward()
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def sharded(
+    program: Program, whole: dict[str, torch.Tensor], rank: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the global batch on one rank, micro-batch by micro-batch, data ranks included."""
+    graph, mesh = program.graph, program.mesh
+    size, count = program.plan.micro_batch_size, program.plan.num_micro_batches
+    first = mesh.data_index(rank) * count
+    batches = [
+        {i.name: whole[i.name][(first + m) * size : (first + m + 1) * size] for i in graph.inputs} for m in range(count)
+    ]
+    totals = run_sums(program, batches)
+    for value in totals.values():
+        dist.all_reduce(value, group=ops.group("dp_replicate"))
+    leaves = parts(graph, whole, mesh, rank)
+    loss = torch.zeros(())
+    for batch in batches:
+        part = run_program(program, leaves, batch, totals)
+        part.backward()
+        loss += part.detach()
+    dist.all_reduce(loss, group=ops.group("dp_replicate"))
+    gradients = {}
+    for parameter in graph.parameters:
+        gradient = leaves[parameter.name].grad
+        assert gradient is not None, parameter.name
+        for axis in ("dp_replicate", *parameter.gradient_sum_axes):
+            dist.all_reduce(gradient, group=ops.group(axis))
+        gradients[parameter.name] = gradient
+    return loss, gradients

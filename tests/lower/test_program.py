@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from autopar import ops
 from autopar.graph.ir import Graph
-from autopar.lower.program import Program, from_local_graph
+from autopar.lower.program import Program, from_local_graph, lower
 from autopar.mesh import Mesh
-from autopar.plan import BlockPlan, Plan, StagePlan
 from autopar.rules import apply
-from tests.example_plans import single_plan
-from tests.lower import mlp
-from tests.lower.ranks import interpret, parts, run_program, run_ranks, run_sums, slice_of
-
-
-def plan_for(graph: Graph, mesh: Mesh, micro_batch_size: int, cuts: tuple[int, ...] = ()) -> Plan:
-    bounds = (0, *cuts, len(graph.blocks))
-    stages = pairwise(bounds)
-    return replace(
-        single_plan(),
-        mesh=mesh,
-        global_batch_size=mlp.BATCH,
-        micro_batch_size=micro_batch_size,
-        blocks=tuple(BlockPlan(index=b.index, label=b.label, layout=0) for b in graph.blocks),
-        stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i) for i, (a, b) in enumerate(stages)),
-    )
+from tests.lower import chooser, mlp
+from tests.lower.models import plan_of, traced, whole_tensors
+from tests.lower.ranks import dense, parts, run_program, run_ranks, sharded, slice_of
 
 
 def mlp_program(
@@ -45,44 +27,7 @@ def mlp_program(
     )
     if mesh.tp > 1:
         local = apply.shard(local, mlp.tensor_typing(mesh.tp, sequence=sequence))
-    return from_local_graph(plan_for(graph, mesh, micro_batch_size, cuts), local)
-
-
-def dense(graph: Graph, whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    leaves = {p.name: whole[p.name].clone().requires_grad_() for p in graph.parameters}
-    loss = interpret(graph, {**whole, **leaves})
-    loss.backward()
-    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
-
-
-def sharded(
-    program: Program, whole: dict[str, torch.Tensor], rank: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the global batch on one rank, micro-batch by micro-batch, data ranks included."""
-    graph, mesh = program.graph, program.mesh
-    size, count = program.plan.micro_batch_size, program.plan.num_micro_batches
-    first = mesh.data_index(rank) * count
-    batches = [
-        {i.name: whole[i.name][(first + m) * size : (first + m + 1) * size] for i in graph.inputs} for m in range(count)
-    ]
-    totals = run_sums(program, batches)
-    for value in totals.values():
-        dist.all_reduce(value, group=ops.group("dp_replicate"))
-    leaves = parts(graph, whole, mesh, rank)
-    loss = torch.zeros(())
-    for batch in batches:
-        part = run_program(program, leaves, batch, totals)
-        part.backward()
-        loss += part.detach()
-    dist.all_reduce(loss, group=ops.group("dp_replicate"))
-    gradients = {}
-    for parameter in graph.parameters:
-        gradient = leaves[parameter.name].grad
-        assert gradient is not None, parameter.name
-        for axis in ("dp_replicate", *parameter.gradient_sum_axes):
-            dist.all_reduce(gradient, group=ops.group(axis))
-        gradients[parameter.name] = gradient
-    return loss, gradients
+    return from_local_graph(plan_of(graph, mesh, micro_batch_size, cuts=cuts), local)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +99,54 @@ def test_dropout_repeats_itself_and_differs_between_operators_seeds_and_shards()
     assert first[0] == first[1] != first[2]
     code = program.code
     assert "axes = ['dp_replicate', 'dp_shard', 'tp']" in code and "salt = 1" in code
+
+
+@pytest.mark.parametrize(("name", "tp"), [("gpt2", 2), ("gpt2", 4), ("llama", 2), ("llama", 4)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_well_typed_program_of_a_model_computes_what_one_device_does(name: str, tp: int, seed: int) -> None:
+    graph, mesh = traced(name), Mesh(tp=tp)
+    whole = whole_tensors(graph)
+    loss, gradients = dense(graph, whole)
+    batch = chooser.batch_typing(graph, 2)
+    local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
+    tensor = chooser.axis_typing(local, "tp", tp, seed)
+    program = lower(plan_of(graph, mesh, 2, (batch, tensor), cuts=(2,)), graph)
+    for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank: sharded(program, whole, rank))):
+        torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
+        for parameter in program.graph.parameters:
+            expected = slice_of(gradients[parameter.name], parameter.layout, mesh, rank)
+            torch.testing.assert_close(found[parameter.name], expected, rtol=1e-4, atol=1e-5, msg=parameter.fqn)
+
+
+def test_a_tied_weight_has_a_copy_on_each_stage_and_one_home_in_a_stage_that_reads_it_twice() -> None:
+    graph = traced("gpt2")
+    batch = chooser.batch_typing(graph, 2)
+    tied = "p_transformer_wte_weight"
+    two = lower(plan_of(graph, Mesh(pp=2), 2, (batch,), cuts=(2,)), graph)
+    assert two.tied == ((tied, (0, 1)),)
+    assert tied in two.stages[0].blocks[0].parameters and tied in two.stages[1].blocks[-1].parameters
+    one = lower(plan_of(graph, Mesh(), 2, (batch,)), graph)
+    assert one.tied == () and one.stages[0].shared_parameters == (tied,)
+    assert all(tied not in b.parameters for b in one.stages[0].blocks)
+    assert tied in one.stages[0].blocks[0].inputs and tied in one.stages[0].blocks[-1].inputs
+    assert len(set(one.stages[0].parameters)) == len(graph.parameters)
+
+
+def test_attention_dropout_draws_from_the_stream_of_the_program() -> None:
+    graph = traced("gpt2", 0.5)
+    batch = chooser.batch_typing(graph, 2)
+    program = lower(plan_of(graph, Mesh(), 2, (batch,)), graph)
+    code = program.code
+    assert "autopar_ops_attention(" in code and "scaled_dot_product_attention.default" not in code
+    whole = whole_tensors(graph)
+
+    def losses(rank: int) -> list[float]:
+        leaves = parts(program.graph, whole, Mesh(), rank)
+        given = {i.name: whole[i.name][:2] for i in program.graph.inputs}
+        return [
+            run_program(program, leaves, given, {r.name: torch.tensor(7.0) for r in program.graph.sums}, s).item()
+            for s in (3, 3, 4)
+        ]
+
+    ((first, again, other),) = run_ranks(Mesh(), losses)
+    assert first == again != other
