@@ -6,6 +6,7 @@ STAMP := .venv/.installed
 .PHONY: setup demo test lint bench gpu clean
 
 setup: $(STAMP)
+	@:
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -139,7 +139,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("No CUDA device here. Where there is one, 'make gpu' runs:")
         for title, step in STEPS.items():
-            print(f"- {title}: {(step.__doc__ or '').splitlines()[0].replace('FOLDER', str(out))}")
+            print(f"- {title}: {(step.__doc__ or '').splitlines()[0].replace('FOLDER', str(out)).replace('', '')}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     failed = 0
