@@ -51,18 +51,18 @@ class Emitter:
 
     def input(self, ref: Ref) -> str:
         """Adds a tensor that the caller passes; gives its name."""
-        node = self.graph.placeholder(str_name(ref))
+        node = self._placeholder(str_name(ref))
         self.values[ref] = node
         return str_name(ref)
 
     def seed_input(self) -> str:
         """Adds the seed; gives its name."""
-        self.seed = self.graph.placeholder(SEED)
+        self.seed = self._placeholder(SEED)
         return SEED
 
     def shared_parameter(self, parameter: Parameter) -> str:
         """Adds a parameter that the caller passes."""
-        node = self.graph.placeholder(parameter.name)
+        node = self._placeholder(parameter.name)
         self._local(parameter, node)
         return parameter.name
 
@@ -119,6 +119,9 @@ class Emitter:
                 self.graph.erase_node(node)
         return fx.GraphModule(self.root, self.graph, class_name=self.name)
 
+    def _placeholder(self, name: str) -> fx.Node:
+        return self.graph.create_node("placeholder", name, name=name)  # fx's own method changes the case
+
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
         name = f"{parameter.name}_local"
         self.values[Ref(parameter.name)] = self.graph.create_node("call_function", emitted.local, (node,), name=name)
@@ -162,16 +165,30 @@ def _has_device(target: str) -> bool:
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
+_SHORT = (("torch.ops.aten.", "aten."), ("autopar_sharded_ops_", "sharded_ops."), ("autopar_ops_", "ops."))
+
+
 def readable(module: fx.GraphModule) -> str:
-    """The module's code without clean-up statements, each line with shape and types of its result."""
+    """The module's code with ``aten = torch.ops.aten`` and ``from autopar import ops, sharded_ops``.
+
+    Clean-up statements are left out, attributes stand where they are read, and each line says shape
+    and types of its result.
+    """
     layouts = {node.name: node.meta["layout"] for node in module.graph.nodes if "layout" in node.meta}
+    attributes: dict[str, str] = {}
     lines: list[str] = []
     for line in module.code.strip().splitlines():
         kept = re.sub(r";  .*= None$", "", line)
-        match = re.match(r"\s+(\w+) = ", kept)
-        if match and layouts.get(match[1]):
-            kept = f"{kept}  # {layouts[match[1]]}"
-        lines.append(kept)
+        if match := re.fullmatch(r"\s+(\w+) = (self\.\w+)", kept):
+            attributes[match[1]] = match[2]
+            continue
+        name, equals, call = kept.partition(" = ")
+        call = re.sub(r"(?<![\w.])\w+\b(?! = )", lambda word: attributes.get(word[0], word[0]), call or kept)
+        kept = f"{name}{equals}{call}" if equals else call
+        for long, short in _SHORT:
+            kept = kept.replace(long, short)
+        comment = layouts.get(name.strip())
+        lines.append(f"{kept}  # {comment}" if comment else kept)
     return "\n".join(lines)
 
 

@@ -123,7 +123,11 @@ class Program:
     @cached_property
     def code(self) -> str:
         """The program as PyTorch: sums, preludes, and every distinct block once."""
-        parts = [f"# {self.graph.name} on {self.mesh}, micro-batch of {self.graph.batch_size}"]
+        parts = [
+            f"# {self.graph.name} on {self.mesh}, micro-batch of {self.graph.batch_size}\n"
+            "from autopar import ops, sharded_ops\n"
+            "from torch.ops import aten"
+        ]
         if self.sums is not None:
             parts.append(f"# sums over the global batch, before the first micro-batch\n{readable(self.sums.module)}")
         printed: dict[str, list[tuple[int, BlockProgram]]] = {}

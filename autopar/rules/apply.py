@@ -235,6 +235,8 @@ class _Sharding:
         local = self._local(full, wanted, place)
         producer = self.graph.producer(ref)
         before: Layout = producer.layouts[ref.index] if producer is not None and producer.layouts else ()
+        if self.graph.is_parameter(ref):
+            before = self.graph.parameter(ref.name).layout
         section.ops.append(
             Op(
                 name=name,

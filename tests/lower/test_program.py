@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -63,12 +64,16 @@ def test_a_gradient_is_a_pending_sum_only_where_the_parameter_is_used_by_split_w
     assert by_name["bias0"].gradient_sum_axes == ()
 
 
+def test_printed_code(golden: Callable[[str, str], None]) -> None:
+    golden("mlp_tp2.py.txt", mlp_program(mlp.mlp_graph(dropout=0.1), Mesh(tp=2), sequence=True).code)
+
+
 def test_equal_blocks_are_printed_once_and_lines_say_their_layout() -> None:
     code = mlp_program(mlp.mlp_graph(), Mesh(tp=2), sequence=True).code
     assert code.count("def forward(") == 1 + 1 + 3  # sums, prelude; first layer (from x, not split), layer, head
-    assert "h1 = torch.ops.aten.linear.default(" in code
+    assert "h1 = aten.linear.default(" in code
     assert "[2, 8, 16] batch: S(0), tp: S(2)" in code
-    assert "autopar_ops_reduce_scatter(y1, 'tp', 1)" in code
+    assert "ops.reduce_scatter(y1, 'tp', 1)" in code
 
 
 def test_a_stage_passes_on_what_it_receives_for_later_ones() -> None:
@@ -137,7 +142,7 @@ def test_attention_dropout_draws_from_the_stream_of_the_program() -> None:
     batch = chooser.batch_typing(graph, 2)
     program = lower(plan_of(graph, Mesh(), 2, (batch,)), graph)
     code = program.code
-    assert "autopar_ops_attention(" in code and "scaled_dot_product_attention.default" not in code
+    assert "ops.attention(" in code and "scaled_dot_product_attention.default" not in code
     whole = whole_tensors(graph)
 
     def losses(rank: int) -> list[float]:
