@@ -1,0 +1,180 @@
+"""Builds this rank's stages: modules, parameters on the mesh, FSDP, and the groups of gradient sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar.graph.ir import Buffer, Parameter
+from autopar.lower.program import PreludeProgram, Program, StageProgram
+from autopar.mesh import MESH_AXES
+from autopar.runtime import data_parallel
+from autopar.runtime.gradients import Group, Held, hand_over
+from autopar.runtime.materialize import Weights, local_index
+from autopar.runtime.stage import BlockModule, StageModule
+from autopar.runtime.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """What a rank runs.
+
+    Attributes:
+        stages: its (virtual) pipeline stages, in order of the model.
+        held: its parameters, in order; a parameter that two of its stages hold comes twice.
+        is_fsdp: FSDP owns the parameters.
+    """
+
+    stages: tuple[StageModule, ...]
+    held: tuple[Held, ...]
+    is_fsdp: bool
+
+    @property
+    def first_copies(self) -> tuple[Held, ...]:
+        """One of each tied parameter."""
+        return tuple({held.name: held for held in reversed(self.held) if held.tie_group is not None}.values())
+
+    def sum_copies_here(self) -> None:
+        """Adds the gradients of a rank's further copies of a tied parameter to its first."""
+        for first, copy in self._copies():
+            if copy.gradient is not None:
+                hand_over(first.parameter, copy.gradient)
+
+    def spread_copies_here(self) -> None:
+        for first, copy in self._copies():
+            if first.gradient is not None:
+                copy.parameter.grad = None
+                hand_over(copy.parameter, first.gradient.clone())
+
+    def _copies(self) -> list[tuple[Held, Held]]:
+        first = {held.name: held for held in reversed(self.held)}
+        return [(first[held.name], held) for held in self.held if first[held.name] is not held]
+
+
+def assemble(program: Program, world: World, weights: Weights) -> Assembly:
+    """Makes the stages that ``program`` puts on this rank, with their values.
+
+    The program's modules become part of the result. Blocks are filled one after the other, so that
+    under FSDP no more than one is ever there in full. All ranks call this.
+    """
+    build = _Assembler(program, world, weights)
+    stages = tuple(build.stage(s) for s in program.stages if s.pp_rank == world.coordinate["pp"])
+    if program.sums is not None:
+        build.fill_buffers(program.sums)
+    held = tuple(h for stage in stages for h in build.held(stage))
+    return Assembly(stages=stages, held=held, is_fsdp=build.is_fsdp)
+
+
+class _Assembler:
+    """The state of one :func:`assemble`."""
+
+    def __init__(self, program: Program, world: World, weights: Weights) -> None:
+        self.program, self.world, self.weights = program, world, weights
+        self.plan = program.plan
+        self.is_fsdp = data_parallel.uses_fsdp(self.plan)
+        self.storage: torch.dtype = getattr(torch, self.plan.precision.storage)
+        self.degrees: Mapping[str, int] = {axis: getattr(self.plan.mesh, axis) for axis in MESH_AXES}
+        self.parameters = {p.name: p for p in program.graph.parameters}
+        self.buffers: dict[str, Buffer] = {b.name: b for b in program.graph.buffers}
+        self.visible: dict[tuple[int, str], nn.Parameter] = {}
+        self.groups = self._make_groups()
+        stage_rank = {stage.index: stage.pp_rank for stage in program.stages}
+        self.tied = {name: tuple(stage_rank[stage] for stage in stages) for name, stages in program.tied}
+        self.tie_groups = {name: world.stage_group(self.tied[name]) for name in sorted(self.tied)}
+
+    def _make_groups(self) -> dict[tuple[str, ...], Group | None]:
+        """A group for every set of axes over which some parameter of the model is summed: alike on all ranks."""
+        wanted = sorted({self._sum_axes(p) for p in self.program.graph.parameters})
+        return {axes: self.world.axis_group(axes) for axes in wanted}
+
+    def _sum_axes(self, parameter: Parameter) -> tuple[str, ...]:
+        data = () if self.is_fsdp else ("dp_replicate", "dp_shard")
+        pending = tuple(axis for axis in parameter.gradient_sum_axes if axis in MESH_AXES)
+        return tuple(axis for axis in MESH_AXES if axis in (*data, *pending))
+
+    # --- modules
+
+    def stage(self, program: StageProgram) -> StageModule:
+        module = StageModule(program, self.program.loss, self.world.device_mesh)
+        mesh = data_parallel.fsdp_mesh(self.plan, self.world.device_mesh) if self.is_fsdp else None
+        for block, block_program in zip(module.blocks, program.blocks, strict=True):
+            assert isinstance(block, BlockModule)
+            for name in block_program.parameters:
+                self._place(program.index, name, block.body)
+            if mesh is not None and block_program.parameters:
+                data_parallel.shard_block(block, self.plan, mesh)
+        for name in program.shared_parameters:
+            self._place(program.index, name, module)
+        if program.prelude is not None:
+            self.fill_buffers(program.prelude)
+        if mesh is not None:
+            data_parallel.shard_block(module, self.plan, mesh, keep_gathered=True)
+            data_parallel.sum_gradients(module)
+        return module
+
+    def _place(self, stage: int, name: str, holder: nn.Module) -> None:
+        """Gives one parameter its values and registers it where emitted code reads it."""
+        ir = self.parameters[name]
+        local = self._value(ir)
+        if self.is_fsdp and self.plan.mesh.tp == 1:
+            parameter = nn.Parameter(local, ir.spec.requires_grad)
+        else:
+            axis = "tp" if self.plan.mesh.tp > 1 else "dp_replicate"
+            kind = dict(ir.layout).get("tp")
+            placement = Shard(kind.dim) if axis == "tp" and kind is not None and kind.is_split else Replicate()
+            on_mesh = DTensor.from_local(local, self.world.device_mesh[axis], [placement], run_check=False)
+            parameter = nn.Parameter(on_mesh, ir.spec.requires_grad)
+        if self.is_fsdp:
+            holder.register_parameter(name, parameter)
+            return
+        self.visible[stage, name] = parameter
+        assert isinstance(parameter, DTensor)
+        holder.register_parameter(name, nn.Parameter(parameter._local_tensor.detach(), ir.spec.requires_grad))
+
+    def _value(self, ir: Parameter) -> Tensor:
+        index = local_index(ir, self.weights.shape(ir.fqn), self.degrees, self.world.coordinate)
+        value = self.weights.parameter(ir, index)
+        return value.to(device=self.world.device, dtype=self.storage, copy=True).contiguous()
+
+    def fill_buffers(self, program: PreludeProgram) -> None:
+        """Loads buffers that the graph has no value for, and moves all to the device."""
+        for name in program.buffers:
+            buffer = self.buffers[name]
+            value = buffer.value if buffer.value is not None else self.weights.buffer(buffer.fqn)
+            program.module.register_buffer(name, value.to(self.world.device, buffer.spec.dtype), persistent=False)
+
+    # --- parameters
+
+    def held(self, stage: StageModule) -> list[Held]:
+        """The stage's parameters, after FSDP has put its own in their place."""
+        found = []
+        for name, holder in stage.holders().items():
+            ir = self.parameters[name]
+            registered = holder._parameters[name]
+            assert registered is not None
+            found.append(
+                Held(
+                    name=name,
+                    key=ir.key,
+                    parameter=self.visible.get((stage.index, name), registered),
+                    leaf=None if self.is_fsdp else registered,
+                    group=self.groups[self._sum_axes(ir)],
+                    tie_group=self.tie_groups.get(name),
+                    copies=self._copies(ir),
+                )
+            )
+        return found
+
+    def _copies(self, ir: Parameter) -> int:
+        mesh, kinds = self.plan.mesh, dict(ir.layout)
+        copies = mesh.dp_replicate * len(self.tied.get(ir.name, (0,)))
+        if not self.is_fsdp:
+            copies *= mesh.dp_shard
+        for axis in ("cp", "tp"):
+            kind = kinds.get(axis)
+            copies *= 1 if kind is not None and kind.is_split else self.degrees[axis]
+        return copies

@@ -1,0 +1,131 @@
+"""Checkpoints by ``torch.distributed.checkpoint``: written under one plan, read under any other.
+
+Keys are ``model.KEY`` and ``optimizer.KEY.STATE`` with ``Parameter.key``, which is the same in all
+plans; values are DTensors, so every rank writes and reads its own elements alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.errors import PlanError
+from autopar.lower.program import Program
+from autopar.runtime.gradients import Held
+from autopar.runtime.world import World
+
+
+def save(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
+    """Writes a folder; all ranks call it."""
+    dcp.save(_state(held, progress, optimizer), checkpoint_id=str(path))
+
+
+def load(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
+    """Reads a folder in place; all ranks call it.
+
+    Raises:
+        PlanError: the folder lacks a parameter or state, or has it in another shape.
+    """
+    if optimizer is not None:
+        _make_state(optimizer)
+    state = _state(held, progress, optimizer)
+    try:
+        dcp.load(state, checkpoint_id=str(path))
+    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        raise PlanError(
+            "a checkpoint is of the same model and optimizer", value=str(error), place=str(path)
+        ) from error
+    for name in progress:
+        progress[name] = state[f"progress.{name}"]
+    if optimizer is not None:
+        _put_groups(optimizer, state)
+
+
+def _state(held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> dict[str, Any]:
+    state: dict[str, Any] = {f"model.{h.key}": h.parameter.detach() for h in held}
+    state |= {f"progress.{name}": value for name, value in progress.items()}
+    if optimizer is None:
+        return state
+    for h in held:
+        for name, value in optimizer.state.get(h.parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.{h.key}.{name}"] = value
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if isinstance(value, float | int | bool | tuple):
+                state[f"optimizer.group{number}.{name}"] = value
+    return state
+
+
+def _put_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Hyperparameters are Python values: read beside, then put in."""
+    for number, group in enumerate(optimizer.param_groups):
+        for name in tuple(group):
+            group[name] = state.get(f"optimizer.group{number}.{name}", group[name])
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Lets an optimizer make its state tensors: a step that changes nothing."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if all(p in optimizer.state for p in parameters):
+        return
+    kept = [(group.get("lr"), p.grad) for group in optimizer.param_groups for p in group["params"]]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if "lr" in group:
+            group["lr"] = rate
+    for (_, grad), p in zip(kept, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
+        p.grad = grad
+
+
+def full_state_dict(
+    program: Program, world: World, held: Sequence[Held], *, gradients: bool = False
+) -> dict[str, Tensor]:
+    """All parameters (or gradients) of the model whole, parts merged, on every rank. All ranks call it."""
+    parts: dict[str, Tensor] = {}
+    for h in held:
+        value = h.parameter.grad if gradients else h.parameter.detach()
+        if value is None:
+            continue
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        parts[h.name] = whole.detach().cpu()
+    group = world.axis_group(("pp",))
+    if group is not None:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, parts, group=group)
+        parts = {name: value for part in gathered for name, value in part.items()}
+    return _merge(program, parts)
+
+
+def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parts of one model parameter side by side, under all of its names."""
+    by_fqn: dict[str, list[Any]] = {}
+    for parameter in program.graph.parameters:
+        if parameter.name in parts:
+            by_fqn.setdefault(parameter.fqn, []).append(parameter)
+    merged: dict[str, Tensor] = {}
+    for fqn, parameters in by_fqn.items():
+        first = parameters[0]
+        if first.part is None:
+            value = parts[first.name]
+        else:
+            ordered = sorted(parameters, key=lambda p: p.part.start)
+            value = torch.cat([parts[p.name] for p in ordered], dim=first.part.dim)
+        for name in (fqn, *first.aliases):
+            merged[name] = value
+    return merged

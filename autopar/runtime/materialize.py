@@ -1,0 +1,187 @@
+"""Gives parameters and buffers their values: from the user's model, from files, or initialised in place.
+
+Nothing is ever made whole on one rank that is not needed there: a model on meta is initialised one
+module at a time, and a checkpoint is read slice by slice.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.graph.ir import Parameter, digest
+
+Index = tuple[slice, ...]
+
+
+class Weights(Protocol):
+    """Where values come from."""
+
+    def shape(self, fqn: str) -> torch.Size:
+        """Of the model's parameter, whole."""
+
+    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        """The elements ``index`` of the model's parameter."""
+
+    def buffer(self, fqn: str) -> Tensor:
+        """A buffer, whole."""
+
+
+def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int], here: Mapping[str, int]) -> Index:
+    """Which elements of a model parameter of ``shape`` one rank holds.
+
+    Args:
+        mesh: degree of each axis.
+        here: the rank's coordinate.
+
+    Raises:
+        RuntimeMismatchError: the model's parameter has another shape than the plan's.
+    """
+    start, size = [0] * len(shape), list(shape)
+    if parameter.part is not None:
+        start[parameter.part.dim] = parameter.part.start
+        size[parameter.part.dim] = parameter.part.stop - parameter.part.start
+    for axis, kind in parameter.layout:
+        if kind.is_split and axis in mesh:
+            size[kind.dim] //= mesh[axis]
+            start[kind.dim] += here[axis] * size[kind.dim]
+    if tuple(size) != parameter.spec.shape:
+        raise RuntimeMismatchError(
+            "the model's parameters have the shapes that the plan was made for",
+            value=f"{tuple(shape)}, of which a rank takes {tuple(size)} instead of {parameter.spec.shape}",
+            place=parameter.fqn,
+        )
+    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+
+
+class ModelWeights:
+    """The user's model: real weights are sliced, those on meta initialised module by module."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._last: tuple[str, nn.Module] | None = None
+
+    def shape(self, fqn: str) -> torch.Size:
+        return self._model.get_parameter(fqn).shape
+
+    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        value = self._model.get_parameter(parameter.fqn)
+        if value.is_meta:
+            path, _, name = parameter.fqn.rpartition(".")
+            value = self._initialised(path)._parameters[name]  # type: ignore[assignment]
+        return value.detach()[index]
+
+    def buffer(self, fqn: str) -> Tensor:
+        value = self._model.get_buffer(fqn)
+        if value.is_meta:
+            path, _, name = fqn.rpartition(".")
+            value = self._initialised(path)._buffers[name]  # type: ignore[assignment]
+        return value.detach()
+
+    def _initialised(self, path: str) -> nn.Module:
+        if self._last is None or self._last[0] != path:
+            self._last = (path, initialise(self._model, path, self._seed))
+        return self._last[1]
+
+
+def initialise(model: nn.Module, path: str, seed: int) -> nn.Module:
+    """A copy on CPU of one submodule of a model on meta, its own tensors initialised.
+
+    The same everywhere for the same seed. Submodules keep their meta tensors, on which initialisers
+    do nothing. Initialisers are those of Hugging Face (``_init_weights`` of the models around it)
+    or of torch (``reset_parameters``).
+
+    Raises:
+        UsageError: there is no initialiser, or it leaves elements out.
+    """
+    chain = [model]
+    for name in path.split(".") if path else ():
+        chain.append(chain[-1].get_submodule(name))
+    skeleton = [_shallow(module) for module in chain]
+    for parent, child, name in zip(skeleton, skeleton[1:], path.split("."), strict=False):
+        parent._modules[name] = child
+    target = skeleton[-1]
+    for tensors in (target._parameters, target._buffers):
+        for name, value in tensors.items():
+            if value is not None:
+                tensors[name] = _unset_like(value)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int(digest(f"{seed} {path}"), 16) % 2**63)
+        reset = getattr(target, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        for depth in reversed(range(len(skeleton))):
+            owner = next((m for m in reversed(skeleton[: depth + 1]) if hasattr(m, "_init_weights")), None)
+            if owner is not None:
+                owner._init_weights(skeleton[depth])  # type: ignore[operator]
+    for name, value in (*target._parameters.items(), *target._buffers.items()):
+        if value is not None and value.is_floating_point() and bool(value.isnan().any()):
+            raise UsageError(
+                "a module on meta has an initialiser (reset_parameters, or _init_weights of its model)",
+                value=type(target).__name__,
+                place=f"{path}.{name}" if path else name,
+                remedy="give it one, pass weights=, or build the model on a real device",
+            )
+    return target
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    clone = copy.copy(module)
+    for table in ("_parameters", "_buffers", "_modules"):
+        clone.__dict__[table] = dict(clone.__dict__[table])
+    return clone
+
+
+def _unset_like(value: Tensor) -> Tensor:
+    """A CPU tensor that shows (by nan) what an initialiser leaves out."""
+    made = torch.empty_like(value, device="cpu")
+    if made.is_floating_point():
+        made.fill_(float("nan"))
+    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+class FileWeights:
+    """A folder of safetensors files, as ``save_pretrained`` writes them; buffers come from ``rest``."""
+
+    def __init__(self, folder: str | Path, rest: Weights) -> None:
+        self._folder, self._rest = Path(folder), rest
+        index = self._folder / "model.safetensors.index.json"
+        if index.exists():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            single = self._folder / "model.safetensors"
+            if not single.exists():
+                raise UsageError(
+                    "weights= is a folder with model.safetensors or its index", value=str(self._folder)
+                )
+            with _open(single) as file:
+                self._files = dict.fromkeys(file.keys(), single.name)
+
+    def shape(self, fqn: str) -> torch.Size:
+        return self._rest.shape(fqn)
+
+    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        names = (parameter.fqn, *parameter.aliases)
+        candidates = (*names, *(name.partition(".")[2] for name in names))  # saved without the head's prefix
+        found = next((name for name in candidates if name in self._files), None)
+        if found is None:
+            raise UsageError("every parameter is in the files", value=parameter.fqn, place=str(self._folder))
+        with _open(self._folder / self._files[found]) as file:
+            value: Tensor = file.get_slice(found)[index]
+            return value
+
+    def buffer(self, fqn: str) -> Tensor:
+        return self._rest.buffer(fqn)
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")

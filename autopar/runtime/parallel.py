@@ -1,0 +1,263 @@
+"""A model that trains in parallel: what ``autopar.parallelize`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.errors import PlanError, UsageError
+from autopar.lower.program import Program
+from autopar.plan import Plan
+from autopar.runtime import checkpoint
+from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
+from autopar.runtime.materialize import Weights
+from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
+from autopar.runtime.world import DATA_AXES, World
+
+
+class Parallel:
+    """One rank's part of a model under a plan; every rank of the job makes one and calls the same methods.
+
+    Attributes:
+        plan: what is executed.
+        data_rank, data_size: for samplers: which part of the global batch this rank takes.
+        step_count: training steps done; the random streams follow from it and from ``seed``.
+    """
+
+    def __init__(self, program: Program, world: World, weights: Weights, *, seed: int = 0) -> None:
+        self._program, self._world = program, world
+        self._assembly: Assembly = assemble(program, world, weights)
+        self.plan: Plan = program.plan
+        self.seed, self.step_count = seed, 0
+        self._in_backward = False
+        self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
+        self._data_group = world.axis_group(DATA_AXES)
+        self._loss_group = world.axis_group(("pp", *DATA_AXES))
+        held = self._assembly.held
+        self._tied = [h for h in held if h.tie_group is not None]
+        self._leaf_sums = None if self._assembly.is_fsdp else BucketedSums(held)
+        self._late = [] if self._leaf_sums is not None else [h for h in held if h.group is not None]
+        self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
+        world_group = dist.group.WORLD if self.plan.mesh.world_size > 1 else None
+        self._norm = Norm(held, world_group, world.device)
+        stages = self._assembly.stages
+        self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
+        self._runner: Runner = self._single or Pipeline(stages, program, world)
+
+    # --- parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their names in checkpoints: the model's, with the slice where it is a part of one."""
+        return ((held.key, held.parameter) for held in self._assembly.held)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters: DTensors, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All parameters whole, under all of the model's names, on every rank's CPU. All ranks call it.
+
+        For models that fit one rank; others are saved by :meth:`save`.
+        """
+        return checkpoint.full_state_dict(self._program, self._world, self._assembly.held)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """All gradients whole, as :meth:`full_state_dict`."""
+        return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
+
+    # --- steps
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """Forward and backward of one step; gradients are added to those that the parameters have.
+
+        Args:
+            batch: the inputs by name, with the global batch (the same on every rank, each takes its
+                part) or this rank's samples alone.
+
+        Returns:
+            The loss of the global batch, a scalar, the same on every rank.
+
+        Raises:
+            UsageError: the batch has other inputs or another size than the plan.
+        """
+        local = self._local(batch)
+        self._begin_forward(local)
+        self._begin_backward(self.plan.num_micro_batches)
+        loss = self._runner.run(local)
+        self._finish()
+        self.step_count += 1
+        if loss is None:
+            loss = torch.zeros((), device=self._world.device)
+        return self._global_loss(loss.float())
+
+    def __call__(self, **batch: Tensor) -> Tensor:
+        """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
+
+        Micro-batches of the plan are kept all at once until backward; :meth:`train_step` does not.
+
+        Raises:
+            UsageError: the plan has pipeline stages, or the batch does not fit the plan.
+        """
+        if self._single is None:
+            raise UsageError(
+                "a model cut into pipeline stages is trained by train_step(batch), which runs forward and backward",
+                value=f"{len(self._program.stages)} stages",
+                remedy="replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`",
+            )
+        local = self._local(batch)
+        count = self.plan.num_micro_batches
+        self._begin_forward(local)
+        parts = micro_batches(local, self._program.graph.inputs, count)
+        losses = [self._single.forward(part, number) for number, part in enumerate(parts)]
+        loss = losses[0] if count == 1 else torch.stack(losses).sum()
+        if loss.requires_grad:
+            self.step_count += 1
+        return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm."""
+        norm = self._norm()
+        clip(self._assembly.held, norm, max_norm)
+        return norm
+
+    # --- checkpoints
+
+    def save(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
+        """Writes parameters, the step counter and the optimizer's state; every rank writes what it holds."""
+        checkpoint.save(path, self._assembly.held, self._progress(), optimizer)
+
+    def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
+        """Reads what :meth:`save` wrote under any plan.
+
+        Raises:
+            PlanError: the checkpoint is of another model.
+        """
+        progress = self._progress()
+        checkpoint.load(path, self._assembly.held, progress, optimizer)
+        self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
+
+    def _progress(self) -> dict[str, Tensor]:
+        return {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
+
+    # --- inside a step
+
+    def _begin_forward(self, local: Batch) -> None:
+        """Totals of the global batch and random streams, before the first micro-batch."""
+        totals = self._totals(local)
+        base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
+        for stage in self._assembly.stages:
+            stage.totals, stage.seed = totals, base
+
+    def _begin_backward(self, num_backwards: int) -> None:
+        """Gradients of this step are kept apart until they are summed."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if self._leaf_sums is not None:
+            self._leaf_sums.begin(num_backwards)
+        self._set_aside.begin()
+
+    def _finish(self) -> None:
+        """Gradient sums after the last backward."""
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        if self._leaf_sums is not None:
+            self._leaf_sums.finish()
+        sum_in_place(self._late, lambda held: held.group)
+        if self._tied:
+            self._assembly.sum_copies_here()
+            sum_in_place(self._assembly.first_copies, lambda held: held.tie_group)
+            self._assembly.spread_copies_here()
+        self._set_aside.finish()
+
+    def _totals(self, local: Batch) -> dict[str, Tensor]:
+        sums = self._program.sums
+        if sums is None:
+            return {}
+        totals: list[Tensor] = []
+        with torch.no_grad():
+            for part in micro_batches(local, self._program.graph.inputs, self.plan.num_micro_batches):
+                made = sums.module(*[part[name] for name in sums.inputs])
+                totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
+        for i, total in enumerate(totals):
+            if self._data_group is not None:
+                totals[i] = total.contiguous().clone()
+                dist.all_reduce(totals[i], group=self._data_group)
+        return dict(zip(sums.outputs, totals, strict=True))
+
+    def _global_loss(self, loss: Tensor) -> Tensor:
+        if self._loss_group is not None:
+            dist.all_reduce(loss, group=self._loss_group)
+        return loss
+
+    def _local(self, batch: Batch) -> dict[str, Tensor]:
+        """This rank's samples of a batch, on its device."""
+        inputs = self._program.graph.inputs
+        expected = [leaf.name for leaf in inputs]
+        if set(batch) != set(expected):
+            raise UsageError(
+                f"the batch has the inputs that the model was traced with ({', '.join(expected)})",
+                value=", ".join(batch) or "none",
+            )
+        whole, part = self.plan.global_batch_size, self.plan.global_batch_size // self.data_size
+        local: dict[str, Tensor] = {}
+        for leaf in inputs:
+            value, dim = batch[leaf.name], leaf.batch_dim
+            rest = [size for d, size in enumerate(value.shape) if d != dim]
+            if rest != [size for d, size in enumerate(leaf.spec.shape) if d != dim]:
+                raise UsageError(
+                    "inputs have the shape that the plan was made for, the number of samples aside",
+                    value=tuple(value.shape),
+                    place=leaf.name,
+                    remedy=f"pad to {leaf.spec.shape} or search a plan for the new shape",
+                )
+            if dim is not None:
+                if value.shape[dim] not in (whole, part):
+                    raise UsageError(
+                        f"a batch has {whole} samples (the global batch) or {part} (this rank's)",
+                        value=value.shape[dim],
+                        place=leaf.name,
+                    )
+                if value.shape[dim] != part:
+                    value = value.narrow(dim, self.data_rank * part, part)
+            local[leaf.name] = value.to(self._world.device, non_blocking=True)
+        return local
+
+
+class _GlobalLoss(torch.autograd.Function):
+    """Forward: the sum of the ranks' parts. Backward: passes on, and has the gradient sums done at its end."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, owner: Parallel) -> Tensor:
+        ctx.owner = owner
+        return owner._global_loss(loss.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.owner._begin_backward(1)
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
+        engine.queue_callback(lambda: engine.queue_callback(ctx.owner._finish))
+        return gradients[0], None
+
+
+def check_same_model(plan: Plan, fingerprint: str, name: str) -> None:
+    """Refuses a plan for another model.
+
+    Raises:
+        PlanError: names both.
+    """
+    if plan.model.fingerprint != fingerprint:
+        raise PlanError(
+            f"the plan is for this model ({name}, {fingerprint})",
+            value=f"{plan.model.name}, {plan.model.fingerprint}",
+            remedy="search a plan for this model",
+        )

@@ -1,0 +1,145 @@
+"""One training step over the micro-batches of a rank: accumulated, or as a pipeline schedule of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+from autopar.errors import PlanError
+from autopar.graph.ir import Input, Ref
+from autopar.lower.emit import str_name
+from autopar.lower.program import Program, StageProgram
+from autopar.plan import Plan
+from autopar.runtime.data_parallel import before_backward
+from autopar.runtime.stage import MICRO_BATCH, StageModule
+from autopar.runtime.world import World
+
+Batch = Mapping[str, Tensor]
+
+
+class Runner(Protocol):
+    """Runs forward and backward of all micro-batches."""
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """From this rank's samples to its part of the loss; None where the loss is made elsewhere."""
+
+
+def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
+    """Cuts a rank's samples into ``count`` equal micro-batches: views."""
+    made: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for leaf in inputs:
+        value = batch[leaf.name]
+        dim = leaf.batch_dim
+        parts = [value] * count if dim is None else value.split(value.shape[dim] // count, dim)
+        for micro_batch, part in zip(made, parts, strict=True):
+            micro_batch[leaf.name] = part
+    return made
+
+
+class Accumulation:
+    """One stage: micro-batches one after the other, gradients added up."""
+
+    def __init__(self, stage: StageModule, plan: Plan, inputs: Sequence[Input]) -> None:
+        self.stage, self._plan, self._inputs = stage, plan, inputs
+
+    def run(self, batch: Batch) -> Tensor:
+        count = self._plan.num_micro_batches
+        total: Tensor | None = None
+        for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
+            before_backward(self.stage, self._plan, is_last=number == count - 1)
+            loss = self.forward(micro_batch, number)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    def forward(self, micro_batch: dict[str, Tensor], number: int) -> Tensor:
+        """The loss of one micro-batch, with its autograd graph."""
+        loss: Tensor = self.stage(**micro_batch, **{MICRO_BATCH: number})
+        return loss
+
+
+class Pipeline:
+    """Several stages, by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords."""
+
+    def __init__(self, stages: Sequence[StageModule], program: Program, world: World) -> None:
+        self._stages, self._program = stages, program
+        plan = program.plan
+        by_index = {stage.index: stage for stage in program.stages}
+        specs = _Specs(program)
+        group = world.device_mesh.get_group("pp")
+        wrapped = [
+            PipelineStage(
+                module,
+                module.index,
+                len(program.stages),
+                world.device,
+                input_args=specs.tensors(by_index[module.index].receives),
+                output_args=specs.outputs(by_index[module.index]),
+                group=group,
+            )
+            for module in stages
+        ]
+        chunked = {leaf.name: leaf.batch_dim for leaf in program.graph.inputs if leaf.batch_dim is not None}
+        self._chunked = tuple(chunked)
+        self._is_random = any(module.is_random for module in stages)
+        if self._is_random:
+            chunked[MICRO_BATCH] = 0
+        self._numbers = torch.arange(plan.num_micro_batches)
+        options: dict[str, Any] = {
+            "n_microbatches": plan.num_micro_batches,
+            "loss_fn": _loss_itself,
+            "kwargs_chunk_spec": {name: TensorChunkSpec(dim) for name, dim in chunked.items()},
+            "scale_grads": False,
+        }
+        match plan.schedule:
+            case "GPipe":
+                self._schedule: Any = ScheduleGPipe(wrapped[0], **options)
+            case "1F1B":
+                self._schedule = Schedule1F1B(wrapped[0], **options)
+            case "Interleaved1F1B":
+                self._schedule = ScheduleInterleaved1F1B(list(wrapped), **options)  # type: ignore[arg-type]
+            case other:
+                raise PlanError("a plan with several stages has a pipeline schedule", value=other)
+
+    def run(self, batch: Batch) -> Tensor | None:
+        keywords = {name: batch[name] for name in self._chunked}
+        if self._is_random:
+            keywords[MICRO_BATCH] = self._numbers
+        rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in keywords}
+        for stage in self._stages:
+            stage.totals = stage.totals | rest
+        losses: list[Tensor] = []
+        self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+
+def _loss_itself(output: Tensor, _: Tensor) -> Tensor:
+    """The last stage's graph ends in the loss."""
+    return output
+
+
+class _Specs:
+    """Tensors that stages pass on, on meta, by name."""
+
+    def __init__(self, program: Program) -> None:
+        self._loss = program.loss
+        self._specs = {
+            str_name(Ref(op.name, i)): spec for op in program.graph.ops for i, spec in enumerate(op.outputs)
+        }
+
+    def tensors(self, names: Sequence[str]) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(self._specs[name].shape, dtype=self._specs[name].dtype, device="meta").requires_grad_(
+                self._specs[name].requires_grad and self._specs[name].dtype.is_floating_point
+            )
+            for name in names
+        )
+
+    def outputs(self, stage: StageProgram) -> tuple[Tensor, ...]:
+        return self.tensors((self._loss,) if stage.is_last else stage.sends)

@@ -1,0 +1,104 @@
+"""One pipeline stage as a module: its blocks, run in order over named values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import spmd_types
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from autopar.lower.emit import SEED
+from autopar.lower.program import BlockProgram, PreludeProgram, StageProgram
+
+MICRO_BATCH = "autopar_micro_batch"
+"""Keyword of the micro-batch's number, beside the batch inputs."""
+
+
+class BlockModule(nn.Module):
+    """A block's emitted code with its parameters; the unit of FSDP and of recompute."""
+
+    def __init__(self, program: BlockProgram, device_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.body = program.module
+        self.inputs, self.outputs = program.inputs, program.outputs
+        self.recompute = program.recompute
+        self._device_mesh = device_mesh
+
+    def forward(self, *values: Any) -> tuple[Tensor, ...]:
+        """From ``inputs`` to ``outputs``, both in order."""
+        if self.recompute and torch.is_grad_enabled():
+            result: tuple[Tensor, ...] = checkpoint(self._with_mesh, *values, use_reentrant=False)
+            return result
+        result = self.body(*values)
+        return result
+
+    def _with_mesh(self, *values: Any) -> tuple[Tensor, ...]:
+        with spmd_types.set_current_mesh(self._device_mesh):  # backward runs it again, on a thread of its own
+            result: tuple[Tensor, ...] = self.body(*values)
+            return result
+
+
+class StageModule(nn.Module):
+    """Runs one stage for one micro-batch: from what it receives and the batch to what it sends, or the loss.
+
+    Attributes:
+        totals: values of ``Program.sums`` over the global batch, set before the step's first micro-batch.
+        seed: of the step; every micro-batch draws from a stream of its own.
+    """
+
+    def __init__(self, program: StageProgram, loss: str, device_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.index, self.is_last = program.index, program.is_last
+        self.receives, self.sends, self.loss = program.receives, program.sends, loss
+        self.blocks = nn.ModuleList(BlockModule(block, device_mesh) for block in program.blocks)
+        self.prelude = None if program.prelude is None else program.prelude.module
+        self.shared_names = program.shared_parameters
+        self._prelude_program: PreludeProgram | None = program.prelude
+        self._device_mesh = device_mesh
+        self.is_random = any(SEED in block.inputs for block in program.blocks)
+        if program.prelude is not None:
+            self.is_random = self.is_random or SEED in program.prelude.inputs
+        self.totals: dict[str, Tensor] = {}
+        self.seed = 0
+
+    def forward(self, *received: Tensor, **batch: Any) -> Tensor | tuple[Tensor, ...]:
+        """One micro-batch.
+
+        Args:
+            received: one tensor for each of ``receives``.
+            batch: the micro-batch's inputs by name, and its number under :data:`MICRO_BATCH`.
+
+        Returns:
+            The loss on the last stage (this rank's part of the global sum), else the tuple of ``sends``.
+        """
+        values: dict[str, Any] = batch
+        values.update(zip(self.receives, received, strict=True))
+        values.update(self.totals)
+        for name in self.shared_names:
+            values[name] = self._parameters[name]
+        if self.is_random:
+            values[SEED] = self.seed + int(values[MICRO_BATCH])
+        with spmd_types.set_current_mesh(self._device_mesh):
+            if self._prelude_program is not None and self.prelude is not None:
+                with torch.no_grad():
+                    made = self.prelude(*[values[name] for name in self._prelude_program.inputs])
+                values.update(zip(self._prelude_program.outputs, made, strict=True))
+            for block in self.blocks:
+                assert isinstance(block, BlockModule)
+                made = block(*[values[name] for name in block.inputs])
+                values.update(zip(block.outputs, made, strict=True))
+        if self.is_last:
+            loss: Tensor = values[self.loss]
+            return loss
+        return tuple(values[name] for name in self.sends)
+
+    def holders(self) -> dict[str, nn.Module]:
+        """For each parameter name the module that has it registered under that name."""
+        found: dict[str, nn.Module] = {}
+        for block in self.blocks:
+            assert isinstance(block, BlockModule)
+            found |= dict.fromkeys(block.body._parameters, block.body)
+        return found | dict.fromkeys(self.shared_names, self)

@@ -1,0 +1,188 @@
+"""A pool of local worker processes that run jobs as the ranks of one gloo world.
+
+Workers are forked from a server process that has imported torch once, so that a job costs its own
+work and not an import. Every job gets a process group of its own, over a fresh file, and a hard time
+limit: a job that exceeds it, or loses a rank, ends with its workers killed; the next one gets new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+
+_GRACE_S = 3.0
+"""How long the others may still answer after one rank has failed: they say more than a time-out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    value: Any = None
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: ForkServerProcess
+    connection: Connection
+
+
+class WorkerPool:
+    """``size`` worker processes; :meth:`run` makes them the ranks of one world.
+
+    Args:
+        size: how many workers.
+        preload: modules that the server imports before it forks (those that jobs need and that start
+            no threads).
+        num_threads: of torch in each worker.
+
+    Use as a context manager, or call :meth:`close`.
+    """
+
+    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",), num_threads: int = 1) -> None:
+        self.size = size
+        self._num_threads = num_threads
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*preload, __name__])
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, size: int | None = None, timeout_s: float = 120.0
+    ) -> tuple[Any, ...]:
+        """``function(*args)`` on each of the first ``size`` workers, in one process group: a value a rank.
+
+        Args:
+            function: importable by name; it finds its rank by ``torch.distributed.get_rank()``.
+            args: picklable.
+            size: ranks; all workers when None.
+            timeout_s: for the whole job, after which its workers are killed.
+
+        Raises:
+            AutoparError: a rank failed (its traceback is in the message) or the time is up.
+        """
+        size = self.size if size is None else size
+        self._start()
+        workers = self._workers[:size]
+        with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+            job = pickle.dumps((function, args, str(Path(folder) / "store"), size, timeout_s))
+            for worker in workers:
+                worker.connection.send_bytes(job)
+            outcomes = self._collect(workers, timeout_s)
+        failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure]
+        if failures:
+            self.close(kill=True)
+            raise AutoparError("every rank finishes its work", value="\n" + "\n".join(failures))
+        return tuple(outcome.value for outcome in outcomes)
+
+    def close(self, *, kill: bool = False) -> None:
+        """Ends the workers; ``kill`` does not wait for what they do."""
+        for worker in self._workers:
+            if not kill:
+                _try_send(worker.connection, b"")
+            worker.connection.close()
+        deadline = time.monotonic() + (0.0 if kill else _GRACE_S)
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        if any(not worker.process.is_alive() for worker in self._workers):
+            self.close(kill=True)
+        while len(self._workers) < self.size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(theirs, len(self._workers), self._num_threads), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours))
+
+    def _collect(self, workers: list[_Worker], timeout_s: float) -> list[_Outcome]:
+        outcomes: dict[int, _Outcome] = {}
+        deadline = time.monotonic() + timeout_s
+        late = f"no answer within {timeout_s:g} s"
+        while len(outcomes) < len(workers):
+            pending = {id(w.connection): rank for rank, w in enumerate(workers) if rank not in outcomes}
+            ready = wait([workers[rank].connection for rank in pending.values()], deadline - time.monotonic())
+            if not ready:
+                break
+            for connection in ready:
+                outcome = _receive(connection)
+                outcomes[pending[id(connection)]] = outcome
+                if outcome.failure and not any(o.failure for o in outcomes.values() if o is not outcome):
+                    deadline, late = min(deadline, time.monotonic() + _GRACE_S), "waited for the one that failed"
+        return [outcomes.get(rank, _Outcome(failure=late)) for rank in range(len(workers))]
+
+
+def _try_send(connection: Connection, message: bytes) -> None:
+    try:
+        connection.send_bytes(message)
+    except OSError:
+        return  # the worker is gone, which is what was asked for
+
+
+def _receive(connection: Any) -> _Outcome:
+    try:
+        answer = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return _Outcome(failure="the process died")
+    assert isinstance(answer, _Outcome)
+    return answer
+
+
+def _serve(connection: Connection, rank: int, num_threads: int) -> None:
+    """A worker's life: jobs from the pipe, one after the other, until an empty message."""
+    torch.set_num_threads(num_threads)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        if not message:
+            return
+        connection.send_bytes(pickle.dumps(_perform(message, rank)))
+
+
+def _perform(message: bytes, rank: int) -> _Outcome:
+    try:
+        function, args, store, size, timeout_s = pickle.loads(message)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        value = function(*args)
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001  whatever a job raises belongs to the one who asked for it
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return _Outcome(failure=traceback.format_exc())
+    return _Outcome(value=value)

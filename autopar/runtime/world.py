@@ -1,0 +1,111 @@
+"""This rank's place in the mesh: device, process groups, and the checks that the job fits the plan."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import RuntimeMismatchError
+from autopar.mesh import MESH_AXES, Mesh
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Makes the default process group unless there is one: torchrun's, else a world of one rank.
+
+    What is started here is ended at exit.
+    """
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    atexit.register(stop)
+
+
+def stop() -> None:
+    """Ends the default process group if it is still there."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device_type(cluster: str) -> str:
+    """``cuda`` where there is one, unless the plan is for CPUs."""
+    return "cuda" if torch.cuda.is_available() and not cluster.startswith("cpu") else "cpu"
+
+
+class World:
+    """The ranks of a running job, laid out as a mesh.
+
+    Attributes:
+        mesh, rank: which of the plan's ranks this is.
+        device: of this rank's tensors.
+        device_mesh: torch's, with dims ``pp, dp_replicate, dp_shard, cp, tp``.
+
+    Raises:
+        RuntimeMismatchError: the job has another number of ranks than the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, device_type: str) -> None:
+        if dist.get_world_size() != mesh.world_size:
+            raise RuntimeMismatchError(
+                f"the job has as many ranks as the plan's mesh ({mesh}: {mesh.world_size})",
+                value=dist.get_world_size(),
+                remedy=f"start {mesh.world_size} ranks or search a plan for {dist.get_world_size()}",
+            )
+        self.mesh, self.rank = mesh, dist.get_rank()
+        self.coordinate = mesh.coordinate(self.rank)
+        local = dist.get_node_local_rank(fallback_rank=0) if device_type == "cuda" else 0
+        self.device = torch.device("cuda", local) if device_type == "cuda" else torch.device(device_type)
+        if device_type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
+        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    @property
+    def data_index(self) -> int:
+        return self.mesh.data_index(self.rank)
+
+    def axis_group(self, axes: Iterable[str]) -> dist.ProcessGroup | None:
+        """The group of ranks that differ from this one on ``axes`` alone; None when that is this rank alone.
+
+        All ranks call this with the same axes in the same order.
+        """
+        real = tuple(axis for axis in MESH_AXES if axis in tuple(axes) and getattr(self.mesh, axis) > 1)
+        if not real:
+            return None
+        if len(real) == 1:
+            return self.device_mesh.get_group(real[0])
+        return self.partition_group(self.mesh.groups(real))
+
+    def stage_group(self, pp_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of ranks at ``pp_ranks`` of the pipeline, the rest of the coordinate as here.
+
+        All ranks call this, those of other pipeline ranks too: they get None.
+        """
+        if len(set(pp_ranks)) < 2:
+            return None
+        chains = self.mesh.groups(("pp",))
+        chosen = tuple(tuple(chain[i] for i in sorted(set(pp_ranks))) for chain in chains)
+        return self.partition_group(chosen)
+
+    def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        """This rank's group of several disjoint ones, made once; None for a rank in none of them."""
+        mine = next((group for group in groups if self.rank in group), None)
+        if groups == (tuple(range(self.mesh.world_size)),):
+            return dist.group.WORLD
+        if groups not in self._groups:
+            made = [dist.new_group(list(group)) for group in groups]
+            own = next((g for ranks, g in zip(groups, made, strict=True) if ranks == mine), made[0])
+            self._groups[groups] = own
+        return self._groups[groups] if mine is not None else None

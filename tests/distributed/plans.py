@@ -1,0 +1,142 @@
+"""Plans for small models, layouts solved with simple prices: what runs is tested apart from what is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from autopar.graph.ir import Graph, Op, Ref, TensorSpec
+from autopar.mesh import Mesh
+from autopar.plan import (
+    FP32,
+    AxisTyping,
+    BlockLayout,
+    BlockPlan,
+    Breakdown,
+    ModelInfo,
+    Plan,
+    Precision,
+    Prediction,
+    Recompute,
+    ScheduleName,
+    SearchRecord,
+    StagePlan,
+)
+from autopar.rules.apply import shard
+from autopar.search.batch import solve_batch
+from autopar.search.chain import AxisSolver
+from autopar.search.classes import compact
+from autopar.search.problem import Weights
+
+
+class SimplePrices:
+    """Seconds: an element made costs 1, one moved 0.1, a launch of a collective 10."""
+
+    def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> float:
+        return float(sum(prod(spec.shape) for spec in (*operands, *op.outputs)))
+
+    def collective_time_s(self, kind: str, num_bytes: int) -> float:
+        return 10.0 + 0.1 * num_bytes
+
+    def saves(self, op: Op) -> Sequence[Ref]:
+        return tuple(r for r in op.operands)
+
+    def gradient_bytes(self, spec: TensorSpec) -> int:
+        return spec.num_bytes
+
+    def state_bytes(self, spec: TensorSpec) -> float:
+        return 4.0 * spec.num_bytes
+
+
+def make_plan(
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    zero_stage: int = 0,
+    schedule: ScheduleName = "1F1B",
+    virtual_stages: int = 1,
+    recompute: Recompute = "none",
+    precision: Precision = FP32,
+    memory_price: float = 10.0,
+) -> Plan:
+    """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split."""
+    small = compact(graph)
+    batch = solve_batch(small)
+    batch = type(batch)(
+        axis="batch",
+        size=batch.size / micro_batch_size,
+        strategies=batch.strategies,
+        parameters=batch.parameters,
+        inputs=batch.inputs,
+    )
+    local = shard(small.graph, batch, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
+    typings = [[_typing(small.graph, batch, i)] for i in range(len(small.graph.blocks))]
+    if mesh.tp > 1:
+        local_compact = type(small)(graph=local, members=small.members, alike=small.alike)
+        solver = AxisSolver(local_compact, axis="tp", size=mesh.tp, pricing=SimplePrices())
+        solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
+        for i, found in enumerate(solution.blocks):
+            typings[i].append(found)
+    blocks = tuple(
+        BlockPlan(index=b.index, label=b.label, layout=small.class_of[b.index], recompute=recompute)
+        for b in graph.blocks
+    )
+    stages = mesh.pp * virtual_stages
+    cuts = [round(i * len(blocks) / stages) for i in range(stages + 1)]
+    return Plan(
+        model=ModelInfo(
+            name=graph.name,
+            fingerprint=graph.fingerprint,
+            num_parameters=graph.num_parameters,
+            flops_per_sample=1.0,
+            tokens_per_sample=1,
+        ),
+        cluster=f"cpu:1x{mesh.world_size}",
+        mesh=mesh,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule if stages > 1 else "none",
+        virtual_stages=virtual_stages,
+        zero_stage=zero_stage,
+        precision=precision,
+        optimizer="adamw",
+        prelude=tuple(batch.strategies[op.name].name for op in graph.prelude),
+        layouts=tuple(
+            BlockLayout(block_hash=block.hash, typings=tuple(t))
+            for block, t in zip(small.graph.blocks, typings, strict=True)
+        ),
+        blocks=blocks,
+        stages=tuple(
+            StagePlan(index=i, start=cuts[i], stop=cuts[i + 1], pp_rank=i % mesh.pp) for i in range(stages)
+        ),
+        predicted=Prediction(
+            step_time_s=1.0,
+            step_time_interval_s=(1.0, 1.0),
+            peak_memory_bytes=1,
+            memory_limit_bytes=1,
+            mfu=1.0,
+            tokens_per_s=1.0,
+            breakdown=Breakdown(
+                compute_s=1.0,
+                recompute_s=0.0,
+                tensor_parallel_s=0.0,
+                data_parallel_s=0.0,
+                pipeline_s=0.0,
+                bubble_s=0.0,
+                optimizer_s=0.0,
+            ),
+            memory=(),
+        ),
+        search=SearchRecord(wall_time_s=0.0, candidates=1, evaluated=1, lower_bound_s=0.0, gap=0.0),
+    )
+
+
+def _typing(graph: Graph, batch: object, index: int) -> AxisTyping:
+    block = graph.blocks[index]
+    return AxisTyping(
+        axis="batch",
+        strategies=tuple(batch.strategies[op.name].name for op in graph.block_ops(block)),  # type: ignore[attr-defined]
+        parameters=tuple(batch.parameters[p.name] for p in graph.block_parameters(block)),  # type: ignore[attr-defined]
+    )
