@@ -60,13 +60,20 @@ class Call:
 
 @dataclass(slots=True)
 class Builder:
-    """Operators under construction, in topological order."""
+    """Operators under construction, in topological order.
+
+    Attributes:
+        values: constants, compact.
+        hints: values of model buffers and of what they determine, for recognising masks alone.
+        masks: for each known attention mask whether it is causal, and whether it hides nothing.
+    """
 
     ops: list[Op] = field(default_factory=list)
     specs: dict[Ref, TensorSpec] = field(default_factory=dict)
     producers: dict[str, Op] = field(default_factory=dict)
     values: dict[Ref, torch.Tensor] = field(default_factory=dict)
     hints: dict[Ref, torch.Tensor] = field(default_factory=dict)
+    masks: dict[Ref, tuple[bool, bool]] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)

@@ -17,7 +17,6 @@ Handler: TypeAlias = Callable[[Builder, Call], Value]
 _DIM_NAMES = ("dim", "dim0", "dim1", "dims", "axis", "start_dim", "end_dim")
 _LOGICAL = {"aten.__and__.Tensor": "aten.bitwise_and.Tensor", "aten.__or__.Tensor": "aten.bitwise_or.Tensor"}
 _SCALAR_FORMS = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"}
-_ATTENTION = "aten.scaled_dot_product_attention.default"
 LINEAR_TARGETS = ("aten.linear.default", "autopar.linear_t")
 
 
@@ -74,8 +73,8 @@ def _scalars(builder: Builder, call: Call, args: tuple[Argument, ...]) -> tuple[
 def view_to(builder: Builder, call: Call, source: Ref, shape: tuple[int, ...]) -> Ref:
     """``source`` with another shape: no view of a view, no view to the same shape."""
     producer = builder.producers.get(source.name)
-    while producer is not None and producer.target == "aten.view.default":
-        source = producer.operands[0]
+    while producer is not None and producer.target in ("aten.view.default", "aten.clone.default"):
+        source = producer.operands[0]  # a view copies where it must, so no copy is needed for it
         producer = builder.producers.get(source.name)
     if builder.shape(source) == shape:
         return source
@@ -133,17 +132,13 @@ def _detach(builder: Builder, call: Call) -> Value:
 
 
 def _clone(builder: Builder, call: Call) -> Value:
-    """Copies that make contiguous; not those of attention's output, which fused kernels lay out as [b, s, h, d]."""
+    """Copies that make contiguous stay, until a view reads them."""
     source = call.args[0]
     assert isinstance(source, Ref)
-    if call.kwargs.get("memory_format") != torch.contiguous_format:
+    if call.kwargs.get("memory_format") != torch.contiguous_format and call.target != "aten.contiguous.default":
         return source
-    producer = builder.producers.get(source.name)
-    if producer is not None and producer.target == "aten.transpose.int":
-        maker = builder.producers.get(producer.operands[0].name)
-        if maker is not None and maker.target == _ATTENTION and producer.args[1:] == (1, 2):
-            return source
-    return builder.emit(call, "aten.clone.default", call.args, kwargs={"memory_format": torch.contiguous_format})
+    kwargs: dict[str, Argument] = {"memory_format": torch.contiguous_format}
+    return builder.emit(call, "aten.clone.default", (source,), kwargs=kwargs)
 
 
 def _expand(builder: Builder, call: Call) -> Value:
@@ -274,10 +269,12 @@ def _attention(builder: Builder, call: Call) -> Value:
     causal, p = given["is_causal"], given["dropout_p"]
     value = builder.known(mask)
     if value is not None and not causal:
-        if is_causal(value, builder.shape(mask)) and builder.shape(query)[-2] == builder.shape(key)[-2]:
-            mask, causal = None, True
-        elif allows_all(value):
-            mask = None
+        assert isinstance(mask, Ref)
+        if mask not in builder.masks:
+            square = builder.shape(query)[-2] == builder.shape(key)[-2]
+            builder.masks[mask] = (square and is_causal(value, builder.shape(mask)), allows_all(value))
+        causal, empty = builder.masks[mask]
+        mask = None if causal or empty else mask
     kwargs = {"scale": given["scale"], "enable_gqa": given["enable_gqa"]}
     return builder.emit(call, call.target, (query, key, given["value"], mask, p, causal), call.spec, kwargs=kwargs)
 
@@ -340,6 +337,12 @@ HANDLERS: dict[str, Handler] = {
     "aten.squeeze.dims": _view,
     "aten.squeeze.default": _view,
     "aten.view_as.default": _view,
+    "aten.reshape_as.default": _view,
+    "aten.expand_as.default": _expand,
+    "aten.to.dtype_layout": _to_copy,
+    "aten.to.device": _to_copy,
+    "aten.to.other": _to_copy,
+    "aten.type_as.default": _to_copy,
     "aten.alias.default": _identity,
     "aten.lift_fresh_copy.default": _identity,
     "aten.lift_fresh.default": _identity,
@@ -361,10 +364,26 @@ HANDLERS: dict[str, Handler] = {
     "aten.copy.default": _copy,
     "aten.native_dropout.default": _dropout,
     "aten.dropout.default": _dropout,
-    _ATTENTION: _attention,
+    "aten.scaled_dot_product_attention.default": _attention,
     "aten.addmm.default": _addmm,
     "aten.mm.default": _mm,
     "aten.linear.default": _linear,
     "aten.index.Tensor": _index,
 }
 """By target as traced; whatever is not here passes through :func:`generic`."""
+
+COMPOSITES = frozenset(
+    {
+        "aten.__and__.Tensor",
+        "aten.__or__.Tensor",
+        "aten.conv2d.default",
+        "aten.diff.default",
+        "aten.layer_norm.default",
+        "aten.log_softmax.int",
+        "aten.matmul.default",
+        "aten.pad.default",
+        "aten.rms_norm.default",
+        "aten.softmax.int",
+    }
+)
+"""Composite operators, besides the handled ones, that stay as they are."""

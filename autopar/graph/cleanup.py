@@ -37,7 +37,7 @@ def finish(
     drop_identities(builder, loss)
     ops = alive(builder.ops, loss)
     ops, constants = _with_constants(builder, ops)
-    free = {leaf.name for leaf in (*inputs, *buffers, *constants)}
+    free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
     prelude, live = split_prelude(ops, free)
     prelude, live = _merged(prelude, live)
     prelude = alive((*prelude, *live), loss)[: -len(live) or None]
@@ -54,7 +54,7 @@ def finish(
         buffers=tuple(b for b in (*buffers, *constants) if b.name in used),
         prelude=tuple(prelude),
         ops=tuple(live),
-        blocks=find_blocks(tuple(live), {r: s for r, s in builder.specs.items()}, {p.name for p in kept}),
+        blocks=find_blocks(live, builder.specs, frozenset(p.name for p in kept), loss),
         loss=loss,
         fingerprint=fingerprint(inputs, kept, live),
         notes=tuple(builder.notes),

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Call, Value
-from autopar.graph.canonical import HANDLERS, generic
+from autopar.graph.canonical import COMPOSITES, HANDLERS, generic
 from autopar.graph.fold import fold, hint
 from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
@@ -73,7 +73,7 @@ class Converter:
             raise TraceError(
                 "every traced call is a torch operator", value=str(target), place=source_of(node), remedy=_REPORT
             )
-        if target._schema.name.split("::")[1].startswith(_DROPPED):
+        if _is_dropped(target):
             return None
         call = Call(
             name=node.name,
@@ -131,6 +131,28 @@ def _apply(builder: Builder, call: Call) -> Value:
     value = _ALL_HANDLERS.get(call.target, generic)(builder, call)
     hint(builder, call, value)
     return value
+
+
+def needs_decomposition(module: fx.GraphModule) -> bool:
+    """True when the exported calls mutate tensors or are composites without a form here.
+
+    Decomposing traces everything once more, which a model of many layers need not pay for.
+    """
+    for inner in module.modules():
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for target in {n.target for n in inner.graph.nodes if n.op == "call_function"}:
+            if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+                continue
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+            known = str(target) in _ALL_HANDLERS or str(target) in COMPOSITES or _is_dropped(target)
+            if target._schema.is_mutable or (composite and not known):
+                return True
+    return False
+
+
+def _is_dropped(target: torch._ops.OpOverload) -> bool:
+    return target._schema.name.split("::")[1].startswith(_DROPPED)
 
 
 def _lookup(owner: torch.nn.Module, path: str) -> object:

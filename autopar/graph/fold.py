@@ -24,6 +24,14 @@ _FILLS = {
     "new_full": None,
 }
 
+CONVERSIONS = {
+    "aten._to_copy.default",
+    "aten.to.dtype",
+    "aten.to.dtype_layout",
+    "aten.to.device",
+    "aten.to.other",
+    "aten.type_as.default",
+}
 _RANDOM_TAGS = (torch.Tag.nondeterministic_seeded,)
 _SAME_VALUE = {"aten.clone.default", "aten.contiguous.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 
@@ -63,7 +71,10 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
     pointwise = torch.Tag.pointwise in call.overload.tags
     if call.target in _SAME_VALUE:
         return builder.known(call.args[0])
-    if call.target == "aten.expand.default":
+    if call.target in CONVERSIONS:
+        given = builder.known(call.args[0])
+        return None if given is None else given.to(spec.dtype)
+    if call.target in ("aten.expand.default", "aten.expand_as.default"):
         small = builder.known(call.args[0])
         assert small is not None
         return small.reshape((1,) * (len(spec.shape) - small.dim()) + tuple(small.shape))
@@ -75,11 +86,12 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
             return value if pointwise else value.expand(builder.shape(argument))
         if isinstance(argument, tuple):
             return [tensor(item) for item in argument]
-        return argument
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     args = [tensor(argument) for argument in call.args]
     kwargs = {key: tensor(value) for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
-    if any(argument.name == "device" for argument in call.overload._schema.arguments):
+    positional = len(args)
+    if any(argument.name == "device" for argument in call.overload._schema.arguments[positional:]):
         kwargs["device"] = torch.device("cpu")
     if _size(args, spec, pointwise) > FOLD_LIMIT:
         return None

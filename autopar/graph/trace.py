@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Value
 from autopar.graph.cleanup import finish
-from autopar.graph.convert import WRAPPER, Converter
+from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
 from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -234,7 +233,7 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
     with _quiet():
         try:
             program = torch.export.export(wrapper, (), batch, strict=False)
-            return program.run_decompositions({})
+            return program.run_decompositions({}) if needs_decomposition(program.graph_module) else program
         except TraceError:
             raise
         except _FAILURES as error:
