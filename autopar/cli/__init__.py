@@ -1,0 +1,5 @@
+"""The shell command ``autopar``. Results go to stdout, progress and errors to stderr; see ``docs`` for the contract."""
+
+from autopar.cli.app import main
+
+__all__ = ["main"]

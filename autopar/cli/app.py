@@ -1,0 +1,83 @@
+"""The command line: parsing, and what becomes of errors. Each command lives in a module of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from autopar.cli import doctor, models, planning, plans
+from autopar.errors import AutoparError
+
+app = typer.Typer(
+    name="autopar",
+    help="Find, read, check and run the parallelization plan of a PyTorch model.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("search")(planning.search)
+app.command("estimate")(planning.estimate)
+app.command("show")(plans.show)
+app.command("explain")(planning.explain)
+app.command("compare")(plans.compare)
+app.command("verify")(models.verify)
+app.command("trace")(models.trace)
+app.command("doctor")(doctor.doctor)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from autopar import __version__
+
+        sys.stdout.write(f"autopar {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    _debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and warnings; works anywhere.")] = False,
+) -> None:
+    """Find, read, check and run the parallelization plan of a PyTorch model."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0 done, 2 usage, 3 no feasible plan, 1 other.
+
+    Raises:
+        SystemExit: always.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109  sys.path holds strings
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  'package.module:factory' is looked up where the user stands
+    if not debug:
+        warnings.simplefilter("ignore")  # of torch and transformers, about themselves
+    try:
+        app(given, prog_name="autopar")
+    except AutoparError as error:
+        if debug:
+            traceback.print_exc()
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001  the last resort: a defect of autopar, said as such
+        if debug:
+            traceback.print_exc()
+        text = " ".join(str(error).split())
+        sys.stderr.write(
+            f"error: a defect of autopar: {type(error).__name__}: {text[:300]}; "
+            "please report it with what 'autopar --debug ...' and 'autopar doctor' print\n"
+        )
+        sys.exit(1)
+    sys.exit(0)

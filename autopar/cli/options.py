@@ -1,0 +1,59 @@
+"""Options that several commands share, and what they are turned into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.console import cache_dir
+
+if TYPE_CHECKING:
+    from autopar.cluster import Cluster
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="package.module:factory, hf:DIR_OR_TYPE?key=value&..., or a family: gpt:, llama: with layers=..,hidden=..",
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster", metavar="CLUSTER", help="DEVICE:NODESxPER_NODE (h100-sxm5-80gb:4x8), local or a TOML file."
+    ),
+]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", min=1, metavar="N", help="Samples of one optimizer step, over all ranks.")
+]
+Sequence_ = Annotated[
+    int | None,
+    typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; the model's own length if not given."),
+]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="fp32 or bf16.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw, momentum or sgd: for memory and time.")]
+Pin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin", metavar="K=V", help="A constraint, repeatable: tp=4, tp<=4, zero=1, schedule=1F1B, recompute=full ..."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The cluster of ``--cluster``; ``AUTOPAR_CACHE`` says where measurements of this machine are kept."""
+    from autopar.cluster import Cluster
+
+    return Cluster.parse(text, cache_dir=cache_dir())
+
+
+def split_pins(texts: Sequence[str]) -> list[str]:
+    """Pins that were given one by one or with commas between them.
+
+    >>> split_pins(["tp=8,pp=2", "zero=1"])
+    ['tp=8', 'pp=2', 'zero=1']
+    """
+    return [pin.strip() for text in texts for pin in text.split(",") if pin.strip()]

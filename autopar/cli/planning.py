@@ -1,0 +1,196 @@
+"""``autopar search``, ``estimate`` and ``explain``: commands that make plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.cli.console import print_json, print_text, progress, warn
+from autopar.cli.options import (
+    ClusterOption,
+    GlobalBatch,
+    Json,
+    Model,
+    Optimizer,
+    Pin,
+    PrecisionOption,
+    Sequence_,
+    parse_cluster,
+    split_pins,
+)
+from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]
+
+
+def search(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: GlobalBatch,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    space: Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")] = (
+        "default"
+    ),
+    trials: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", help="Optuna storage shared by machines, as sqlite:///study.db.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest plan that fits; exits with 3 and names the conflict when there is none."""
+    options = {"space": space, "trials": trials, "timeout_s": timeout, "storage": storage}
+    plan = make_plan(
+        "search",
+        model,
+        cluster=cluster,
+        global_batch_size=global_batch,
+        sequence=seq,
+        precision=precision,
+        optimizer=optimizer,
+        pins=split_pins(pin or ()),
+        options=options,
+    )
+    _give(plan, output, as_json)
+
+
+def estimate(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: GlobalBatch,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the plan that the pins describe, without a search over what they leave open."""
+    plan = make_plan(
+        "estimate",
+        model,
+        cluster=cluster,
+        global_batch_size=global_batch,
+        sequence=seq,
+        precision=precision,
+        optimizer=optimizer,
+        pins=split_pins(pin or ()),
+        options={},
+    )
+    _give(plan, output, as_json)
+
+
+def explain(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option("--why-not", metavar="K=V,...", help="Compare with the plan that has these pins."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="The model, where the plan's name does not say it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say why a plan was chosen, and how the plan with other pins would compare."""
+    from autopar.plan_io import load_plan
+    from autopar.report.compare import comparison, render_comparison
+
+    plan = load_plan(plan_file)
+    if not why_not:
+        if as_json:
+            print_json({"reasons": list(plan.search.reasons), "pins": list(plan.pins), "notes": list(plan.notes)})
+        else:
+            print_text("\n".join(plan.search.reasons) or "the plan records no reasons")
+        return
+    pins = split_pins(why_not)
+    other = make_plan(
+        "estimate",
+        model or model_of(plan, plan_file),
+        cluster=plan.cluster,
+        global_batch_size=plan.global_batch_size,
+        sequence=plan.model.tokens_per_sample if plan.model.tokens_per_sample > 1 else None,
+        precision=plan.precision.name,
+        optimizer=plan.optimizer,
+        pins=pins,
+        options={},
+    )
+    if as_json:
+        print_json({"why_not": pins, **comparison(plan, other)})
+    else:
+        print_text(render_comparison(plan, other, names=(str(plan_file), ", ".join(pins))))
+
+
+def model_of(plan: Plan, plan_file: Path) -> str:
+    """The MODEL that a plan was made from, where its name says it.
+
+    Raises:
+        UsageError: the plan was made in Python for a model without such a name.
+    """
+    if ":" not in plan.model.name:
+        raise UsageError("the plan names its model as MODEL of the command line", value=repr(plan.model.name),
+                         place=str(plan_file), remedy="say which model with --model")  # fmt: skip
+    return plan.model.name
+
+
+def make_plan(
+    verb: str,
+    model: str,
+    *,
+    cluster: str,
+    global_batch_size: int,
+    sequence: int | None,
+    precision: str,
+    optimizer: str,
+    pins: list[str],
+    options: dict[str, Any],
+) -> Plan:
+    """Resolve the model and the cluster, then call ``autopar.api``'s ``verb``.
+
+    Raises:
+        AutoparError: of any of these parts.
+    """
+    found = parse_cluster(cluster)
+    with progress("reading the model") as advance:
+        from autopar import api
+        from autopar.models import resolve_model
+
+        resolved = resolve_model(model, sequence_length=sequence)
+        advance("tracing the model", 0, 0)
+        call = api.search if verb == "search" else api.estimate
+        return call(
+            resolved.model,
+            example_inputs=resolved.example_inputs,
+            name=resolved.name,
+            cluster=found,
+            global_batch_size=global_batch_size,
+            precision=precision,
+            optimizer=optimizer,
+            pins=pins,
+            progress=advance,
+            **options,
+        )
+
+
+def _give(plan: Plan, output: Path | None, as_json: bool) -> None:
+    if output is not None:
+        from autopar.plan_io import save_plan
+
+        save_plan(plan, output)
+        warn(f"wrote {output}")
+    if as_json:
+        from autopar.report.summary import plan_summary
+
+        print_json(plan_summary(plan))
+    else:
+        from autopar.report.text import render_plan
+
+        print_text(render_plan(plan))

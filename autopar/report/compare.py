@@ -1,0 +1,88 @@
+"""Two plans side by side: numbers first, then what differs in the choice."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.plan_io import diff_plans
+from autopar.report.units import batch_text, num_bytes, schedule_text, seconds, share, time_parts, zero_text
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+
+_MAX_CHANGES = 40
+
+
+def render_comparison(before: Plan, after: Plan, *, names: tuple[str, str]) -> str:
+    """A table of what people compare, with the change in percent, and the list of differing choices."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table.add_column("")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    table.add_column("change", justify="right")
+    for label, left, right, change in _rows(before, after):
+        table.add_row(label, left, right, change)
+    text = io.StringIO()
+    console = Console(file=text, width=120, color_system=None, force_terminal=False, highlight=False, markup=False)
+    console.print(table)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    changes = [str(change) for change in diff_plans(before, after) if not change.path.startswith("predicted.")]
+    lines += ["", "Differences of the plans" if changes else "The plans make the same choices."]
+    lines += [f"  {change}" for change in changes[:_MAX_CHANGES]]
+    if len(changes) > _MAX_CHANGES:
+        lines.append(f"  and {len(changes) - _MAX_CHANGES} more: see --json")
+    return "\n".join(lines)
+
+
+def comparison(before: Plan, after: Plan) -> dict[str, Any]:
+    """The same as JSON values: all changes, and the ratio of the step times."""
+    return {
+        "step_time_s": [before.predicted.step_time_s, after.predicted.step_time_s],
+        "peak_memory_bytes": [before.predicted.peak_memory_bytes, after.predicted.peak_memory_bytes],
+        "step_time_ratio": _ratio(after.predicted.step_time_s, before.predicted.step_time_s),
+        "changes": [
+            {"path": change.path, "before": change.before, "after": change.after}
+            for change in diff_plans(before, after)
+        ],
+    }
+
+
+def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
+    one, two = before.predicted, after.predicted
+    rows = [
+        ("model", before.model.name, after.model.name, ""),
+        ("cluster", before.cluster, after.cluster, ""),
+        ("mesh", str(before.mesh), str(after.mesh), ""),
+        ("batch", batch_text(before), batch_text(after), ""),
+        ("schedule", schedule_text(before), schedule_text(after), ""),
+        ("ZeRO", zero_text(before), zero_text(after), ""),
+        ("recompute", before.recompute, after.recompute, ""),
+        ("step time", seconds(one.step_time_s), seconds(two.step_time_s), _change(one.step_time_s, two.step_time_s)),
+    ]
+    for (name, left_s), (_, right_s) in zip(time_parts(one.breakdown), time_parts(two.breakdown), strict=True):
+        if left_s or right_s:
+            rows.append((f"  {name}", seconds(left_s), seconds(right_s), _change(left_s, right_s)))
+    left, right = one.peak_memory_bytes, two.peak_memory_bytes
+    rows += [
+        ("peak memory", num_bytes(left), num_bytes(right), _change(left, right)),
+        ("MFU", share(one.mfu, 1), share(two.mfu, 1), ""),
+        (
+            "tokens/s",
+            f"{one.tokens_per_s:,.0f}",
+            f"{two.tokens_per_s:,.0f}",
+            _change(one.tokens_per_s, two.tokens_per_s),
+        ),
+    ]
+    return rows
+
+
+def _change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "-" if not after else "new"
+
+
+def _ratio(one: float, other: float) -> float | None:
+    return one / other if other else None
