@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.plan import Plan
     from autopar.plan_io import load_plan, save_plan
+    from autopar.rules import register_rule
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "estimate",
     "load_plan",
     "parallelize",
+    "register_rule",
     "save_plan",
     "search",
     "trace",
@@ -41,6 +43,7 @@ _HOME = {
     "estimate": "autopar.api",
     "load_plan": "autopar.plan_io",
     "parallelize": "autopar.api",
+    "register_rule": "autopar.rules",
     "save_plan": "autopar.plan_io",
     "search": "autopar.search",  # the package itself is callable, since a submodule of the name would hide a function
     "trace": "autopar.graph.trace",
