@@ -123,6 +123,16 @@ def convolution(op: Op, operands: Specs) -> Pattern:
     )
 
 
+def embedding(op: Op, operands: Specs) -> Pattern:
+    """Rows of a table [v, n] by ids: ids and n are split; v: see :mod:`autopar.rules.sharded`.
+
+    Gradients scaled by how often an id stands in the batch need the whole batch.
+    """
+    frequencies = argument(op, 3, "scale_grad_by_freq", False)
+    line = parse("v^ n, b...^ -> b... n; linear 0" if frequencies else "v^ n, b... -> b... n; linear 0")
+    return bind(line, tuple(spec.shape for spec in operands), (op.spec.shape,))
+
+
 # --- norms ---------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ class Pattern:
 
     def thaw(self, label: str) -> Pattern:
         """The same pattern with a frozen label let free, for tests of the rules."""
-        inside = any(label in labels for labels in self.outputs)
+        inside = all(label in labels for labels in self.outputs)
         return replace(
             self,
             frozen=self.frozen - {label},
@@ -246,13 +246,9 @@ def _labels(
         raise _misfit(line, (shape,), ())
     labels = []
     for (name, broadcasts), size in zip(names, shape, strict=True):
-        known = sizes.setdefault(name, size) if name else 1
         if broadcasts and size == 1:
             labels.append("")
-        elif broadcasts and known == 1:
-            sizes[name] = size
-            labels.append(name)
-        elif known != size:
+        elif (sizes.setdefault(name, size) if name else 1) != size:
             raise _misfit(line, (shape,), ())
         else:
             labels.append(name)

@@ -65,8 +65,8 @@ def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, args=(op.args[0], dim, 0, after, 1), kwargs=())
 
 
-def _squeeze(op: Op, strategy: Strategy, local: Local) -> Op:
-    """A dim that is one only here must stay: say the shape instead."""
+def _as_view(op: Op, strategy: Strategy, local: Local) -> Op:
+    """A dim that is one only here must stay, a size that is given counts here: say the shape instead."""
     return replace(op, target="aten.view.default", args=(op.args[0], local.outputs[0].shape), kwargs=())
 
 
@@ -119,10 +119,11 @@ LOCALIZERS: dict[str, Localizer] = {
         for target in ("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format")
     },
     "aten.slice.Tensor": _slice,
-    "aten.squeeze.default": _squeeze,
-    "aten.squeeze.dim": _squeeze,
-    "aten.squeeze.dims": _squeeze,
-    "aten.flatten.using_ints": _squeeze,
+    "aten.squeeze.default": _as_view,
+    "aten.squeeze.dim": _as_view,
+    "aten.squeeze.dims": _as_view,
+    "aten.flatten.using_ints": _as_view,
+    "aten.unflatten.int": _as_view,
     "autopar.embedding_vocabulary": _embedding_vocabulary,
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,

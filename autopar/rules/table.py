@@ -163,8 +163,7 @@ _BINARY = (
     "pow.Tensor_Tensor atan2 maximum minimum remainder.Tensor fmod.Tensor floor_divide bitwise_and.Tensor"
     " bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor logical_and logical_or"
     " logical_xor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor div.Tensor_mode hypot logaddexp"
-    " prelu_elementwise clamp_min.Tensor clamp_max.Tensor isclose xlogy bitwise_left_shift.Tensor"
-    " silu_backward gelu_backward"
+    " clamp_min.Tensor clamp_max.Tensor isclose xlogy.Tensor bitwise_left_shift.Tensor"
 )
 
 
@@ -191,7 +190,7 @@ def _lines() -> dict[str, str]:
         "aten.lerp.Scalar": "x..., x... -> x...; linear 0+1",
         "aten.lerp.Tensor": "x..., x..., x... -> x...; linear 0+1",
         "aten.clamp.Tensor": "x..., x..., x... -> x...",
-        "aten.type_as.default": "x..., x... -> x...",
+        "aten.type_as.default": "x..., o...^ -> x...",
         "aten.native_dropout.default": "x... -> x..., x...; random",
         "aten.dropout.default": "x... -> x...; random",
         "autopar.dropout": "x... -> x...; linear 0; random",
@@ -199,10 +198,9 @@ def _lines() -> dict[str, str]:
         "autopar.linear_t": "b... k+, k+ n, n -> b... n; linear 0+2?, 1+2?",
         "aten.mm.default": "n k+, k+ m -> n m; linear 0, 1",
         "aten.bmm.default": "b n k+, b k+ m -> b n m; linear 0, 1",
-        "aten.addmm.default": "x..., n k+, k+ m -> n m; linear 0+1, 0+2",
-        "aten.baddbmm.default": "x..., b n k+, b k+ m -> b n m; linear 0+1, 0+2",
+        "aten.addmm.default": "~n m, n k+, k+ m -> n m; linear 0+1, 0+2",
+        "aten.baddbmm.default": "~b n m, b n k+, b k+ m -> b n m; linear 0+1, 0+2",
         "aten.outer.default": "n, m -> n m; linear 0, 1",
-        "aten.embedding.default": "v^ n, b... -> b... n; linear 0",
         "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
         "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
         "autopar.cross_entropy_vocabulary": "b...+ c^, b...+ -> ",
@@ -237,6 +235,7 @@ def _functions() -> dict[str, PatternMaker]:
         compute.einsum: "einsum",
         compute.attention: "scaled_dot_product_attention",
         compute.convolution: "conv1d conv2d conv3d convolution",
+        compute.embedding: "embedding",
         compute.layer_norm: "layer_norm native_layer_norm rms_norm",
         compute.group_norm: "group_norm",
         compute.cross_entropy: "cross_entropy_loss",

@@ -1,0 +1,113 @@
+"""Operators that run on one rank's part and know it: called by emitted code, next to :mod:`autopar.ops`.
+
+An axis is a mesh axis by name, as in :mod:`autopar.ops`. Types of operands and results are those of
+the strategies in ``autopar.rules.sharded``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import spmd_types
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ops import group
+
+
+def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:
+    """Rows of a table that is split over ``axis`` by rows; rows of other ranks give zeros.
+
+    Args:
+        weight: this rank's rows, [rows, width], S(0).
+        ids: row numbers of the whole table, any shape, the same on all ranks.
+        axis: mesh axis.
+        padding_idx: row of the whole table that gets no gradient; -1: none.
+
+    Returns:
+        [*ids.shape, width], P: a pending sum.
+    """
+    pg = group(axis)
+    rows = weight.shape[0]
+    start = pg.rank() * rows
+    mine = (ids >= start) & (ids < start + rows)
+    padding = padding_idx - start if start <= padding_idx < start + rows else None
+    found = F.embedding(torch.where(mine, ids - start, 0), weight, padding)
+    return _pending(torch.where(mine.unsqueeze(-1), found, 0.0), pg)
+
+
+def cross_entropy_vocabulary(
+    logits: Tensor, target: Tensor, axis: str, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Summed cross entropy of logits whose classes are split over ``axis`` (Megatron's vocabulary-parallel loss).
+
+    Per token, two all-reduces forward: the maximum; the sum of exponentials, the target's logit and,
+    under label smoothing, the sum of logits. Backward moves nothing.
+
+    Args:
+        logits: [..., classes of this rank], S(last); half precision is computed in fp32.
+        target: class ids [...], the same on all ranks.
+        axis: mesh axis.
+        ignore_index: tokens with this target count nothing.
+        label_smoothing: weight of the uniform distribution.
+
+    Returns:
+        A scalar, I: the same on all ranks.
+    """
+    pg = group(axis)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    classes = logits.shape[-1]
+    start = pg.rank() * classes
+    shifted = logits - _maximum(logits.detach().amax(dim=-1, keepdim=True), pg)
+    mine = (target >= start) & (target < start + classes)
+    picked = shifted.gather(-1, torch.where(mine, target - start, 0).unsqueeze(-1)).squeeze(-1)
+    parts = [shifted.exp().sum(dim=-1), torch.where(mine, picked, 0.0)]
+    if label_smoothing:
+        parts.append(shifted.sum(dim=-1))
+    sums = spmd_types.all_reduce(
+        _pending(torch.stack(parts), pg),
+        pg,
+        src=spmd_types.P,
+        dst=spmd_types.I,
+        backward_options={"op_dtype": logits.dtype} if logits.requires_grad else None,
+    )
+    normalizer = sums[0].log()
+    losses = normalizer - sums[1]
+    if label_smoothing:
+        uniform = normalizer - sums[2] / (classes * pg.size())
+        losses = (1.0 - label_smoothing) * losses + label_smoothing * uniform
+    return torch.where(target != ignore_index, losses, 0.0).sum()
+
+
+def _pending(x: Tensor, pg: dist.ProcessGroup) -> Tensor:
+    """One summand of a pending sum, from a value of this rank alone."""
+    return cast("Tensor", spmd_types.reinterpret(x, pg, src=spmd_types.V, dst=spmd_types.P))
+
+
+def _maximum(local: Tensor, pg: dist.ProcessGroup) -> Tensor:
+    """The largest over the group, without gradient, R."""
+    result = _pending(local.contiguous(), pg)
+    dist.all_reduce(result, op=dist.ReduceOp.MAX, group=pg)
+    return result
+
+
+def partial_mean(
+    x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """One rank's share of a mean over dims of which some are split: the local sum over the global count.
+
+    Args:
+        x: this rank's part.
+        dims: dims that are reduced.
+        keepdim: keep them with size 1.
+        count: elements in each mean, over all ranks.
+        dtype: of the sum; default that of x.
+
+    Returns:
+        P: a pending sum.
+    """
+    return x.sum(dim=tuple(dims), keepdim=keepdim, dtype=dtype) / count

@@ -1,0 +1,334 @@
+"""Calls of every operator in the table, small enough to run, with sizes that split over 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.graph.ir import Op, Ref, map_refs
+from autopar.ops import resolve
+from autopar.rules.table import RuleTable
+
+OUTSIDE = frozenset((
+    # calls whose result is not defined (uninitialised memory) or that draw numbers without an operand
+    "aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call and its operands."""
+
+    op: Op
+    operands: tuple[Tensor, ...]
+
+    @property
+    def target(self) -> str:
+        return self.op.target
+
+
+class Maker:
+    """Draws operands and writes calls; tensors among the arguments become references in order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def real(self, *shape: int, grad: bool = True) -> Tensor:
+        """In (0.1, 0.9), where every function of the table is smooth and monotone enough."""
+        x = torch.rand(shape, dtype=torch.float64, generator=self.generator) * 0.8 + 0.1
+        return x.requires_grad_(grad)
+
+    def whole(self, *shape: int, high: int = 7) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator)
+
+    def truth(self, *shape: int) -> Tensor:
+        return torch.randint(0, 2, shape, generator=self.generator) > 0
+
+    def call(self, target: str, *args: object, **kwargs: object) -> Example:
+        operands: list[Tensor] = []
+
+        def write(value: object) -> object:
+            if isinstance(value, Tensor):
+                operands.append(value)
+                return Ref(f"x{len(operands)}")
+            return tuple(write(item) for item in value) if isinstance(value, (tuple, list)) else value
+
+        written = tuple(write(arg) for arg in args)
+        named = tuple((key, write(value)) for key, value in kwargs.items())
+        op = Op(name="call", target=target, args=written, kwargs=named, outputs=())
+        assert all(map_refs(arg, lambda ref: ref) == arg for arg in written)
+        return Example(op, tuple(operands))
+
+
+_INTEGERS = ("bitwise", "__")
+_WITHOUT_GRADIENT = ("floor_divide", "bernoulli")
+_OWN = ("aten.type_as.default", "aten.native_dropout.default")
+
+
+def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
+    """A call for each operator whose line is elementwise, arguments filled in by its schema."""
+    for target, rule in table.rules.items():
+        if target in OUTSIDE or not rule.line.startswith("x... ->") and not rule.line.startswith("x..., x..."):
+            continue
+        if "n k+" in rule.line or target.startswith("autopar.") or target in _OWN:
+            continue
+        schema = resolve(target)._schema  # type: ignore[attr-defined]
+        grad = not any(mark in target for mark in _WITHOUT_GRADIENT)
+        integer = any(mark in target for mark in _INTEGERS)
+        shapes = iter([(4, 1, 8), (4, 8), (1, 4, 8)])
+        args: list[object] = []
+        for argument in schema.arguments:
+            kind = str(argument.type)
+            if kind == "Tensor":
+                shape = next(shapes)
+                boolean = argument.name in ("condition", "mask")
+                args.append(
+                    make.truth(*shape) if boolean else make.whole(*shape) if integer else make.real(*shape, grad=grad)
+                )
+            elif argument.kwarg_only or argument.default_value is not None:
+                break
+            elif kind in ("number", "float", "Optional[number]"):
+                args.append(2 if integer else 0.5)
+            elif kind == "bool":
+                args.append(True)
+            elif kind == "str":
+                args.append("none")
+            elif kind == "int":
+                args.append(6)
+            elif "Optional[Tensor]" in kind:
+                args.append(make.real(4, 8))
+            else:
+                break
+        kwargs = {"rounding_mode": "floor"} if target.endswith("Tensor_mode") else {}
+        if target == "aten.masked_fill.Tensor":
+            args[2] = make.real()
+        yield make.call(target, *args, **kwargs)
+
+
+def moved(make: Maker) -> Iterator[Example]:
+    """Views, slices, joins, indexing and factories."""
+    c, r, w = make.call, make.real, make.whole
+    for target in ("view", "_unsafe_view", "reshape"):
+        yield c(f"aten.{target}.default", r(4, 8, 4), (4, 32))
+    yield c("aten.view.default", r(8, 32), (8, 4, 8))
+    yield c("aten.view.default", r(4, 1, 8), (1, 32))
+    yield c("aten.view.default", r(2, 4, 3), (8, 3, 1))
+    yield c("aten.view.default", w(4, 8), (4, 1, 1, 8))
+    yield c("aten.flatten.using_ints", r(4, 8, 4), 1, 2)
+    yield c("aten.unflatten.int", r(4, 8), 1, (4, 2))
+    yield c("aten.squeeze.default", r(4, 1, 8))
+    yield c("aten.squeeze.dim", r(4, 1, 8), 1)
+    yield c("aten.squeeze.dim", r(4, 2, 8), 1)
+    yield c("aten.squeeze.dims", r(1, 4, 1, 8), (0, 2))
+    yield c("aten.unsqueeze.default", r(4, 8), 1)
+    yield c("aten.transpose.int", r(4, 8, 3), 1, 2)
+    yield c("aten.t.default", r(4, 8))
+    yield c("aten.permute.default", r(4, 8, 3), (2, 0, -2))
+    yield c("aten.expand.default", r(8, 1, 4), (4, 8, 4, 4))
+    yield c("aten.expand.default", w(1, 8), (4, 8))
+    yield c("aten.repeat.default", r(4, 8), (2, 1, 3))
+    yield c("aten.slice.Tensor", r(4, 8), 1, 2, 6)
+    yield c("aten.slice.Tensor", r(4, 8), 0, 0, 4)
+    yield c("aten.slice.Tensor", r(4, 8), 1, 0, 8, 2)
+    yield c("aten.select.int", r(4, 8, 4), 1, 3)
+    yield c("aten.narrow.default", r(4, 8), 1, 0, 4)
+    yield c("aten.split.Tensor", r(4, 8), 4, 1)
+    yield c("aten.split_with_sizes.default", r(4, 8), (2, 6), 1)
+    yield c("aten.split.sizes", r(4, 8), (2, 6), 1)
+    yield c("aten.chunk.default", r(4, 8), 2, 1)
+    yield c("aten.tensor_split.sections", r(4, 8), 2, 1)
+    yield c("aten.unbind.int", r(4, 8), 1)
+    yield c("aten.cat.default", (r(4, 8), r(4, 4)), 1)
+    yield c("aten.cat.default", (r(4, 8), r(4, 8)), -1)
+    yield c("aten.stack.default", (r(4, 8), r(4, 8)), 1)
+    yield c("aten.pad.default", r(4, 8), (0, 1), "constant", None)
+    yield c("aten.pad.default", w(4, 8), (0, 1), "constant", -100.0)
+    yield c("aten.constant_pad_nd.default", r(4, 8), (1, 0), 0.0)
+    yield c("aten.tril.default", r(4, 8, 8), 1)
+    yield c("aten.triu.default", r(4, 8, 8))
+    yield c("aten.index.Tensor", r(4, 8, 4), (None, w(4, 1), w(8, high=4)))
+    yield c("aten.index.Tensor", r(4, 8, 4), (w(4, high=4), None, w(4, high=4)))
+    yield c("aten.index.Tensor", r(8, 4), (w(4, 8),))
+    yield c("aten.index_select.default", r(4, 8), 1, w(4))
+    yield c("aten.gather.default", r(4, 8), 1, w(4, 4))
+    yield c("aten.gather.default", r(8, 8), 1, w(4, 4))
+    yield c("aten.scatter.src", r(4, 8), 1, w(4, 8, high=999).argsort(1), r(4, 8))
+    yield c("aten.scatter.value", r(4, 8), 1, w(4, 8), 0.5)
+    yield c("aten.scatter_add.default", r(4, 8), 1, w(4, 4), r(4, 4))
+    yield c("aten.scatter_reduce.two", r(4, 8), 1, w(4, 8), r(4, 8), "sum")
+    yield c("aten.full.default", (4, 8), 0.5)
+    yield c("aten.zeros.default", (4, 8))
+    yield c("aten.ones.default", (4, 8))
+    yield c("aten.scalar_tensor.default", 2.0)
+    for target in ("new_zeros", "new_ones"):
+        yield c(f"aten.{target}.default", w(4), (4, 8))
+    yield c("aten.new_full.default", w(4), (4, 8), 3)
+    yield c("aten.arange.default", 8)
+    yield c("aten.arange.start", 2, 10)
+    yield c("aten.arange.start_step", 0, 16, 2)
+    yield c("aten.eye.default", 4)
+    yield c("aten.eye.m", 4, 8)
+    yield c("aten.linspace.default", 0.0, 1.0, 8)
+    yield c("aten.rand.default", (4, 8))
+    yield c("aten.randn.default", (4, 8))
+    yield c("aten.randint.default", 9, (4, 8))
+
+
+def whole(make: Maker) -> Iterator[Example]:
+    """Operators along a dim that stays whole, and casts."""
+    c, r, w = make.call, make.real, make.whole
+    yield c("aten.to.dtype", r(4, 8), torch.float64)
+    yield c("aten.to.dtype", w(4, 8), torch.float64)
+    yield c("aten.to.dtype", w(4, 8), torch.bool)
+    yield c("aten.to.dtype_layout", w(4, 8), dtype=torch.int32)
+    yield c("aten._to_copy.default", w(4, 8), dtype=torch.float64)
+    yield c("aten.masked_fill.Scalar", r(4, 8), make.truth(1, 8), -1e9)
+    yield c("aten.masked_fill.Scalar", r(4, 8), make.truth(1, 8), 0.0)
+    yield c("aten.where.ScalarOther", make.truth(4, 8), r(4, 8), 0.0)
+    yield c("aten.where.ScalarOther", make.truth(4, 8), r(4, 8), 1.0)
+    yield c("aten.where.ScalarSelf", make.truth(4, 8), 0.0, r(4, 8))
+    yield c("aten.where.ScalarSelf", make.truth(4, 8), 1.0, r(4, 8))
+    yield c("aten.softmax.int", r(4, 8), 1)
+    yield c("aten.log_softmax.int", r(4, 8), -1)
+    yield c("aten._softmax.default", r(4, 8), 1, False)
+    yield c("aten._log_softmax.default", r(4, 8), 1, False)
+    yield c("aten.cumsum.default", r(4, 8), 1)
+    yield c("aten.cumsum.default", w(4, 8), -1)
+    yield c("aten.cumprod.default", r(4, 8), 1)
+    yield c("aten.logcumsumexp.default", r(4, 8), 1)
+    yield c("aten.glu.default", r(4, 8))
+    yield c("aten.flip.default", r(4, 8), (1,))
+    yield c("aten.roll.default", r(4, 8), (1,), (1,))
+    yield c("aten.topk.default", r(4, 8), 2)
+    yield c("aten.sort.default", r(4, 8), 1)
+    yield c("aten.sort.stable", r(4, 8), stable=True, dim=1)
+    yield c("aten.argsort.default", r(4, 8), 1)
+    yield c("aten.diff.default", r(4, 8))
+    yield c("aten.diff.default", w(4, 8), 1, -1, w(4, 1))
+    yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,), True)
+    yield c("aten.type_as.default", r(4, 8), w(8))
+    yield c("aten.native_dropout.default", r(4, 8), 0.5, True)
+    yield c("aten.dropout.default", r(4, 8), 0.5, True)
+    yield c("autopar.dropout", r(4, 8), 0.5)
+
+
+def reductions(make: Maker) -> Iterator[Example]:
+    """Sums, means, extrema."""
+    c, r, w = make.call, make.real, make.whole
+    for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin", "amax", "amin", "median"):
+        yield c(f"aten.{name}.default", r(4, 8))
+    yield c("aten.sum.default", make.truth(4, 8))
+    yield c("aten.sum.default", w(4, 8))
+    yield c("aten.sum.dim_IntList", r(4, 8, 4), (1, -1), True)
+    yield c("aten.sum.dim_IntList", r(4, 8), None)
+    yield c("aten.sum.dim_IntList", r(4, 8), (0,), dtype=torch.float64)
+    yield c("aten.mean.dim", r(4, 8, 4), (1, -1), True)
+    yield c("aten.mean.dim", r(4, 8), (-1,))
+    yield c("aten.mean.dim", r(4, 8), (-1,), True, dtype=torch.float64)
+    yield c("autopar.partial_mean", r(4, 8), (1,), True, 16)
+    for name in ("amax", "amin"):
+        yield c(f"aten.{name}.default", r(4, 8), (1,), True)
+    for name in ("max", "min"):
+        yield c(f"aten.{name}.dim", r(4, 8), 1)
+    yield c("aten.argmax.default", r(4, 8), 1, True)
+    yield c("aten.argmin.default", r(4, 8), 1)
+    for name in ("any", "all"):
+        yield c(f"aten.{name}.default", make.truth(4, 8))
+        yield c(f"aten.{name}.dim", make.truth(4, 8), 1, True)
+        yield c(f"aten.{name}.dims", make.truth(4, 8), (1,), True)
+    yield c("aten.prod.dim_int", r(4, 8), 1)
+    yield c("aten.logsumexp.default", r(4, 8), (1,))
+    for name in ("var", "std", "var_mean"):
+        yield c(f"aten.{name}.correction", r(4, 8), (1,), correction=1)
+    yield c("aten.var.dim", r(4, 8), (1,), True, True)
+    yield c("aten.std.dim", r(4, 8), (1,), True, True)
+    yield c("aten.norm.ScalarOpt_dim", r(4, 8), 2, (1,), True)
+    yield c("aten.count_nonzero.default", w(4, 8))
+    yield c("aten.count_nonzero.dim_IntList", w(4, 8), (1,))
+
+
+def products(make: Maker) -> Iterator[Example]:
+    """Matrix products, attention, convolutions, norms."""
+    c, r = make.call, make.real
+    yield c("aten.linear.default", r(4, 8, 12), r(8, 12), r(8))
+    yield c("aten.linear.default", r(4, 12), r(8, 12), None)
+    yield c("aten.linear.default", r(4, 12, grad=False), r(8, 12))
+    yield c("autopar.linear_t", r(4, 4, 8), r(8, 12), r(12))
+    yield c("autopar.linear_t", r(4, 8), r(8, 12), None)
+    yield c("aten.mm.default", r(4, 8), r(8, 12))
+    yield c("aten.bmm.default", r(4, 8, 4), r(4, 4, 12))
+    yield c("aten.addmm.default", r(12), r(4, 8), r(8, 12))
+    yield c("aten.addmm.default", r(4, 12), r(4, 8), r(8, 12), beta=0.5, alpha=2.0)
+    yield c("aten.baddbmm.default", r(4, 1, 12), r(4, 8, 4), r(4, 4, 12))
+    yield c("aten.outer.default", r(4), r(8))
+    yield c("aten.mv.default", r(4, 8), r(8))
+    yield c("aten.dot.default", r(8), r(8))
+    for left, right in (((4,), (4,)), ((4,), (4, 8)), ((4,), (4, 4, 8)), ((4, 8), (8,)), ((4, 8, 4), (4,))):
+        yield c("aten.matmul.default", r(*left), r(*right))
+    for left, right in (((4, 8), (8, 4)), ((4, 8, 4), (4, 8)), ((4, 1, 8, 4), (8, 4, 8)), ((8, 4), (4, 4, 8))):
+        yield c("aten.matmul.default", r(*left), r(*right))
+    yield c("aten.einsum.default", "bik,bkj->bij", (r(4, 8, 4), r(4, 4, 8)))
+    yield c("aten.einsum.default", "ik,kj,j->i", (r(4, 8), r(8, 4), r(4)))
+    yield c("aten.einsum.default", "ik,kj", (r(4, 8), r(8, 4)))
+    yield c("aten.einsum.default", "iik->ik", (r(4, 4, 8),))
+    attention = "aten.scaled_dot_product_attention.default"
+    q, k, v = (4, 8, 8, 4), (4, 8, 12, 4), (4, 8, 12, 8)
+    yield c(attention, r(*q), r(*k), r(*v), scale=0.25)
+    yield c(attention, r(*q), r(*k), r(*v), make.truth(4, 1, 8, 12) | True, 0.0, False)
+    yield c(attention, r(*q), r(*k), r(*v), attn_mask=r(8, 8, 12))
+    yield c(attention, r(*q), r(*q), r(*q), None, 0.0, True)
+    yield c(attention, r(*q), r(4, 4, 8, 4), r(4, 4, 8, 4), None, 0.0, True, enable_gqa=True)
+    yield c(attention, r(4, 8, 4), r(4, 8, 4), r(4, 8, 4))
+    yield c(attention, r(*q), r(*k), r(*v), None, 0.5)
+    yield c("autopar.attention", r(*q), r(*q), r(*q), None, 0.0, True)
+    for n in (1, 2, 3):
+        yield c(f"aten.conv{n}d.default", r(4, 8, *(5,) * n), r(4, 8, *(3,) * n), r(4), (1,) * n, (1,) * n)
+    yield c("aten.conv2d.default", r(4, 8, 4, 4), r(12, 8, 2, 2), None, (2, 2))
+    yield c("aten.conv2d.default", r(4, 8, 4, 4), r(8, 1, 3, 3), r(8), (1, 1), (1, 1), (1, 1), 8)
+    yield c("aten.conv1d.default", r(8, 5), r(4, 8, 3))
+    yield c(
+        "aten.convolution.default", r(4, 8, 5), r(4, 8, 3), r(4), (1,), (1,), (1,), False, (0,), 1,
+    )  # fmt: skip
+    yield c("aten.layer_norm.default", r(4, 4, 8), (8,), r(8), r(8))
+    yield c("aten.layer_norm.default", r(4, 4, 8), (4, 8), r(4, 8), None)
+    yield c("aten.layer_norm.default", r(4, 4, 8), (8,))
+    yield c("aten.native_layer_norm.default", r(4, 4, 8), (8,), r(8), r(8), 1e-5)
+    yield c("aten.rms_norm.default", r(4, 4, 8), (8,), r(8))
+    yield c("aten.group_norm.default", r(4, 8, 4), 2, r(8), r(8))
+
+
+def losses(make: Maker) -> Iterator[Example]:
+    """Embeddings and losses; labels that do not count stand unevenly, on one rank alone for some splits."""
+    c, r, w = make.call, make.real, make.whole
+    yield c("aten.embedding.default", r(8, 4), w(4, 8, high=8))
+    for padding in (0, 3, 7):
+        yield c("aten.embedding.default", r(8, 4), w(4, 8, high=8), padding)
+    yield c("aten.embedding.default", r(8, 4), w(4, 8, high=8), -1, True, False)
+    yield c("autopar.embedding_vocabulary", r(8, 4), w(4, 8, high=8), "other")
+    labels = w(4, 8, high=12)
+    labels[0, :] = -100
+    labels[1, 2:5] = -100
+    for smoothing in (0.0, 0.1):
+        yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels, -100, smoothing)
+    yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(min=0), 0, 0.0)
+    yield c("autopar.cross_entropy_sum", r(32, 12), labels.view(-1), -100, 0.0)
+    yield c("autopar.cross_entropy_vocabulary", r(4, 8, 12), labels, "other", -100, 0.0)
+    for reduction in (0, 1, 2):
+        yield c("aten.cross_entropy_loss.default", r(32, 12), labels.view(-1), None, reduction)
+        yield c("aten.cross_entropy_loss.default", r(4, 12, 8), labels, r(12, grad=False), reduction)
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"):
+            yield c(f"aten.{name}.default", r(4, 8), r(4, 8, grad=False), reduction)
+        yield c("aten.binary_cross_entropy.default", r(4, 8), r(4, 8, grad=False), None, reduction)
+        yield c("aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, None, reduction)
+        yield c("aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, r(8, grad=False), reduction)
+
+
+def every(table: RuleTable, seed: int = 0) -> Iterator[Example]:
+    """All of the above."""
+    make = Maker(seed)
+    yield from elementwise(table, make)
+    for family in (moved, whole, reductions, products, losses):
+        yield from family(make)

@@ -1,0 +1,74 @@
+"""Every rule of the table, run: each strategy forward and backward against one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from tests.rules.rule_examples import OUTSIDE, Example, Maker, elementwise, every, losses, moved, products, reductions, whole
+
+from autopar.graph.ir import TensorSpec
+from autopar.rules import default_table
+from autopar.rules.grammar import enumerate_strategies
+from autopar.rules.verify import call, verify_rule
+
+FAMILIES = {
+    "elementwise": lambda make: elementwise(default_table(), make),
+    "moved": moved,
+    "whole": whole,
+    "reductions": reductions,
+    "products": products,
+    "losses": losses,
+}
+
+
+def needs_other_axis(example: Example) -> bool:
+    """Operators that an earlier axis made run on ranks of that axis."""
+    return "other" in example.op.args
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_strategy_gives_what_one_device_gives(family: str, size: int) -> None:
+    examples = [e for e in FAMILIES[family](Maker(size)) if not needs_other_axis(e)]
+    failures = [line for e in examples for line in verify_rule(e.op, e.operands, size=size, seed=size)]
+    assert len(examples) > 10
+    assert failures == []
+
+
+def test_every_rule_has_an_example() -> None:
+    covered = {example.target for example in every(default_table())}
+    assert set(default_table().rules) - covered == OUTSIDE
+
+
+# Frozen for reasons that a small run does not show: a convolution whose windows do not overlap could split
+# its window, and the second operand of type_as gives its dtype alone.
+_HARMLESS = {("aten.conv2d.default", "w0"), ("aten.conv2d.default", "w1"), ("aten.type_as.default", "o.0")}
+
+
+def test_no_frozen_dim_could_be_split() -> None:
+    """Mutation: letting any frozen label free gives a strategy that the run rejects."""
+    table, size = default_table(), Fraction(2)
+    survivors, mutants = set(), 0
+    for example in every(table):
+        if needs_other_axis(example):
+            continue
+        dense = call(example.op, example.operands)
+        outputs = tuple(_spec(tensor) for tensor in dense)
+        operands = tuple(_spec(tensor) for tensor in example.operands)
+        op = replace(example.op, outputs=outputs)
+        pattern = table.pattern(op, operands)
+        for label in pattern.frozen:
+            found = enumerate_strategies(pattern.thaw(label), operands, outputs, size)
+            mutant = next((s for s in found if s.name == f"split {label}"), None)
+            if mutant is not None and not mutant.random:
+                mutants += 1
+                if not verify_rule(op, example.operands, size=2, strategies=[mutant]):
+                    survivors.add((op.target, label))
+    assert mutants > 100
+    assert survivors <= _HARMLESS
+
+
+def _spec(tensor: object) -> TensorSpec:
+    return TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)  # type: ignore[attr-defined]
