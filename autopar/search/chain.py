@@ -1,0 +1,147 @@
+"""Blocks put together: the types of what crosses their boundaries, by dynamic programming over the chain.
+
+The chain is an energy itself: a variable for each value that crosses a boundary (and each parameter that several
+blocks read), a table for each block. Elimination along a chain is dynamic programming over boundary types; skip
+connections and tied weights merely make it wider. Equal blocks share one table. Inner blocks of a run stand for all
+of theirs and share one layout (:mod:`autopar.search.classes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.graph.ir import Ref
+from autopar.layout import Type
+from autopar.plan import AxisTyping
+from autopar.rules.types import Strategy, Typing
+from autopar.search.classes import Compact
+from autopar.search.elimination import Energy, Factor, marginalise
+from autopar.search.intra import AxisCosts, BlockProblem, Pricing, boundary_of, crossing_types
+from autopar.search.problem import Choice, Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisSolution:
+    """A typing of a whole compact graph.
+
+    ``value``: what it costs under the weights that it was found with; ``blocks``: for each block of the compact graph.
+    """
+
+    typing: Typing
+    blocks: tuple[AxisTyping, ...]
+    value: float
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for equal typings."""
+        return tuple((b.strategies, b.parameters) for b in self.blocks)
+
+
+class AxisSolver:
+    """All typings of one micro-batch graph on one axis; solve it for one price of memory after the other.
+
+    Args:
+        compact: the compact graph before the axis is applied.
+        rests: allowed types at rest by parameter name, where pins restrict them.
+    """
+
+    def __init__(
+        self,
+        compact: Compact,
+        *,
+        axis: str,
+        size: int,
+        pricing: Pricing,
+        rests: Mapping[str, Sequence[Type]] | None = None,
+    ) -> None:
+        self.compact, self.axis, self.size = compact, axis, size
+        self.rests = rests or {}
+        graph = compact.graph
+        owners: dict[str, int] = {}
+        for block in graph.blocks:
+            for parameter in graph.block_parameters(block):
+                owners[parameter.name] = owners.get(parameter.name, 0) + 1
+        self.costs = AxisCosts(graph=graph, axis=axis, size=size, pricing=pricing, owners=owners)
+        self.boundaries = [boundary_of(graph, block, owners) for block in graph.blocks]
+        self.problems: dict[object, BlockProblem] = {}
+        self.of_block: list[BlockProblem] = []
+        for i, block in enumerate(graph.blocks):
+            key = self._key(i)
+            if key not in self.problems:
+                self.problems[key] = BlockProblem(graph, block, self.costs, self.rests)
+            self.of_block.append(self.problems[key])
+
+    def _key(self, index: int) -> object:
+        graph, boundary = self.compact.graph, self.boundaries[index]
+        parameters = graph.block_parameters(graph.blocks[index])
+        shared = tuple(p.name in boundary.shared and p.name for p in parameters)
+        pinned = tuple(tuple(self.rests.get(p.name, ())) for p in parameters)
+        return graph.blocks[index].hash, shared, pinned, len(boundary.outputs)
+
+    def solve(self, weights: Weights) -> AxisSolution:
+        """The best typing.
+
+        Raises:
+            InfeasibleError: none fits together.
+        """
+        graph = self.compact.graph
+        tables = {id(p): p.solve(weights) for p in self.problems.values()}
+        variables: dict[Ref | str, int] = {}
+        sizes: list[int] = []
+        factors: list[Factor] = []
+        for i, boundary in enumerate(self.boundaries):
+            table = tables[id(self.of_block[i])].table
+            keys: list[Ref | str] = [*boundary.inputs, *boundary.outputs, *boundary.shared]
+            for key, count in zip(keys, table.shape, strict=True):
+                if key not in variables:
+                    variables[key] = len(sizes)
+                    sizes.append(count)
+            scope = tuple(variables[key] for key in keys)
+            factors.append(Factor(scope=scope, table=table * len(self.compact.members[i])))
+        for a, b in self.compact.alike:
+            if a in variables and b in variables:
+                factors.append(self._equal(a, b, variables))
+        best = marginalise(Energy(sizes=tuple(sizes), factors=tuple(factors)), ())
+        if np.isinf(best.table):
+            raise InfeasibleError(f"the blocks have typings on axis {self.axis} that fit together", value=graph.name)
+        chosen = best.decode(())
+        choices = []
+        for i, boundary in enumerate(self.boundaries):
+            index = tuple(chosen[variables[k]] for k in (*boundary.inputs, *boundary.outputs, *boundary.shared))
+            problem = self.of_block[i]
+            choices.append(problem.choice(tables[id(problem)], index))
+        return self._solution(choices, float(best.table))
+
+    def _equal(self, a: Ref, b: Ref, variables: Mapping[Ref | str, int]) -> Factor:
+        types = crossing_types(self.compact.graph, (a, b), self.size)
+        table = np.array([[0.0 if x == y else np.inf for y in types[b]] for x in types[a]])
+        return Factor(scope=(variables[a], variables[b]), table=table)
+
+    def _solution(self, choices: Sequence[Choice], value: float) -> AxisSolution:
+        """Choices of the block that a table was made for, carried over to each block that shares it."""
+        graph = self.compact.graph
+        strategies: dict[str, Strategy] = {}
+        parameters: dict[str, Type] = {}
+        blocks = []
+        for i, block in enumerate(graph.blocks):
+            model, choice = self.of_block[i].block, choices[i]
+            pairs = zip(graph.block_ops(block), graph.block_ops(model), strict=True)
+            mine = [(op.name, choice.strategies[other.name]) for op, other in pairs]
+            owned = zip(graph.block_parameters(block), graph.block_parameters(model), strict=True)
+            rests = [(p.name, choice.parameters[other.name]) for p, other in owned]
+            strategies.update(mine)
+            parameters.update(rests)
+            blocks.append(
+                AxisTyping(
+                    axis=self.axis,
+                    strategies=tuple(s.name for _, s in mine),
+                    parameters=tuple(t for _, t in rests),
+                )
+            )
+        typing = Typing(axis=self.axis, size=Fraction(self.size), strategies=strategies, parameters=parameters)
+        return AxisSolution(typing=typing, blocks=tuple(blocks), value=value)

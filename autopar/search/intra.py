@@ -1,0 +1,190 @@
+"""One block on one axis: the least cost for every combination of types at its boundary.
+
+Blocks exchange values as they were made: a change of type belongs to the block that reads (see ``rules.apply``). So the
+types of the values that cross a boundary are all that two blocks must agree on, and a block is one table over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import prod
+from typing import Protocol
+
+from autopar import rules
+from autopar.graph.ir import Block, Graph, Op, Parameter, Ref, TensorSpec
+from autopar.layout import I, P, R, Type
+from autopar.rules.conversions import collective_bytes, conversion
+from autopar.rules.types import Local, Strategy
+from autopar.search.elimination import Marginal
+from autopar.search.problem import FREE, Choice, Cost, Problem, Weights, rests_of, types_of
+
+MAX_BOUNDARY_STATES = 1 << 14
+"""Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
+
+
+class Pricing(Protocol):
+    """What the layout search asks the cost model."""
+
+    def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> float:
+        """Seconds of one local operator, forward and backward."""
+
+    def collective_time_s(self, kind: str, num_bytes: int) -> float:
+        """Seconds of a collective over the axis; bytes of the full tensor (all-to-all: of one rank's part)."""
+
+    def saves(self, op: Op) -> Sequence[Ref]:
+        """Operands and outputs that backward needs."""
+
+    def gradient_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of a parameter's gradient as it is summed."""
+
+    def state_bytes(self, spec: TensorSpec) -> float:
+        """Bytes of a parameter with its gradient and optimizer states."""
+
+
+@dataclass(slots=True)
+class AxisCosts:
+    """Prices of typings on an axis of ``size`` ranks.
+
+    ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
+    """
+
+    graph: Graph
+    axis: str
+    size: int
+    pricing: Pricing
+    owners: Mapping[str, int] = field(default_factory=dict)
+    _changes: dict[tuple[TensorSpec, Type, Type], Cost | None] = field(default_factory=dict)
+
+    def saves(self, op: Op) -> Sequence[Ref]:
+        return self.pricing.saves(op)
+
+    def operator(self, op: Op, strategy: Strategy, saved: Sequence[Ref]) -> Cost:
+        specs = [self.graph.spec(ref) for ref in op.operands]
+        operands = tuple(self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True))
+        outputs = tuple(self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True))
+        local = Local(axis=self.axis, size=Fraction(self.size), operands=operands, outputs=outputs)
+        one = rules.localize(op, strategy, local)
+        time_s = self.pricing.op_time_s(one, operands)
+        for inside in strategy.communication:
+            time_s += self.pricing.collective_time_s(inside.kind, inside.num_bytes)
+        arriving = dict(zip(op.operands, operands, strict=True))
+        made = {Ref(op.name, i): spec for i, spec in enumerate(outputs)}
+        saved_bytes = sum((arriving.get(ref) or made[ref]).num_bytes for ref in saved)
+        return Cost(time_s=time_s, saved_bytes=saved_bytes)
+
+    def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+        key = (spec, source, target)
+        if key not in self._changes:
+            self._changes[key] = self._change(spec, source, target)
+        return self._changes[key]
+
+    def _change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+        found = conversion(source, target, requires_grad=spec.requires_grad)
+        if found is None:
+            return None
+        num_bytes = spec.num_bytes
+        kinds = [kind for kind in (found.forward, found.backward) if kind is not None]
+        return Cost(
+            time_s=sum(
+                self.pricing.collective_time_s(k, collective_bytes(k, full_num_bytes=num_bytes, size=self.size))
+                for k in kinds
+            )
+        )
+
+    def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
+        spec = parameter.spec
+        if (rest, wanted) == (I, R) and spec.requires_grad:  # the sum is done once a step
+            time_s = self.pricing.collective_time_s("all_reduce", self.pricing.gradient_bytes(spec))
+            return Cost(step_s=time_s / self.owners.get(parameter.name, 1))
+        if rest == I and wanted == P:
+            return FREE  # kept on one rank: its gradient is whole on every rank
+        return self.change(spec, rest, wanted)
+
+    def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
+        whole = self.pricing.state_bytes(self.local(parameter.spec, rest))
+        return Cost(state_bytes=whole / self.owners.get(parameter.name, 1))
+
+    def local(self, spec: TensorSpec, kind: Type) -> TensorSpec:
+        """One rank's part."""
+        if not kind.is_split:
+            return spec
+        shape = list(spec.shape)
+        shape[kind.dim] //= self.size
+        return TensorSpec(shape=tuple(shape), dtype=spec.dtype, requires_grad=spec.requires_grad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What a block shares with others, by position: equal blocks share one table.
+
+    ``inputs``, ``outputs``: values; ``shared``: parameters that other blocks read as well.
+    """
+
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    shared: tuple[str, ...]
+
+
+class BlockProblem:
+    """One block of a graph on one axis.
+
+    Args:
+        rests: allowed types at rest by parameter name, where pins restrict them.
+    """
+
+    def __init__(self, graph: Graph, block: Block, costs: AxisCosts, rests: Mapping[str, Sequence[Type]]) -> None:
+        self.graph, self.block, self.costs, self.rests = graph, block, costs, rests
+        self.boundary = boundary_of(graph, block, costs.owners)
+        problem = Problem(graph, costs, offered=self._offered, at_rest=self.rest_types)
+        types = self.boundary_types()
+        keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
+        for op in graph.block_ops(block):
+            problem.operator(op)
+        problem.close()
+        keep += [problem.departure(ref, types[ref]) for ref in self.boundary.outputs]
+        keep += [problem.parameter(graph.parameter(name)) for name in self.boundary.shared]
+        if graph.loss.name in problem.ops:
+            loss = graph.spec(graph.loss)
+            problem.end(graph.loss, lambda kind: costs.change(loss, kind, I))
+        self.problem, self.keep = problem, tuple(keep)
+
+    def boundary_types(self) -> dict[Ref, tuple[Type, ...]]:
+        """The types that each value at the boundary may have."""
+        refs = (*self.boundary.inputs, *self.boundary.outputs)
+        return crossing_types(self.graph, refs, self.costs.size)
+
+    def rest_types(self, parameter: Parameter) -> Sequence[Type]:
+        """The types at rest that a parameter may have."""
+        return self.rests.get(parameter.name) or rests_of(parameter.spec, self.costs.size)
+
+    def solve(self, weights: Weights) -> Marginal:
+        """The table over (inputs, outputs, shared parameters)."""
+        return self.problem.solve(self.keep, weights)
+
+    def choice(self, marginal: Marginal, index: tuple[int, ...]) -> Choice:
+        """The solution behind one entry of a table that :meth:`solve` gave."""
+        return self.problem.choice(marginal.decode(index), float(marginal.table[index]))
+
+    def _offered(self, op: Op) -> tuple[Strategy, ...]:
+        operands = tuple(self.graph.spec(ref) for ref in op.operands)
+        size = Fraction(self.costs.size)
+        return rules.strategies(op, operands, axis=self.costs.axis, size=size, fallback=True)
+
+
+def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Boundary:
+    """What ``block`` shares with others; the loss is no output."""
+    return Boundary(
+        inputs=graph.block_inputs(block),
+        outputs=tuple(ref for ref in graph.block_outputs(block) if ref != graph.loss or graph.users(ref)),
+        shared=tuple(p.name for p in graph.block_parameters(block) if owners.get(p.name, 1) > 1),
+    )
+
+
+def crossing_types(graph: Graph, refs: Sequence[Ref], size: int) -> dict[Ref, tuple[Type, ...]]:
+    """Types for values that cross a boundary together: all, or (where those are too many) I and S alone."""
+    every = {ref: types_of(graph.spec(ref), size) for ref in refs}
+    if prod(len(t) for t in every.values()) <= MAX_BOUNDARY_STATES:
+        return every
+    return {ref: tuple(t for t in types if t != P and (t != R or I not in types)) for ref, types in every.items()}

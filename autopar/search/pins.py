@@ -1,0 +1,276 @@
+"""Pins: constraints that a person puts on the plan, respected exactly.
+
+| pin                                             | holds                                              |
+|-------------------------------------------------|----------------------------------------------------|
+| ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
+| ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
+| ``precision=bf16``                              | the precision                                      |
+| ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
+| ``stage@layers.0-7=0``                          | the pipeline stage of the selected blocks          |
+| ``model.layers.*.mlp.up_proj.weight=tp:S(0)``   | the type at rest of parameters, by a name pattern  |
+
+A selector is a dotted path whose parts may be ``*`` or a range: it selects the blocks whose label contains it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from autopar.errors import UsageError
+from autopar.graph.ir import Graph
+from autopar.layout import Type, parse_type
+from autopar.plan import Recompute
+from autopar.schedule import SCHEDULES
+from autopar.table import closest
+
+_RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_NUMBERS = {
+    "pp": "pp",
+    "dp": "dp",
+    "dp_replicate": "dp_replicate",
+    "dp_shard": "dp_shard",
+    "cp": "cp",
+    "tp": "tp",
+    "ep": "ep",
+    "zero": "zero",
+    "zero_stage": "zero",
+    "micro_batch": "micro_batch",
+    "micro_batch_size": "micro_batch",
+    "num_micro_batches": "num_micro_batches",
+    "virtual_stages": "virtual_stages",
+}
+_AXES = ("tp",)
+_KEYS = (*_NUMBERS, "schedule", "recompute", "precision", "stage@BLOCKS", "PARAMETER=tp:TYPE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberPin:
+    """A relation between a degree (or another whole number) and a value."""
+
+    text: str
+    key: str
+    relation: str
+    value: int
+
+    def holds(self, found: int) -> bool:
+        return _RELATIONS[self.relation](found, self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoicePin:
+    """A name that must (or, with ``!=``, must not) be chosen: ``schedule`` or ``precision``."""
+
+    text: str
+    key: str
+    relation: str
+    value: str
+
+    def holds(self, found: str) -> bool:
+        return (found == self.value) == (self.relation != "!=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputePin:
+    """Recompute of the blocks of ``selector``; of all blocks where it is empty."""
+
+    text: str
+    mode: Recompute
+    selector: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePin:
+    """The stage of the blocks of ``selector``."""
+
+    text: str
+    selector: str
+    stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPin:
+    """The type at rest, on ``axis``, of the parameters that the pattern matches."""
+
+    text: str
+    pattern: str
+    axis: str
+    type: Type
+
+    def matches(self, names: Iterable[str]) -> bool:
+        return any(fnmatchcase(name, self.pattern) for name in names)
+
+
+Pin = NumberPin | ChoicePin | RecomputePin | StagePin | ParameterPin
+
+
+def parse_pin(text: str) -> Pin:
+    """Reads one pin.
+
+    >>> parse_pin("tp<=4")
+    NumberPin(text='tp<=4', key='tp', relation='<=', value=4)
+
+    Raises:
+        UsageError: malformed, or an unknown name (with the closest known one).
+    """
+    match = re.fullmatch(r"\s*([^<>=!\s]+)\s*(<=|>=|!=|==|=|<|>)\s*(\S+)\s*", text)
+    if match is None:
+        raise UsageError("a pin is NAME=VALUE (or <=, >=, !=)", value=repr(text), remedy="write for example tp=4")
+    name, relation, value = match.groups()
+    if name in _NUMBERS:
+        if not value.isdecimal():
+            raise UsageError(f"the pin of {name} is a whole number", value=repr(value), place=f"pin '{text}'")
+        return NumberPin(text=text, key=_NUMBERS[name], relation=relation, value=int(value))
+    if name in ("schedule", "precision"):
+        return _choice(text, name, relation, value)
+    if relation not in ("=", "=="):
+        raise UsageError(f"'{relation}' is for numbers, schedule and precision", value=repr(text), remedy="write =")
+    if name == "recompute":
+        return _recompute(text, value)
+    if name.startswith("stage@"):
+        if not value.isdecimal():
+            raise UsageError("a stage is counted from 0", value=repr(value), place=f"pin '{text}'")
+        return StagePin(text=text, selector=name.removeprefix("stage@"), stage=int(value))
+    if ":" in value:
+        axis, _, type_text = value.partition(":")
+        if axis not in _AXES:
+            raise UsageError("parameters are pinned on an axis", value=repr(axis), remedy=closest(axis, _AXES))
+        found = parse_type(type_text)
+        if found.kind not in ("I", "S"):
+            raise UsageError("a parameter at rest is I or S(d)", value=type_text, place=f"pin '{text}'")
+        return ParameterPin(text=text, pattern=name, axis=axis, type=found)
+    raise UsageError("a pin names what the plan has", value=repr(name), remedy=closest(name, _KEYS))
+
+
+def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
+    known = SCHEDULES if name == "schedule" else ("fp32", "bf16")
+    by_lower = {k.lower(): k for k in known}
+    if relation not in ("=", "==", "!="):
+        raise UsageError(f"{name} is pinned by = or !=", value=repr(text))
+    if value.lower() not in by_lower:
+        raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, known))
+    return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
+
+
+def _recompute(text: str, value: str) -> RecomputePin:
+    mode, at, selector = value.partition("@")
+    if mode not in ("none", "full") or bool(at) != bool(selector):
+        raise UsageError(
+            "recompute is none or full, alone or followed by @BLOCKS",
+            value=repr(value),
+            remedy="write for example recompute=full@layers.0-11",
+        )
+    return RecomputePin(text=text, mode="full" if mode == "full" else "none", selector=selector)
+
+
+def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
+    """Indices of the blocks that a selector names.
+
+    Raises:
+        UsageError: it names none; says which labels there are.
+    """
+    found = tuple(b.index for b in graph.blocks if not selector or _label_matches(b.label, selector))
+    if not found:
+        labels = list(dict.fromkeys(b.label for b in graph.blocks if b.label))
+        raise UsageError(
+            "a selector names blocks of the model", value=repr(selector), place=f"pin '{pin}'",
+            remedy=f"blocks: {labels[0]} ... {labels[-1]}" if labels else "the model has no named blocks",
+        )  # fmt: skip
+    return found
+
+
+def _label_matches(label: str, selector: str) -> bool:
+    parts, wanted = label.split("."), selector.split(".")
+    return any(
+        all(_part_matches(part, want) for part, want in zip(parts[i : i + len(wanted)], wanted, strict=True))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def _part_matches(part: str, wanted: str) -> bool:
+    span = re.fullmatch(r"(\d+)-(\d+)", wanted)
+    if span:
+        return part.isdecimal() and int(span[1]) <= int(part) <= int(span[2])
+    return fnmatchcase(part, wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """All pins of one search."""
+
+    pins: tuple[Pin, ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> Pins:
+        return cls(pins=tuple(parse_pin(text) for text in texts))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(pin.text for pin in self.pins)
+
+    def without(self, text: str) -> Pins:
+        """All pins but one; for finding those that conflict."""
+        return Pins(pins=tuple(pin for pin in self.pins if pin.text != text))
+
+    def allows(self, key: str, value: int | str) -> bool:
+        """Whether every pin on ``key`` holds for ``value``."""
+        for pin in self.pins:
+            if isinstance(pin, NumberPin) and pin.key == key and not pin.holds(int(value)):
+                return False
+            if isinstance(pin, ChoicePin) and pin.key == key and not pin.holds(str(value)):
+                return False
+        return True
+
+    def equal_to(self, key: str) -> int | None:
+        """The value that an ``=`` pin fixes, if there is one."""
+        for pin in self.pins:
+            if isinstance(pin, NumberPin) and pin.key == key and pin.relation in ("=", "=="):
+                return pin.value
+        return None
+
+    @property
+    def parameters(self) -> tuple[ParameterPin, ...]:
+        return tuple(pin for pin in self.pins if isinstance(pin, ParameterPin))
+
+    def recompute(self, graph: Graph) -> dict[int, Recompute]:
+        """The pinned recompute by block index; later pins win over earlier ones."""
+        found: dict[int, Recompute] = {}
+        for pin in self.pins:
+            if isinstance(pin, RecomputePin):
+                found |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.mode)
+        return found
+
+    def stages(self, graph: Graph) -> dict[int, int]:
+        """The pinned stage by block index."""
+        found: dict[int, int] = {}
+        for pin in self.pins:
+            if isinstance(pin, StagePin):
+                found |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.stage)
+        return found
+
+    def check(self, graph: Graph) -> None:
+        """Refuse pins that name blocks or parameters which the model does not have.
+
+        Raises:
+            UsageError: names the pin, with suggestions.
+        """
+        self.recompute(graph)
+        self.stages(graph)
+        names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)]
+        for pin in self.parameters:
+            if not pin.matches(names):
+                raise UsageError(
+                    "a pin names parameters of the model", value=repr(pin.pattern), place=f"pin '{pin.text}'",
+                    remedy=closest(pin.pattern, names[:50]) if len(names) <= 50 else f"for example {names[0]}",
+                )  # fmt: skip

@@ -1,0 +1,304 @@
+"""A typing on one axis as an energy: what the strategies of some operators and the changes of type between them cost.
+
+Variables, and the tables over them:
+
+- one for each operator: its strategy; a table of its own for work and saved activations;
+- one for each parameter: its type at rest (I or S(d)); a table of its own for its state;
+- one for each value made elsewhere: its type as it arrives;
+- one for each value that several operators read: its type as made, and the *set of further types* made from it, at
+  most :data:`MAX_EXTRAS`. The set carries the cost of those changes, so that consumers which want the same type share
+  one change, exactly as ``rules.apply`` shares it inside a block; a table forbids a consumer whose type is neither the
+  one made nor in the set. A value with a single consumer needs no such variable: a table over maker and consumer.
+
+Every cost has four parts that are weighted only when the energy is made, so that one problem serves a whole sweep of
+memory prices: seconds a micro-batch, seconds a step (gradient sums), bytes of saved activations, bytes of state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Protocol
+
+import numpy as np
+
+from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
+from autopar.layout import I, P, R, S, Type
+from autopar.rules.types import Strategy
+from autopar.search.elimination import Energy, Factor, Marginal, Table, marginalise
+
+MAX_EXTRAS = 2
+"""Further types that one value may be changed to inside a block."""
+
+Made = tuple[Type, frozenset[Type]]
+"""A state of a value that several operators read: as made, and what else is made from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What one unit of each part of a cost is worth, in seconds of a micro-batch."""
+
+    per_step_s: float = 0.0
+    """For a second of once a step: one over the number of micro-batches."""
+    saved_byte: float = 0.0
+    state_byte: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Parts of a cost; see :class:`Weights`."""
+
+    time_s: float = 0.0
+    step_s: float = 0.0
+    saved_bytes: float = 0.0
+    state_bytes: float = 0.0
+
+
+FREE = Cost()
+
+
+class Costs(Protocol):
+    """What a problem must know of prices; None where something is not allowed."""
+
+    def saves(self, op: Op) -> Sequence[Ref]:
+        """Operands and outputs that backward needs."""
+
+    def operator(self, op: Op, strategy: Strategy, saved: Sequence[Ref]) -> Cost:
+        """Work of one operator; ``saved``: what it saves for backward that no operator before it saved."""
+
+    def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+        """A change of type of a value."""
+
+    def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
+        """A parameter that is ``rest`` read as ``wanted``."""
+
+    def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
+        """The state of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parted:
+    """A factor whose table is weighted later."""
+
+    scope: tuple[int, ...]
+    parts: tuple[Table, ...]
+    """Seconds, seconds a step, saved bytes, state bytes; later ones may be missing."""
+
+    def weighed(self, weights: Weights) -> Factor:
+        scale = (1.0, weights.per_step_s, weights.saved_byte, weights.state_byte)
+        table = self.parts[0]
+        for part, weight in zip(self.parts[1:], scale[1:], strict=False):
+            if weight:
+                table = table + weight * part
+        return Factor(scope=self.scope, table=table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A solution: names are of operators, parameters and values."""
+
+    strategies: Mapping[str, Strategy]
+    parameters: Mapping[str, Type]
+    value: float
+
+
+class Problem:
+    """The energy of a typing; add operators in order, then what must hold, then solve.
+
+    Args:
+        graph: for specs and parameters.
+        costs: prices.
+        offered: the strategies of an operator.
+        at_rest: the types at rest that a parameter may have.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        *,
+        offered: Callable[[Op], Sequence[Strategy]],
+        at_rest: Callable[[Parameter], Sequence[Type]],
+    ) -> None:
+        self.graph, self.costs = graph, costs
+        self.offered, self.rest_types = offered, at_rest
+        self.states: list[Sequence[object]] = []
+        self.factors: list[_Parted] = []
+        self.ops: dict[str, int] = {}
+        self.arrivals: dict[Ref, int] = {}
+        self.rests: dict[str, int] = {}
+        self._readers: dict[Ref, list[tuple[Op, tuple[int, ...]]]] = {}
+        self._saved: set[Ref] = set()
+        self._specs = graph._index.specs
+
+    # --- building
+
+    def arrival(self, ref: Ref, types: Sequence[Type]) -> int:
+        """A variable for the type in which a value made elsewhere arrives."""
+        self.arrivals[ref] = self._variable(types)
+        return self.arrivals[ref]
+
+    def parameter(self, parameter: Parameter) -> int:
+        """The variable for a parameter's type at rest; the same one for the same parameter."""
+        if parameter.name not in self.rests:
+            types = self.rest_types(parameter)
+            v = self.rests[parameter.name] = self._variable(types)
+            self._add((v,), [self.costs.at_rest(parameter, t) for t in types])
+        return self.rests[parameter.name]
+
+    def operator(self, op: Op) -> None:
+        """An operator; a value that several operators save for backward is charged to the first."""
+        strategies = self.offered(op)
+        v = self.ops[op.name] = self._variable(strategies)
+        first = [ref for ref in self.costs.saves(op) if ref not in self._saved]
+        self._saved.update(first)
+        self._add((v,), [self.costs.operator(op, s, first) for s in strategies])
+        positions: dict[Ref, list[int]] = {}
+        for i, ref in enumerate(op.operands):
+            positions.setdefault(ref, []).append(i)
+        for ref, where in positions.items():
+            self._readers.setdefault(ref, []).append((op, tuple(where)))
+            if self.graph.is_parameter(ref):
+                self.parameter(self.graph.parameter(ref.name))
+
+    def departure(self, ref: Ref, types: Sequence[Type]) -> int:
+        """A variable for the type in which a value of these operators leaves: as it was made."""
+        leaves = self._variable(types)
+        source, made = self._source(ref)
+        self._add_allowed((source, leaves), [[m == t for t in types] for m in made])
+        return leaves
+
+    def same_type(self, a: Ref, b: Ref) -> None:
+        """Two values must have one type."""
+        (va, ta), (vb, tb) = self._source(a), self._source(b)
+        self._add_allowed((va, vb), [[x == y for y in tb] for x in ta])
+
+    def end(self, ref: Ref, cost: Callable[[Type], Cost | None]) -> None:
+        """What the type in which ``ref`` is made costs at the end (the loss)."""
+        source, made = self._source(ref)
+        self._add((source,), [cost(t) for t in made])
+
+    def close(self) -> None:
+        """Add the tables between makers and readers, once every operator is there."""
+        for ref, readers in self._readers.items():
+            if ref.name in self.ops or ref in self.arrivals or ref.name in self.rests:
+                self._edges(ref, readers)
+
+    # --- solving
+
+    def solve(self, keep: tuple[int, ...], weights: Weights) -> Marginal:
+        """The least energy for every combination of the variables ``keep``."""
+        return marginalise(self.energy(weights), keep)
+
+    def energy(self, weights: Weights) -> Energy:
+        return Energy(sizes=tuple(len(s) for s in self.states), factors=tuple(f.weighed(weights) for f in self.factors))
+
+    def choice(self, assignment: Sequence[int], value: float) -> Choice:
+        """An assignment by name."""
+        strategies = {name: self.states[v][assignment[v]] for name, v in self.ops.items()}
+        parameters = {name: self.states[v][assignment[v]] for name, v in self.rests.items()}
+        return Choice(strategies=strategies, parameters=parameters, value=value)  # type: ignore[arg-type]
+
+    # --- tables
+
+    def _variable(self, states: Sequence[object]) -> int:
+        self.states.append(states)
+        return len(self.states) - 1
+
+    def _source(self, ref: Ref) -> tuple[int, list[Type]]:
+        """The variable that decides the type of a value as made, and that type for each of its states."""
+        if ref.name in self.ops:
+            v = self.ops[ref.name]
+            return v, [s.outputs[ref.index] for s in self.states[v]]  # type: ignore[attr-defined]
+        v = self.arrivals[ref] if ref in self.arrivals else self.rests[ref.name]
+        return v, list(self.states[v])  # type: ignore[arg-type]
+
+    def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
+        if ref.name in self.rests:
+            return self.costs.use(self.graph.parameter(ref.name), source, target)
+        return self.costs.change(self._specs[ref], source, target)
+
+    def _edges(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> None:
+        source, made = self._source(ref)
+        wanted = [self._wanted(op, where, ref) for op, where in readers]
+        if len(readers) == 1:
+            reader = self.ops[readers[0][0].name]
+            known = {(t, w): self._sum(ref, t, w) for t in set(made) for w in set(wanted[0])}
+            self._add((source, reader), [[known[t, w] for w in wanted[0]] for t in made])
+            return
+        states = self._made_states(ref, set(made), {t for w in wanted for s in w for t in s})
+        value = self._variable(states)
+        self._add((value,), [self._sum(ref, t, extras | {t}) for t, extras in states])
+        self._add_allowed((source, value), [[t == m for m, _ in states] for t in made])
+        for (op, _), types in zip(readers, wanted, strict=True):
+            allowed = {w: [w <= extras | {t} for t, extras in states] for w in set(types)}
+            self._add_allowed((self.ops[op.name], value), [allowed[w] for w in types])
+
+    def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref) -> list[frozenset[Type]]:
+        """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
+        strategies: Sequence[Strategy] = self.states[self.ops[op.name]]  # type: ignore[assignment]
+        found = [frozenset(s.inputs[i] for i in where) for s in strategies]
+        if self._specs[ref].requires_grad or ref.name in self.rests:
+            return found
+        made = set(self._source(ref)[1])
+        home = I if I in made and R not in made else R
+        return [frozenset(home if t in (I, R) else t for t in s) for s in found]
+
+    def _made_states(self, ref: Ref, made: set[Type], wanted: set[Type]) -> list[Made]:
+        states: list[Made] = []
+        for t in sorted(made):
+            others = [w for w in sorted(wanted - {t}) if self._change(ref, t, w) is not None]
+            for count in range(min(MAX_EXTRAS, len(others)) + 1):
+                states += [(t, frozenset(extras)) for extras in combinations(others, count)]
+        return states
+
+    def _sum(self, ref: Ref, source: Type, targets: frozenset[Type]) -> Cost | None:
+        total = FREE
+        for target in sorted(targets):
+            if target != source or ref.name in self.rests:
+                one = FREE if target == source else self._change(ref, source, target)
+                if one is None:
+                    return None
+                total = Cost(
+                    total.time_s + one.time_s,
+                    total.step_s + one.step_s,
+                    total.saved_bytes + one.saved_bytes,
+                    total.state_bytes + one.state_bytes,
+                )
+        return total
+
+    def _add(self, scope: tuple[int, ...], costs: Sequence[Cost | None] | Sequence[Sequence[Cost | None]]) -> None:
+        """A factor from costs in the shape of its table; None forbids."""
+        shape = [len(self.states[v]) for v in scope]
+        flat: list[Cost | None] = []
+        for entry in costs:
+            if isinstance(entry, Cost) or entry is None:
+                flat.append(entry)
+            else:
+                flat += entry
+        table = np.array(
+            [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in flat],
+            dtype=np.float64,
+        ).reshape(-1, 4)
+        parts = [table[:, i].reshape(shape) for i in range(4)]
+        while len(parts) > 1 and not parts[-1].any():
+            parts.pop()
+        if any(part.any() for part in parts):
+            self.factors.append(_Parted(scope, tuple(parts)))
+
+    def _add_allowed(self, scope: tuple[int, ...], allowed: Sequence[Sequence[bool]]) -> None:
+        table = np.where(np.array(allowed, dtype=bool), 0.0, np.inf)
+        if table.any():
+            self.factors.append(_Parted(scope, (table,)))
+
+
+def types_of(spec: TensorSpec, size: int) -> tuple[Type, ...]:
+    """Every type that a value of this shape can have on an axis of ``size`` ranks."""
+    splits = tuple(S(d) for d, n in enumerate(spec.shape) if n >= size and n % size == 0)
+    return (I, R, P, *splits) if spec.requires_grad else (R, P, *splits)
+
+
+def rests_of(spec: TensorSpec, size: int) -> tuple[Type, ...]:
+    """The types at rest that a parameter can have: whole, or split along a dim that divides."""
+    return (I, *(S(d) for d, n in enumerate(spec.shape) if n >= size and n % size == 0))

@@ -1,0 +1,99 @@
+"""Search spaces: which values of each choice are tried; data in ``search/*.toml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from autopar import resources
+from autopar.errors import UsageError
+from autopar.plan import ScheduleName
+from autopar.schedule import SCHEDULES
+from autopar.table import Table, closest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What the outer search may choose.
+
+    Attributes:
+        max_tp_nodes: ``tp`` groups span at most this many nodes (1: they stay on NVLink).
+        max_pp, max_tp: bounds on degrees.
+        zero_stages, micro_batches, schedules, virtual_stages: values tried; pins may name others.
+        hsdp: also split the data axis into ``dp_replicate`` x ``dp_shard`` at node boundaries.
+        recompute: modes that a block may take.
+        price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
+            the block's compute time.
+        exhaustive: up to so many candidates are searched to the end by branch and bound; more go to Optuna.
+        trials: of Optuna, where the caller says nothing.
+    """
+
+    name: str
+    max_tp_nodes: int
+    max_pp: int
+    max_tp: int
+    zero_stages: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    schedules: tuple[ScheduleName, ...]
+    virtual_stages: tuple[int, ...]
+    hsdp: bool
+    recompute: tuple[str, ...]
+    price_ratios: tuple[float, ...]
+    exhaustive: int
+    trials: int
+
+
+def load_space(name: str) -> Space:
+    """A space by name (``default``, ``quick``) or from a TOML file.
+
+    Raises:
+        UsageError: unknown name, malformed file (file, line, key).
+    """
+    shipped = resources.files("search")
+    if name.endswith(".toml"):
+        path = Path(name)
+    elif name in shipped:
+        path = shipped[name]
+    else:
+        raise UsageError("the space is shipped with autopar or a TOML file", value=repr(name), remedy=closest(name, shipped))
+    table = Table.load(path)
+    schedules = _texts(table, "schedules", SCHEDULES)
+    space = Space(
+        name=table.text("name"),
+        max_tp_nodes=table.integer("max_tp_nodes"),
+        max_pp=table.integer("max_pp"),
+        max_tp=table.integer("max_tp"),
+        zero_stages=_integers(table, "zero_stages", 0),
+        micro_batches=_integers(table, "micro_batches", 1),
+        schedules=cast("tuple[ScheduleName, ...]", schedules),
+        virtual_stages=_integers(table, "virtual_stages", 1),
+        hsdp=table.flag("hsdp"),
+        recompute=_texts(table, "recompute", ("none", "full")),
+        price_ratios=tuple(_numbers(table, "price_ratios")),
+        exhaustive=table.integer("exhaustive"),
+        trials=table.integer("trials"),
+    )
+    table.finish()
+    return space
+
+
+def _numbers(table: Table, key: str) -> list[float]:
+    value = table.raw(key)
+    if not isinstance(value, list) or not value or not all(isinstance(v, int | float) and v >= 0 for v in value):
+        raise table.fault(key, "the value is a list of numbers from zero", value=repr(value))
+    return [float(v) for v in value]
+
+
+def _integers(table: Table, key: str, least: int) -> tuple[int, ...]:
+    numbers = _numbers(table, key)
+    if any(n != int(n) or n < least for n in numbers):
+        raise table.fault(key, f"the value is a list of whole numbers from {least}", value=repr(numbers))
+    return tuple(int(n) for n in numbers)
+
+
+def _texts(table: Table, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    value = table.raw(key)
+    if not isinstance(value, list) or not value or not all(v in known for v in value):
+        raise table.fault(key, f"the value is a list of {', '.join(known)}", value=repr(value))
+    return tuple(str(v) for v in value)

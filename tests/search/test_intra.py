@@ -1,0 +1,180 @@
+"""Layouts of blocks: exact against brute force, and what they are for a Llama layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+import pytest
+
+from autopar import rules
+from autopar.graph.ir import Graph, Op, Ref
+from autopar.layout import I, P, R, S, Type
+from autopar.rules.apply import shard
+from autopar.rules.conversions import conversion
+from autopar.rules.types import Strategy
+from autopar.search.chain import AxisSolution, AxisSolver
+from autopar.search.classes import compact
+from autopar.search.intra import AxisCosts
+from autopar.search.problem import Weights, rests_of
+
+from .graphs import attention, llama_block, mlp
+from .toy import ToyPricing
+
+
+def solver(graph: Graph, size: int, pricing: ToyPricing | None = None) -> AxisSolver:
+    return AxisSolver(compact(graph), axis="tp", size=size, pricing=pricing or ToyPricing(size=size))
+
+
+@lru_cache(maxsize=8)
+def known_costs(graph: Graph, size: int) -> AxisCosts:
+    return AxisCosts(graph=graph, axis="tp", size=size, pricing=ToyPricing(size=size))
+
+
+def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str, Type], weights: Weights) -> float:
+    """The cost of one typing, written anew: changes shared inside a block, saved values charged once."""
+    costs = known_costs(graph, size)
+    total = 0.0
+
+    def pay(cost: object) -> None:
+        nonlocal total
+        total += float("inf") if cost is None else (
+            cost.time_s + weights.per_step_s * cost.step_s  # type: ignore[attr-defined]
+            + weights.saved_byte * cost.saved_bytes + weights.state_byte * cost.state_bytes  # type: ignore[attr-defined]
+        )  # fmt: skip
+
+    for name, rest in rests.items():
+        pay(costs.at_rest(graph.parameter(name), rest))
+    for block in graph.blocks:
+        changed: set[tuple[Ref, Type]] = set()
+        saved: set[Ref] = set()
+        for one in graph.block_ops(block):
+            strategy = chosen[one.name]
+            new = [r for r in costs.saves(one) if r not in saved]
+            saved.update(new)
+            pay(costs.operator(one, strategy, new))
+            for ref, wanted in zip(one.operands, strategy.inputs, strict=True):
+                if (ref, wanted) in changed or graph.is_prelude(ref):
+                    continue
+                changed.add((ref, wanted))
+                if graph.is_parameter(ref):
+                    pay(costs.use(graph.parameter(ref.name), rests[ref.name], wanted))
+                else:
+                    made = chosen[ref.name].outputs[ref.index]
+                    if made != wanted:
+                        pay(costs.change(graph.spec(ref), made, wanted))
+    pay(costs.change(graph.spec(graph.loss), chosen[graph.loss.name].outputs[0], I))
+    return total
+
+
+def brute_force(graph: Graph, size: int, weights: Weights) -> float:
+    offered = {
+        o.name: rules.strategies(o, tuple(graph.spec(r) for r in o.operands), axis="tp", size=Fraction(size))
+        for o in graph.ops
+    }
+
+    def typings(chosen: dict[str, Strategy], left: tuple[Op, ...]) -> Iterator[dict[str, Strategy]]:
+        if not left:
+            yield chosen
+            return
+        for strategy in offered[left[0].name]:
+            if _possible(graph, left[0].operands, strategy, chosen):
+                yield from typings({**chosen, left[0].name: strategy}, left[1:])
+
+    return min(_best_rests(graph, size, chosen, weights) for chosen in typings({}, graph.ops))
+
+
+def _possible(graph: Graph, operands: tuple[Ref, ...], strategy: Strategy, chosen: dict[str, Strategy]) -> bool:
+    return all(
+        graph.is_prelude(r) or graph.is_parameter(r)
+        or conversion(chosen[r.name].outputs[r.index], w, requires_grad=graph.spec(r).requires_grad) is not None
+        for r, w in zip(operands, strategy.inputs, strict=True)
+    )  # fmt: skip
+
+
+def _best_rests(graph: Graph, size: int, chosen: dict[str, Strategy], weights: Weights) -> float:
+    """Parameters do not touch each other: each takes its best type at rest by itself."""
+    rests: dict[str, Type] = dict.fromkeys((p.name for p in graph.parameters), I)
+    start = energy(graph, size, chosen, rests, weights)
+    best = start
+    for p in graph.parameters:
+        options = (energy(graph, size, chosen, {**rests, p.name: rest}, weights) for rest in rests_of(p.spec, size)[1:])
+        best += min(0.0, min(options, default=start) - start)
+    return best
+
+
+@pytest.mark.parametrize("price", [0.0, 1e-7])
+def test_a_small_mlp_is_solved_exactly(price: float) -> None:
+    graph = mlp(layers=1, batch=3, hidden=6, width=4)
+    weights = Weights(per_step_s=0.25, saved_byte=price, state_byte=price)
+    assert solver(graph, 2).solve(weights).value == pytest.approx(brute_force(graph, 2, weights), rel=1e-12)
+
+
+def test_the_value_is_the_energy_of_the_typing_that_is_returned() -> None:
+    graph = attention()
+    weights = Weights(per_step_s=0.5, saved_byte=1e-8, state_byte=1e-9)
+    found = solver(graph, 2).solve(weights)
+    written = energy(graph, 2, dict(found.typing.strategies), dict(found.typing.parameters), weights)
+    assert found.value == pytest.approx(written, rel=1e-12)
+
+
+def test_solutions_can_be_applied_and_end_in_an_invariant_loss() -> None:
+    for graph in (mlp(layers=5), attention(), llama_block()):
+        small = compact(graph)
+        for price in (0.0, 1e-12):
+            found = solver(graph, 2).solve(Weights(per_step_s=0.1, saved_byte=price, state_byte=price))
+            local = shard(small.graph, found.typing)
+            assert local.producer(local.loss).layouts[-1] == (("tp", I),)  # type: ignore[union-attr]
+
+
+def test_inner_layers_of_a_run_are_solved_as_one() -> None:
+    graph = mlp(layers=40)
+    small = compact(graph)
+    assert [len(m) for m in small.members] == [1, 1, 38, 1, 1]
+    assert small.class_of == (0, 1, *([2] * 38), 3, 4)
+    assert len(solver(graph, 2).problems) == 3
+
+
+def types(found: AxisSolution, name: str) -> tuple[tuple[Type, ...], tuple[Type, ...]]:
+    return found.typing.strategies[name].inputs, found.typing.strategies[name].outputs
+
+
+PRICE = 1e-12  # seconds a byte: 80 GB are worth 80 ms
+
+
+def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> None:
+    found = solver(llama_block(), 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
+    assert types(found, "norm1") == ((S(1), R), (S(1),))
+    for name in ("q1", "k1", "v1", "gate1", "up1"):
+        assert types(found, name) == ((R, S(0)), (S(2),)), name
+    assert types(found, "core1") == ((S(1),) * 3, (S(1),))
+    for name in ("o1", "down1"):
+        assert types(found, name) == ((S(2), S(1)), (P,)), name
+    assert types(found, "out1") == ((S(1), S(1)), (S(1),))
+
+
+def test_without_a_price_the_batch_is_split_where_it_divides_and_heads_in_attention_where_not() -> None:
+    free = Weights(per_step_s=0.0)
+    by_batch = solver(llama_block(batch=8, seq=1024), 8).solve(free)
+    assert types(by_batch, "core1")[1] == (S(0),)
+    assert types(by_batch, "gate1") == ((S(0), R), (S(0),))
+    ulysses = solver(llama_block(), 8).solve(free)
+    assert types(ulysses, "gate1") == ((S(1), R), (S(1),))
+    assert types(ulysses, "core1") == ((S(1),) * 3, (S(1),))
+
+
+def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
+    graph = llama_block(seq=4095)
+    found = solver(graph, 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
+    assert types(found, "gate1")[0][1] == S(0)
+    assert all(t != S(1) for t in types(found, "out1")[1])
+
+
+def test_a_pinned_parameter_is_respected() -> None:
+    graph = mlp(layers=1)
+    pinned = AxisSolver(
+        compact(graph), axis="tp", size=2, pricing=ToyPricing(size=2), rests={"up0": (S(1),), "down0": (I,)}
+    ).solve(Weights())
+    assert pinned.typing.parameters["up0"] == S(1)
+    assert pinned.typing.parameters["down0"] == I
