@@ -1,0 +1,287 @@
+"""What one block of one rank's graph costs: time, communication, what it keeps and what it needs in passing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from autopar.cost.collectives import CollectiveModel
+from autopar.cost.compute import time_of_work
+from autopar.cost.work import COLLECTIVES, VIEWS, Work, operand_specs, work
+from autopar.device import Device
+from autopar.graph.ir import Block, Graph, Op, Ref
+from autopar.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCost:
+    """A parameter as one rank of the tensor-parallel axes has it.
+
+    Attributes:
+        name: of the graph; equal where several blocks share it.
+        shape: local.
+        num_bytes: of ``shape`` in the graph's dtype.
+        gradient_sum_axes: axes over which its gradient is summed once a step.
+        trained: whether it has a gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    gradient_sum_axes: tuple[str, ...] = ()
+    trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Local elements."""
+        return prod(self.shape)
+
+    def shard_numel(self, ranks: int) -> int:
+        """Elements of the largest shard when dim 0 (FSDP2's choice) is split, the last ranks' parts being smaller."""
+        if not self.shape or ranks == 1:
+            return self.numel
+        return -(-self.shape[0] // ranks) * (self.numel // self.shape[0] if self.shape[0] else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.conversions.collective_bytes` counts."""
+
+    kind: str
+    axis: str
+    num_bytes: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """One block on one rank for one micro-batch; seconds, bytes and flops.
+
+    Attributes:
+        key: equal for blocks of equal cost.
+        forward_s, backward_s: computation.
+        communication_forward_s, communication_backward_s: collectives of the block's own axes, exposed.
+        saved_bytes: what backward needs of the block's own and its inputs' values; shared storages once.
+        input_bytes: values that come from earlier blocks; what recompute keeps instead.
+        saved_input_bytes: the part of ``saved_bytes`` that ``input_bytes`` counts too.
+        prelude: name and bytes of the inputs and prelude values that it reads; a stage has them once.
+        forward_transient_bytes, backward_transient_bytes: the most that is alive at once, over ``saved_bytes``.
+        send_bytes, send_gradient_bytes: what a stage that ends here sends on, and gets back.
+        flops, backward_flops: of matrix products.
+        messages: its collectives.
+        parameters: that it reads.
+    """
+
+    key: str
+    forward_s: float
+    backward_s: float
+    communication_forward_s: float
+    communication_backward_s: float
+    saved_bytes: int
+    input_bytes: int
+    saved_input_bytes: int
+    prelude: tuple[tuple[str, int], ...]
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    send_bytes: int
+    send_gradient_bytes: int
+    flops: float
+    backward_flops: float
+    messages: tuple[Message, ...]
+    parameters: tuple[ParameterCost, ...]
+
+    @property
+    def recompute_s(self) -> float:
+        """What a recomputation in backward adds: the forward with its collectives."""
+        return self.forward_s + self.communication_forward_s
+
+    def kept_bytes(self, recompute: bool) -> int:
+        """Bytes kept from forward to backward."""
+        return self.input_bytes if recompute else self.saved_bytes
+
+    def passing_bytes(self, recompute: bool) -> int:
+        """The most that is alive in passing, over :meth:`kept_bytes`."""
+        passing = max(self.forward_transient_bytes, self.backward_transient_bytes)
+        return passing + self.saved_bytes if recompute else passing
+
+
+def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectives: CollectiveModel) -> BlockCost:
+    """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply``)."""
+    ops = graph.block_ops(block)
+    works = [work(op, operand_specs(op, graph.spec), device.kind) for op in ops]
+    times = [time_of_work(done, op, device) for done, op in zip(works, ops, strict=True)]
+    fan_in_s = _fan_in_s(graph, ops, device)
+    sent = tuple(message for op in ops for message in messages(op, graph))
+    seconds = {False: 0.0, True: 0.0}
+    for message in sent:
+        seconds[message.backward] += collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+    storages = _Storages(graph, block, works)
+    inputs = storages.inputs()
+    across = graph.live_across(block.stop)
+    return BlockCost(
+        key=block.hash,
+        forward_s=sum(time.forward_s for time in times),
+        backward_s=sum(time.backward_s for time in times) + fan_in_s,
+        communication_forward_s=seconds[False],
+        communication_backward_s=seconds[True],
+        saved_bytes=storages.saved_bytes,
+        input_bytes=sum(inputs.values()),
+        saved_input_bytes=sum(size for ref, size in inputs.items() if ref in storages.saved),
+        prelude=storages.prelude(),
+        forward_transient_bytes=max(storages.forward_peak() - storages.saved_bytes, 0),
+        backward_transient_bytes=max(storages.backward_peak() - storages.saved_bytes, 0),
+        send_bytes=sum(graph.spec(ref).num_bytes for ref in across),
+        send_gradient_bytes=sum(graph.spec(ref).num_bytes for ref in across if graph.spec(ref).requires_grad),
+        flops=sum(done.flops for done in works),
+        backward_flops=sum(done.backward_flops for done in works),
+        messages=sent,
+        parameters=tuple(
+            ParameterCost(
+                name=p.name,
+                shape=p.spec.shape,
+                num_bytes=p.spec.num_bytes,
+                gradient_sum_axes=p.gradient_sum_axes,
+                trained=p.spec.requires_grad,
+            )
+            for p in graph.block_parameters(block)
+        ),
+    )
+
+
+def messages(op: Op, graph: Graph) -> Iterator[Message]:
+    """The collectives that an operator of a local graph runs, forward and backward."""
+    if op.target == "autopar.cross_entropy_vocabulary":
+        axis, smoothing = str(op.args[2]), op.args[4] if len(op.args) > 4 else 0.0
+        logits, target = (graph.spec(ref) for ref in op.operands[:2])
+        token_bytes = target.numel * max(4, logits.dtype.itemsize)
+        for count in (1, 3 if smoothing else 2):
+            yield Message(kind="all_reduce", axis=axis, num_bytes=count * token_bytes, backward=False)
+        return
+    if op.target not in COLLECTIVES:
+        return
+    name, axis = op.target.removeprefix("autopar."), str(op.args[1])
+    before, after = graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes
+    forward, backward = _directions(name, op)
+    size = before if name == "all_to_all" else max(before, after)
+    if forward:
+        yield Message(kind=forward, axis=axis, num_bytes=size, backward=False)
+    if backward and op.spec.requires_grad:
+        yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
+
+
+def _directions(name: str, op: Op) -> tuple[str, str]:
+    """Collectives forward and backward of an emitted change of type; the table of ``rules.conversions``."""
+    end = op.args[-1]
+    match name:
+        case "all_reduce":
+            return "all_reduce", "all_reduce" if end == "R" else ""
+        case "all_gather":
+            return "all_gather", "reduce_scatter" if end == "R" else ""
+        case "reduce_scatter":
+            return "reduce_scatter", "all_gather"
+        case "all_to_all":
+            return "all_to_all", "all_to_all"
+        case "shard":
+            return "", "all_gather" if end == "I" else ""
+        case "invariant_to_replicate":
+            return "", "all_reduce"
+        case _:
+            return "", ""
+
+
+def _fan_in_s(graph: Graph, ops: tuple[Op, ...], device: Device) -> float:
+    """Adding up the gradients of values that several operators of the block read."""
+    uses = Counter(ref for op in ops if any(s.requires_grad for s in op.outputs) for ref in dict.fromkeys(op.operands))
+    total = 0.0
+    for ref, count in uses.items():
+        spec = graph.spec(ref)
+        if count > 1 and spec.requires_grad and not graph.is_parameter(ref):
+            total += (count - 1) * (3 * spec.num_bytes / device.memory_bandwidth_bytes_per_s + device.launch_s)
+    return total
+
+
+class _Storages:
+    """Lifetimes of the storages that a block makes, keeps and reads."""
+
+    def __init__(self, graph: Graph, block: Block, works: list[Work]) -> None:
+        self.graph, self.block, self.works = graph, block, works
+        self.ops = graph.block_ops(block)
+        self._roots: dict[Ref, Ref] = {}
+        self.saved: dict[Ref, int] = {}
+        """Kept storages by the position of the first operator that keeps them."""
+        for i, (op, done) in enumerate(zip(self.ops, works, strict=True)):
+            kept = [op.operands[k] for k in done.saved] + ([Ref(op.name)] if done.saves_output else [])
+            for root in map(self.root, kept):
+                if not graph.is_parameter(root) and not graph.is_prelude(root):
+                    self.saved.setdefault(root, i)
+        self._inner = [done.saved_bytes for done in works]
+        self.saved_bytes = sum(map(self.size, self.saved)) + sum(self._inner)
+
+    def root(self, ref: Ref) -> Ref:
+        """The value whose storage ``ref`` lies in."""
+        found = self._roots.get(ref)
+        if found is None:
+            producer = self.graph.producer(ref)
+            is_view = producer is not None and producer.target in VIEWS and producer.operands
+            found = self.root(producer.operands[0]) if producer is not None and is_view else ref
+            self._roots[ref] = found
+        return found
+
+    def size(self, ref: Ref) -> int:
+        return self.graph.spec(ref).num_bytes
+
+    def inputs(self) -> dict[Ref, int]:
+        """Storages of earlier blocks that this one reads."""
+        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_inputs(self.block))
+        return {root: self.size(root) for root in roots if not self.graph.is_parameter(root)}
+
+    def prelude(self) -> tuple[tuple[str, int], ...]:
+        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_prelude(self.block))
+        constants = {buffer.name for buffer in self.graph.buffers}
+        return tuple((root.name, self.size(root)) for root in roots if root.name not in constants)
+
+    def forward_peak(self) -> int:
+        """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
+        last: dict[Ref, int] = {}
+        for i, op in enumerate(self.ops):
+            last |= {self.root(ref): i for ref in op.operands} | {Ref(op.name, k): i for k in range(len(op.outputs))}
+        outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
+        alive: dict[Ref, int] = {}
+        kept = peak = 0
+        keeps: dict[int, int] = {}
+        position = {op.name: i for i, op in enumerate(self.ops)}
+        for ref, i in self.saved.items():
+            made_at = position.get(ref.name, i)
+            keeps[made_at] = keeps.get(made_at, 0) + self.size(ref)
+        for i, op in enumerate(self.ops):
+            if op.target not in VIEWS:
+                made = (Ref(op.name, k) for k in range(len(op.outputs)))
+                alive |= {ref: self.size(ref) for ref in made if ref not in self.saved}
+            kept += keeps.get(i, 0) + self._inner[i]
+            peak = max(peak, kept + sum(alive.values()) + self.works[i].workspace_bytes)
+            for ref in [ref for ref in alive if last[ref] <= i and ref not in outputs]:
+                del alive[ref]
+        return peak
+
+    def backward_peak(self) -> int:
+        """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
+        outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
+        gradients = {root: self.size(root) for root in outputs if self.graph.spec(root).requires_grad}
+        kept, peak = self.saved_bytes, 0
+        frees: dict[int, int] = {}
+        for ref, first in self.saved.items():
+            frees[first] = frees.get(first, 0) + self.size(ref)
+        for i in reversed(range(len(self.ops))):
+            op = self.ops[i]
+            if op.target not in VIEWS:
+                for ref in op.operands:
+                    root = self.root(ref)
+                    if self.graph.spec(root).requires_grad and not self.graph.is_parameter(root):
+                        gradients.setdefault(root, self.size(root))
+                peak = max(peak, kept + sum(gradients.values()) + self.works[i].backward_workspace_bytes)
+                for k in range(len(op.outputs)):
+                    gradients.pop(Ref(op.name, k), None)
+            kept -= frees.get(i, 0) + self._inner[i]
+        return peak

@@ -1,0 +1,376 @@
+"""What one operator does on its operands: flops, bytes, what backward needs of it.
+
+Counts are those of torch's eager kernels, one operator at a time. A product of matrices costs two flops for each
+multiply-add; its backward is one such product for each operand with a gradient; fused attention's backward computes the
+scores again (five products where forward has two: Dao et al. 2022, FlashAttention). Views cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import cast
+
+from autopar.device import Kind
+from autopar.graph.ir import Op, Ref, TensorSpec
+
+Specs = Sequence[TensorSpec]
+
+_FLOAT = 4
+"""Bytes of the type in which torch computes the losses of half precision logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One operator, forward and backward.
+
+    Attributes:
+        flops, backward_flops: of matrix products; elementwise work counts as bytes alone.
+        smallest_dim: of the products' m, n, k; where efficiency curves are read.
+        num_bytes, backward_bytes: read and written.
+        launches, backward_launches: kernels; 0 for a view.
+        saved: positions of the operands that backward needs.
+        saves_output: backward needs the output.
+        saved_bytes: what backward needs besides.
+        workspace_bytes, backward_workspace_bytes: temporaries inside the operator.
+    """
+
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    smallest_dim: int = 1
+    num_bytes: int = 0
+    backward_bytes: int = 0
+    launches: int = 1
+    backward_launches: int = 0
+    saved: tuple[int, ...] = ()
+    saves_output: bool = False
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+
+
+_VIEW_NAMES = (
+    "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim"
+    " squeeze.dims unsqueeze.default transpose.int t.default permute.default expand.default slice.Tensor select.int"
+    " narrow.default alias.default detach.default split.Tensor split_with_sizes.default chunk.default unbind.int"
+    " diagonal.default movedim.int unfold.default view_as.default expand_as.default"
+)
+_SAVE_NOTHING_NAMES = (
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor neg.default clone.default contiguous.default"
+    " to.dtype _to_copy.default cat.default stack.default pad.default constant_pad_nd.default repeat.default"
+    " roll.default flip.default cumsum.default mul.Scalar div.Scalar tril.default triu.default type_as.default"
+    " zeros_like.default ones_like.default"
+)
+_SAVE_OUTPUT_NAMES = (
+    "exp.default tanh.default sigmoid.default sqrt.default rsqrt.default relu.default reciprocal.default sign.default"
+    " amax.default amin.default logsumexp.default prod.default elu.default selu.default softmax.int _softmax.default"
+    " log_softmax.int _log_softmax.default"
+)
+_SAVE_INPUT_NAMES = (
+    "pow.Tensor_Scalar silu.default gelu.default abs.default log.default sin.default cos.default square.default"
+    " leaky_relu.default hardtanh.default clamp.default softplus.default hardswish.default mish.default"
+    " log_sigmoid.default erf.default"
+)
+_COLLECTIVE_NAMES = "all_reduce all_gather reduce_scatter all_to_all shard keep_on_first invariant_to_replicate"
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+VIEWS = _aten(_VIEW_NAMES)
+"""Operators whose output lies in the storage of their first operand."""
+
+COLLECTIVES = frozenset(f"autopar.{name}" for name in _COLLECTIVE_NAMES.split())
+"""Changes of type; see rules/conversions.py."""
+
+_PARTIAL_VIEWS = _aten("slice.Tensor select.int narrow.default")
+_SAVE_NOTHING, _SAVE_OUTPUT, _SAVE_INPUT = (
+    _aten(_SAVE_NOTHING_NAMES),
+    _aten(_SAVE_OUTPUT_NAMES),
+    _aten(_SAVE_INPUT_NAMES),
+)
+_SAVE_CONDITION = {"aten.where.self": (0,), "aten.where.ScalarOther": (0,), "aten.where.ScalarSelf": (0,)}
+_SAVE_CONDITION |= {"aten.masked_fill.Scalar": (1,), "aten.masked_fill.Tensor": (1,), "aten.index.Tensor": (1,)}
+_SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1,)}
+
+_FACTORIES = ("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.new_", "aten.rand")
+
+
+def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
+    """The work of an operator.
+
+    Args:
+        op: ``op.outputs`` are the specs of its outputs on this rank.
+        operands: specs of ``op.operands`` on this rank.
+        kind: of the device; some kernels exist on one alone.
+
+    Returns:
+        An operator that is not known counts as elementwise, and as keeping its operands and output for backward: the
+        larger of what it may be.
+    """
+    if op.target in VIEWS:
+        return _view(op, operands)
+    maker = _SPECIAL.get(op.target)
+    found = maker(op, operands, kind) if maker else _elementwise(op, operands)
+    if any(spec.requires_grad for spec in op.outputs):
+        return found
+    return replace(
+        found, backward_flops=0.0, backward_bytes=0, backward_launches=0, saved=(), saves_output=False, saved_bytes=0,
+        backward_workspace_bytes=0,
+    )  # fmt: skip
+
+
+def _total(specs: Specs) -> int:
+    return sum(spec.num_bytes for spec in specs)
+
+
+def _with_grad(operands: Specs) -> list[TensorSpec]:
+    return [spec for spec in operands if spec.requires_grad]
+
+
+def _view(op: Op, operands: Specs) -> Work:
+    """Nothing forward; backward of a part fills a whole gradient, that of an expansion sums."""
+    if not op.spec.requires_grad:
+        return Work(launches=0)
+    source, out = operands[0], op.spec
+    if op.target in _PARTIAL_VIEWS and source.numel != out.numel:
+        return Work(launches=0, backward_launches=2, backward_bytes=source.num_bytes + 2 * out.num_bytes)
+    if source.numel != out.numel:
+        return Work(launches=0, backward_launches=1, backward_bytes=source.num_bytes + out.num_bytes)
+    return Work(launches=0)
+
+
+def _elementwise(op: Op, operands: Specs) -> Work:
+    target = op.target
+    if target.startswith(_FACTORIES):
+        return Work(num_bytes=_total(op.outputs))
+    if target in ("aten.to.dtype", "aten._to_copy.default") and operands and operands[0].dtype == op.spec.dtype:
+        return Work(launches=0)
+    gradients = _with_grad(operands)
+    saved, saves_output = _saved(op, operands)
+    needed = sum(operands[i].num_bytes for i in saved) + (op.spec.num_bytes if saves_output else 0)
+    return Work(
+        num_bytes=_total(operands) + _total(op.outputs),
+        backward_bytes=_total(op.outputs) + needed + _total(gradients),
+        backward_launches=len(gradients),
+        saved=saved,
+        saves_output=saves_output,
+    )
+
+
+def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
+    """Positions of the operands that autograd keeps, and whether it keeps the output."""
+    target = op.target
+    if target in _SAVE_NOTHING:
+        return (), False
+    if target in _SAVE_OUTPUT:
+        return (), True
+    if target in _SAVE_INPUT:
+        return (0,), False
+    if target in _SAVE_CONDITION:
+        return _SAVE_CONDITION[target], False
+    if target == "aten.mul.Tensor":
+        if len(operands) == 1:
+            return (), False
+        return tuple(i for i in (0, 1) if operands[1 - i].requires_grad), False
+    if target == "aten.div.Tensor":
+        if len(operands) == 1:
+            return (), False
+        return (0, 1) if operands[1].requires_grad else (1,), False
+    return tuple(i for i, spec in enumerate(operands) if spec.dtype.is_floating_point), op.spec.dtype.is_floating_point
+
+
+def _product(op: Op, operands: Specs, flops: float, smallest: int, left: int, right: int) -> Work:
+    """A product of operands ``left`` and ``right``; further operands (a bias) are added."""
+    a, b = operands[left], operands[right]
+    saved = tuple(i for i, other in ((left, b), (right, a)) if other.requires_grad)
+    gradients = _with_grad(operands)
+    products = [spec for spec in (a, b) if spec.requires_grad]
+    reads = sum((b if spec is a else a).num_bytes + op.spec.num_bytes for spec in products)
+    return Work(
+        flops=flops,
+        backward_flops=flops * len(products),
+        smallest_dim=max(smallest, 1),
+        num_bytes=_total(operands) + op.spec.num_bytes,
+        backward_bytes=reads + _total(gradients),
+        backward_launches=len(gradients),
+        saved=saved,
+    )
+
+
+def _linear(op: Op, operands: Specs, kind: Kind) -> Work:
+    contracted = operands[0].shape[-1]
+    out = op.spec.numel
+    width = max(op.spec.shape[-1], 1)
+    return _product(op, operands, 2.0 * out * contracted, min(out // width, width, contracted), 0, 1)
+
+
+def _matmul(op: Op, operands: Specs, kind: Kind) -> Work:
+    left, right = (1, 2) if len(operands) == 3 else (0, 1)
+    contracted = operands[left].shape[-1]
+    sides = (operands[left].shape[-2:-1] or (1,))[0], (operands[right].shape[-1:] or (1,))[0]
+    return _product(op, operands, 2.0 * op.spec.numel * contracted, min(contracted, *sides), left, right)
+
+
+def _einsum(op: Op, operands: Specs, kind: Kind) -> Work:
+    terms = cast("str", op.args[0]).replace(" ", "").partition("->")[0].split(",")
+    sizes = {c: n for term, spec in zip(terms, operands, strict=True) for c, n in zip(term, spec.shape, strict=True)}
+    if len(operands) != 2:
+        return _elementwise(op, operands)
+    return _product(op, operands, 2.0 * prod(sizes.values()), min(sizes.values()), 0, 1)
+
+
+def _convolution(op: Op, operands: Specs, kind: Kind) -> Work:
+    weight = operands[1]
+    contracted = weight.numel // weight.shape[0]
+    out = op.spec.numel
+    smallest = min(weight.shape[0], contracted, out // weight.shape[0])
+    return _product(op, operands, 2.0 * out * contracted, smallest, 0, 1)
+
+
+def _argument(op: Op, position: int, name: str, default: object) -> object:
+    if position < len(op.args):
+        return op.args[position]
+    return dict(op.kwargs).get(name, default)
+
+
+def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Fused attention keeps q, k, v, the output and a row statistic; a causal mask halves the work.
+
+    On a CPU there is no fused kernel with dropout: the scores and their mask are kept then.
+    """
+    query, key = operands[0], operands[1]
+    rows, columns = query.shape[-2], key.shape[-2]
+    scores = query.numel // query.shape[-1] * columns
+    flops = 2.0 * scores * (query.shape[-1] + op.spec.shape[-1])
+    if _argument(op, 5, "is_causal", False) and rows == columns:
+        flops *= (rows + 1) / (2 * rows)
+    statistic = query.numel // query.shape[-1] * _FLOAT
+    passes = (_total(operands) + op.spec.num_bytes, 3 * _total(operands) + 2 * op.spec.num_bytes)
+    common = Work(
+        flops=flops, smallest_dim=min(rows, columns, query.shape[-1]), num_bytes=passes[0], backward_bytes=passes[1],
+        backward_launches=2, saved=tuple(range(len(operands))), saves_output=True, saved_bytes=statistic,
+    )  # fmt: skip
+    if kind == "cpu" and _argument(op, 4, "dropout_p", 0.0):
+        kept = scores * (2 * query.dtype.itemsize + 1)
+        return replace(
+            common, backward_flops=2 * flops, num_bytes=passes[0] + 3 * kept, backward_bytes=passes[1] + 3 * kept,
+            launches=5, backward_launches=6, saved_bytes=kept, workspace_bytes=scores * query.dtype.itemsize,
+        )  # fmt: skip
+    return replace(common, backward_flops=2.5 * flops)
+
+
+def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
+    """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values."""
+    logits = operands[0]
+    whole = logits.numel * max(_FLOAT, logits.dtype.itemsize)
+    cast_bytes = 0 if logits.dtype.itemsize >= _FLOAT else logits.num_bytes + whole
+    return Work(
+        num_bytes=cast_bytes + 2 * whole,
+        backward_bytes=cast_bytes + 4 * whole,
+        launches=2 + (cast_bytes > 0),
+        backward_launches=2 + (cast_bytes > 0),
+        saved_bytes=whole,
+        workspace_bytes=whole if cast_bytes else 0,
+        backward_workspace_bytes=2 * whole if cast_bytes else whole,
+    )
+
+
+def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
+    """cross_entropy_vocabulary: maximum, difference, exponential (kept), sums; gradients of three uses are added."""
+    logits = operands[0]
+    whole = logits.numel * max(_FLOAT, logits.dtype.itemsize)
+    cast_bytes = 0 if logits.dtype.itemsize >= _FLOAT else logits.num_bytes + whole
+    return Work(
+        num_bytes=cast_bytes + 6 * whole,
+        backward_bytes=cast_bytes + 8 * whole,
+        launches=12,
+        backward_launches=10,
+        saved_bytes=whole,
+        workspace_bytes=whole * (2 if cast_bytes else 1),
+        backward_workspace_bytes=2 * whole,
+    )
+
+
+def _norm(op: Op, operands: Specs, kind: Kind) -> Work:
+    x, out = operands[0], op.spec
+    gradients = _with_grad(operands)
+    rows = x.numel // max(x.shape[-1], 1)
+    return Work(
+        num_bytes=x.num_bytes + out.num_bytes,
+        backward_bytes=2 * x.num_bytes + out.num_bytes + (x.num_bytes if x.requires_grad else 0),
+        backward_launches=min(len(gradients), 2),
+        saved=(0,),
+        saved_bytes=2 * rows * _FLOAT,
+    )
+
+
+def _embedding(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A look-up; backward fills a gradient of the whole table and adds the rows."""
+    table, ids = operands[0], operands[1]
+    passes = 2 if op.target == "aten.embedding.default" else 4
+    masks = 0 if op.target == "aten.embedding.default" else ids.num_bytes + ids.numel
+    return Work(
+        num_bytes=ids.num_bytes + passes * op.spec.num_bytes,
+        backward_bytes=table.num_bytes + (passes + 1) * op.spec.num_bytes,
+        launches=1 if passes == 2 else 6,
+        backward_launches=2,
+        saved=(1,),
+        saved_bytes=masks,
+    )
+
+
+def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Keeps its mask, one byte an element."""
+    x = operands[0]
+    return Work(
+        num_bytes=4 * x.num_bytes + 2 * x.numel,
+        backward_bytes=4 * x.num_bytes + x.numel,
+        launches=3,
+        backward_launches=2,
+        saved_bytes=x.numel,
+        workspace_bytes=x.num_bytes,
+    )
+
+
+def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Gathering or scattering along an inner dim copies the whole tensor into and out of rank order."""
+    if op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0:
+        return Work(launches=0)
+    whole = max(operands[0].num_bytes, op.spec.num_bytes)
+    return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
+
+
+def _mean(op: Op, operands: Specs, kind: Kind) -> Work:
+    return Work(
+        num_bytes=operands[0].num_bytes + op.spec.num_bytes, backward_bytes=op.spec.num_bytes, backward_launches=1
+    )
+
+
+_SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
+    **dict.fromkeys(("aten.linear.default", "autopar.linear_t"), _linear),
+    **dict.fromkeys(
+        ("aten.mm.default", "aten.bmm.default", "aten.matmul.default", "aten.addmm.default", "aten.baddbmm.default"), _matmul
+    ),
+    "aten.einsum.default": _einsum,
+    **dict.fromkeys(
+        ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.convolution.default"), _convolution
+    ),
+    **dict.fromkeys(("aten.scaled_dot_product_attention.default", "autopar.attention"), _attention),
+    **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
+    "autopar.cross_entropy_vocabulary": _split_softmax_loss,
+    **dict.fromkeys(
+        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default"), _norm
+    ),
+    **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
+    **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
+    **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean", "aten.sum.default", "aten.sum.dim_IntList"), _mean),
+    **dict.fromkeys(COLLECTIVES, _change_of_type),
+}  # fmt: skip
+
+
+def operand_specs(op: Op, specs: Callable[[Ref], TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Specs of an operator's operands."""
+    return tuple(specs(ref) for ref in op.operands)
