@@ -106,10 +106,8 @@ def _torch() -> Iterator[Check]:
     yield Check(name="torch.distributed", ok=available, found=str(available), remedy="install a torch built with it")
     if not available:
         return
-    yield _feature("gloo (CPU runs)", lambda: distributed.is_gloo_available(), "install a torch built with gloo")
-    yield _feature(
-        "NCCL (GPU runs)", lambda: distributed.is_nccl_available(), "install a CUDA build of torch", needed=False
-    )
+    yield _feature("gloo (CPU runs)", distributed.is_gloo_available, "install a torch built with gloo")
+    yield _feature("NCCL (GPU runs)", distributed.is_nccl_available, "install a CUDA build of torch", needed=False)
     for name, module, attributes in _FEATURES:
         yield _feature(name, _has(module, attributes), f"install torch {oldest} or later")
 

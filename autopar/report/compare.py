@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from autopar.plan_io import diff_plans
+from autopar.report.table import plain_table
 from autopar.report.units import batch_text, num_bytes, schedule_text, seconds, share, time_parts, zero_text
 
 if TYPE_CHECKING:
@@ -19,17 +16,9 @@ _MAX_CHANGES = 40
 
 def render_comparison(before: Plan, after: Plan, *, names: tuple[str, str]) -> str:
     """A table of what people compare, with the change in percent, and the list of differing choices."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    table.add_column("")
-    for name in names:
-        table.add_column(name, overflow="fold")
-    table.add_column("change", justify="right")
-    for label, left, right, change in _rows(before, after):
-        table.add_row(label, left, right, change)
-    text = io.StringIO()
-    console = Console(file=text, width=120, color_system=None, force_terminal=False, highlight=False, markup=False)
-    console.print(table)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    lines = plain_table(
+        ("", *names, "change"), _rows(before, after), left=("", *names), width=120, indent=0
+    ).splitlines()
     changes = [str(change) for change in diff_plans(before, after) if not change.path.startswith("predicted.")]
     lines += ["", "Differences of the plans" if changes else "The plans make the same choices."]
     lines += [f"  {change}" for change in changes[:_MAX_CHANGES]]

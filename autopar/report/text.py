@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from autopar.report.table import plain_table
 from autopar.report.units import (
     MEMORY_PARTS,
     batch_text,
@@ -105,50 +102,42 @@ def _prediction(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     total_s = plan.predicted.breakdown.total_s
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column()
-    for name, part_s in time_parts(plan.predicted.breakdown):
-        if part_s:
-            bar = "#" * round(_BAR * part_s / total_s)
-            table.add_row(name, seconds(part_s), share(part_s, total_s), bar)
-    return "Where the step time goes (critical pipeline rank)\n" + _table(table)
+    rows = [
+        (name, seconds(part_s), share(part_s, total_s), "#" * round(_BAR * part_s / total_s))
+        for name, part_s in time_parts(plan.predicted.breakdown)
+        if part_s
+    ]
+    table = plain_table(("part", "time", "share", ""), rows, left=("part", ""))
+    return f"Where the step time goes (critical pipeline rank)\n{table}"
 
 
 def _stages(plan: Plan) -> str:
     times = plan.predicted.stage_times
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for name in ("stage", "pp rank", "blocks"):
-        table.add_column(name, justify="right")
-    table.add_column("layers", max_width=44, overflow="fold")
-    table.add_column("recompute")
-    if times:
-        table.add_column("forward", justify="right")
-        table.add_column("backward", justify="right")
+    head = ["stage", "pp rank", "blocks", "layers", "recompute", *(("forward", "backward") if times else ())]
+    rows = []
     for stage in plan.stages:
         blocks = plan.blocks[stage.start : stage.stop]
         full = sum(block.recompute == "full" for block in blocks)
         recompute = "none" if not full else "full" if full == len(blocks) else f"full {full}/{len(blocks)}"
         cells = [str(stage.index), str(stage.pp_rank), _span(stage.start, stage.stop)]
         cells += [ranges(block.label for block in blocks), recompute]
-        if times:
-            cells += [seconds(part_s) for part_s in times[stage.index]]
-        table.add_row(*cells)
-    return "Stages" + (" (times of one micro-batch)" if times else "") + "\n" + _table(table)
+        rows.append([*cells, *(map(seconds, times[stage.index]) if times else ())])
+    table = plain_table(head, rows, left=("layers", "recompute"), width=WIDTH)
+    return f"Stages{' (times of one micro-batch)' if times else ''}\n{table}"
 
 
 def _memory(plan: Plan) -> str:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for name in ("pp rank", *MEMORY_PARTS, "total"):
-        table.add_column(name, justify="right")
-    table.add_column("fits")
-    for memory in plan.predicted.memory:
-        parts = [num_bytes(getattr(memory, name)) for name in MEMORY_PARTS]
-        verdict = "yes" if memory.total <= plan.predicted.memory_limit_bytes else "no"
-        table.add_row(str(memory.pp_rank), *parts, num_bytes(memory.total), verdict)
-    return "Memory of the largest rank of each pipeline rank, at its peak\n" + _table(table)
+    rows = [
+        (
+            str(memory.pp_rank),
+            *(num_bytes(getattr(memory, name)) for name in MEMORY_PARTS),
+            num_bytes(memory.total),
+            "yes" if memory.total <= plan.predicted.memory_limit_bytes else "no",
+        )
+        for memory in plan.predicted.memory
+    ]
+    table = plain_table(("pp rank", *MEMORY_PARTS, "total", "fits"), rows, left=("fits",), width=WIDTH)
+    return f"Memory of the largest rank of each pipeline rank, at its peak\n{table}"
 
 
 def _layouts(plan: Plan) -> str:
@@ -201,12 +190,3 @@ def _wrap(text: str, first: str, rest: str | None = None) -> list[str]:
 
 def _span(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
-
-
-def _table(table: Table) -> str:
-    text = io.StringIO()
-    console = Console(
-        file=text, width=WIDTH - 2, color_system=None, force_terminal=False, highlight=False, markup=False
-    )
-    console.print(table)
-    return "\n".join(f"  {line}".rstrip() for line in text.getvalue().rstrip("\n").split("\n"))

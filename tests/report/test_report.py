@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.report.compare import render_comparison
 from autopar.report.html import render_html
 from autopar.report.perfetto import perfetto_trace
 from autopar.report.text import render_plan
@@ -107,3 +108,7 @@ def test_timeline_of_equal_stages_is_the_closed_form() -> None:
 def test_timeline_needs_stage_times() -> None:
     with pytest.raises(PlanError, match=r"predicted\.stage_times: a timeline needs the times of the stages"):
         timeline(single_plan())
+
+
+def test_comparison_of_two_plans(golden: Golden) -> None:
+    golden("compare.txt", render_comparison(llama_plan(), single_plan(), names=("before.json", "after.json")) + "\n")
