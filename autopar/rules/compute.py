@@ -165,12 +165,13 @@ _REDUCTIONS = {
     "aten.mean.default": "mean",
     "aten.mean.dim": "mean",
     "autopar.partial_mean": "sum",
+    "aten.count_nonzero.default": "count",
+    "aten.count_nonzero.dim_IntList": "count",
 }
 _WHOLE_NAMES = (
     "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default"
     " any.default any.dim any.dims all.default all.dim all.dims prod.default prod.dim_int logsumexp.default"
     " var.correction var.dim std.correction std.dim var_mean.correction median.default norm.ScalarOpt_dim"
-    " count_nonzero.default count_nonzero.dim_IntList"
 )
 _WHOLE_REDUCTIONS = tuple(f"aten.{name}" for name in _WHOLE_NAMES.split())
 REDUCTION_TARGETS = (*_REDUCTIONS, *_WHOLE_REDUCTIONS)
@@ -194,9 +195,9 @@ def reduction(op: Op, operands: Specs) -> Pattern:
     return Pattern(
         inputs=(labels,),
         outputs=(right,) * len(op.outputs),
-        contracted=reduced if kind == "sum" else frozenset(),
-        frozen=frozenset() if kind == "sum" else reduced,
-        linear=((0,),) if kind else (),
+        contracted=reduced if kind in ("sum", "count") else frozenset(),
+        frozen=frozenset() if kind in ("sum", "count") else reduced,
+        linear=((0,),) if kind in ("sum", "mean") else (),
     )
 
 

@@ -215,6 +215,8 @@ def _differs(parts: list[Tensor], kind: Type, dense: Tensor) -> str:
     parts = [part.detach() for part in parts]
     if kind.is_split:
         candidates = [torch.cat(parts, dim=kind.dim)]
+    elif kind.kind == "P" and dense.dtype is torch.bool:
+        return "a truth value is no sum"
     elif kind.kind == "P":
         candidates = [torch.stack(parts).sum(dim=0).to(dense.dtype)]
     else:
