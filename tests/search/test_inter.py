@@ -1,0 +1,103 @@
+"""Stage cuts against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.search.inter import BlockOption, CutBlock, StageCutter
+
+
+def block(key: int, rng: np.random.Generator) -> CutBlock:
+    time, held, extra = rng.integers(1, 9), rng.integers(2, 9), rng.integers(0, 3)
+    return CutBlock(
+        key=key,
+        options=(
+            BlockOption(mode="none", time_s=float(time), held_bytes=float(held), transient_bytes=float(extra)),
+            BlockOption(mode="full", time_s=time * 4 / 3, held_bytes=1.0, transient_bytes=float(extra + held)),
+        ),
+        static_bytes=float(rng.integers(0, 5)),
+    )
+
+
+def brute_force(
+    blocks: Sequence[CutBlock], stages: int, in_flight: Sequence[int], limit: float, m: int
+) -> float:
+    best = np.inf
+    for inner in combinations(range(1, len(blocks)), stages - 1):
+        edges = [0, *inner, len(blocks)]
+        least: list[list[float]] = []
+        for s in range(stages):
+            mine = blocks[edges[s] : edges[s + 1]]
+            fits = []
+            for choice in product(*(b.options for b in mine)):
+                memory = sum(b.static_bytes for b in mine) + in_flight[s] * sum(o.held_bytes for o in choice)
+                if memory + max(o.transient_bytes for o in choice) <= limit:
+                    fits.append(sum(o.time_s for o in choice))
+            least.append(fits)
+        if all(least):
+            times = [min(t) for t in least]
+            best = min(best, sum(times) + (m - 1) * max(times))
+    return float(best)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    keys=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    stages=st.integers(1, 4),
+    m=st.integers(1, 8),
+    limit=st.integers(5, 60),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_cut_is_the_best_of_all(keys: list[int], stages: int, m: int, limit: int, seed: int) -> None:
+    made = {key: block(key, np.random.default_rng([seed, key])) for key in set(keys)}
+    blocks = [made[key] for key in keys]
+    in_flight = [min(m, stages - s) for s in range(stages)]
+    found = StageCutter(blocks).cut(stages, in_flight=in_flight, limit_bytes=[limit] * stages, num_micro_batches=m)
+    best = brute_force(blocks, stages, in_flight, limit, m) if stages <= len(blocks) else np.inf
+    if np.isinf(best):
+        assert found is None
+    else:
+        assert found is not None
+        assert found.time_s == pytest.approx(best)
+        assert found.stops[-1] == len(blocks)
+        assert len(found.modes) == len(blocks)
+
+
+def test_a_pinned_stage_is_kept() -> None:
+    blocks = [block(0, np.random.default_rng(0))] * 8
+    cutter = StageCutter(blocks, fixed={0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0})
+    found = cutter.cut(2, in_flight=[2, 1], limit_bytes=[1e9, 1e9], num_micro_batches=4)
+    assert found is not None
+    assert found.stops == (6, 8)
+
+
+def test_heavy_ends_get_fewer_layers() -> None:
+    light = block(0, np.random.default_rng(0))
+    heavy = CutBlock(
+        key=1,
+        options=(BlockOption(mode="none", time_s=3 * light.options[0].time_s, held_bytes=1, transient_bytes=0),),
+        static_bytes=0.0,
+    )
+    cutter = StageCutter([light] * 13 + [heavy])
+    found = cutter.cut(4, in_flight=[4, 3, 2, 1], limit_bytes=[1e9] * 4, num_micro_batches=16)
+    assert found is not None
+    assert found.stops == (4, 8, 12, 14)
+
+
+def test_an_80_layer_model_is_cut_in_milliseconds() -> None:
+    import time
+
+    layer, end = block(0, np.random.default_rng(0)), block(1, np.random.default_rng(1))
+    cutter = StageCutter([end, *[layer] * 80, end])
+    start = time.thread_time()
+    found = cutter.cut(
+        16, in_flight=list(range(16, 0, -1)), limit_bytes=[1e9] * 16, num_micro_batches=64
+    )
+    assert found is not None
+    assert time.thread_time() - start < 1.0
