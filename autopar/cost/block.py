@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import time_of_work
-from autopar.cost.work import COLLECTIVES, VIEWS, Work, operand_specs, work
+from autopar.cost.work import COLLECTIVES, RESHAPES, VIEWS, Work, operand_specs, work
 from autopar.device import Device
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.mesh import Mesh
@@ -25,6 +25,7 @@ class ParameterCost:
         num_bytes: of ``shape`` in the graph's dtype.
         gradient_sum_axes: axes over which its gradient is summed once a step.
         trained: whether it has a gradient.
+        shared: whether other blocks read it too (tied weights).
     """
 
     name: str
@@ -32,6 +33,7 @@ class ParameterCost:
     num_bytes: int
     gradient_sum_axes: tuple[str, ...] = ()
     trained: bool = True
+    shared: bool = False
 
     @property
     def numel(self) -> int:
@@ -111,13 +113,14 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
     """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply``)."""
     ops = graph.block_ops(block)
     works = [work(op, operand_specs(op, graph.spec), device.kind) for op in ops]
+    storages = _Storages(graph, block, works)
+    works = [storages.copied(op, done) for op, done in zip(ops, works, strict=True)]
     times = [time_of_work(done, op, device) for done, op in zip(works, ops, strict=True)]
     fan_in_s = _fan_in_s(graph, ops, device)
     sent = tuple(message for op in ops for message in messages(op, graph))
     seconds = {False: 0.0, True: 0.0}
     for message in sent:
         seconds[message.backward] += collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
-    storages = _Storages(graph, block, works)
     inputs = storages.inputs()
     across = graph.live_across(block.stop)
     return BlockCost(
@@ -144,6 +147,7 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
                 num_bytes=p.spec.num_bytes,
                 gradient_sum_axes=p.gradient_sum_axes,
                 trained=p.spec.requires_grad,
+                shared=not all(block.start <= user < block.stop for user in graph.users(Ref(p.name))),
             )
             for p in graph.block_parameters(block)
         ),
@@ -223,11 +227,22 @@ class _Storages:
         """The value whose storage ``ref`` lies in."""
         found = self._roots.get(ref)
         if found is None:
-            producer = self.graph.producer(ref)
-            is_view = producer is not None and producer.target in VIEWS and producer.operands
-            found = self.root(producer.operands[0]) if producer is not None and is_view else ref
+            producer, found = self.graph.producer(ref), ref
+            if producer is not None and producer.target in VIEWS and producer.operands and not self.copies(producer):
+                found = self.root(producer.operands[0])
             self._roots[ref] = found
         return found
+
+    def copies(self, op: Op) -> bool:
+        """Whether a reshape cannot be a view: it merges a dim that an expansion has made."""
+        if op.target not in RESHAPES:
+            return False
+        root = self.graph.spec(self.root(op.operands[0]))
+        return root.numel < op.spec.numel
+
+    def copied(self, op: Op, done: Work) -> Work:
+        """The work of ``op`` when it is a reshape that copies, else ``done``."""
+        return replace(done, launches=1, num_bytes=2 * op.spec.num_bytes) if self.copies(op) else done
 
     def size(self, ref: Ref) -> int:
         return self.graph.spec(ref).num_bytes
@@ -256,7 +271,7 @@ class _Storages:
             made_at = position.get(ref.name, i)
             keeps[made_at] = keeps.get(made_at, 0) + self.size(ref)
         for i, op in enumerate(self.ops):
-            if op.target not in VIEWS:
+            if op.target not in VIEWS or self.copies(op):
                 made = (Ref(op.name, k) for k in range(len(op.outputs)))
                 alive |= {ref: self.size(ref) for ref in made if ref not in self.saved}
             kept += keeps.get(i, 0) + self._inner[i]
@@ -275,7 +290,7 @@ class _Storages:
             frees[first] = frees.get(first, 0) + self.size(ref)
         for i in reversed(range(len(self.ops))):
             op = self.ops[i]
-            if op.target not in VIEWS:
+            if op.target not in VIEWS or self.copies(op):
                 for ref in op.operands:
                     root = self.root(ref)
                     if self.graph.spec(root).requires_grad and not self.graph.is_parameter(root):

@@ -21,12 +21,14 @@ class StageTimes:
         forward_s, backward_s: with everything that the stage waits for by itself (its collectives, recompute).
         send_forward_s: until the next stage has this stage's outputs; 0 for the last stage.
         send_backward_s: until the stage before has this stage's input gradients; 0 for the first stage.
+        first_forward_s: what the step's first forward takes longer.
     """
 
     forward_s: float
     backward_s: float
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
+    first_forward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class _Compiled:
     Attributes:
         rank: of each action.
         need: position of the action on which it depends; -1 for none.
-        duration: index into (forward 0, backward 0, forward 1, ...).
+        duration: index into (forward, backward, first forward of stage 0, of stage 1, ...).
         message: index into (send forward 0, send backward 0, ...) for the message it waits for, -1 for none.
     """
 
@@ -99,7 +101,8 @@ def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
 
 
 def _indices(action: Action, needs: tuple[Action, ...], pp: int) -> tuple[int, int]:
-    duration = 2 * action.stage + (action.kind == "B")
+    is_first = action.kind == "F" and action.micro_batch == 0
+    duration = 3 * action.stage + (2 if is_first else int(action.kind == "B"))
     if not needs or needs[0].stage % pp == action.stage % pp:
         return duration, -1
     return duration, 2 * needs[0].stage + (action.kind == "B")
@@ -118,10 +121,14 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
         UsageError: the schedule cannot serve these numbers.
     """
     if pp == 1 and len(stages) == 1:  # every schedule is the plain sum
-        busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s)
+        busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
         return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
     compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
-    durations = [time for stage in stages for time in (stage.forward_s, stage.backward_s)]
+    durations = [
+        time
+        for stage in stages
+        for time in (stage.forward_s, stage.backward_s, stage.forward_s + stage.first_forward_s)
+    ]
     # one more for the message -1 that nobody sends
     sends = [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]
     ends: list[float] = []

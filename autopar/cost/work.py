@@ -82,6 +82,9 @@ def _aten(names: str) -> frozenset[str]:
 VIEWS = _aten(_VIEW_NAMES)
 """Operators whose output lies in the storage of their first operand."""
 
+RESHAPES = _aten("view.default _unsafe_view.default reshape.default flatten.using_ints")
+"""Views that copy where the strides do not allow one."""
+
 COLLECTIVES = frozenset(f"autopar.{name}" for name in _COLLECTIVE_NAMES.split())
 """Changes of type; see rules/conversions.py."""
 

@@ -1,0 +1,193 @@
+"""Data parallelism as the runtime does it: FSDP2's gathers and reductions beside the blocks' computation.
+
+| ZeRO | gathered                                  | reduced                                             |
+|------|-------------------------------------------|-----------------------------------------------------|
+| 0    | never (once a step when precision is mixed) | summed in buckets beside the last backward        |
+| 1    | at the step's first forward               | at the last micro-batch                             |
+| 2    | at the step's first forward               | at every micro-batch                                |
+| 3    | at every forward and every backward       | at every micro-batch; with a pipeline after the last |
+
+The gather of the next block and the reduction of the one before run beside a block: what is longer than the block is
+exposed, what is hidden slows the block by the device's ``interference``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.cost.block import BlockCost, ParameterCost
+from autopar.cost.collectives import CollectiveModel
+from autopar.device import Device
+from autopar.errors import UsageError
+from autopar.mesh import Mesh
+from autopar.plan import Precision
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a dtype by torch's name.
+
+    Raises:
+        UsageError: torch has no such dtype.
+    """
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError("a dtype is one of torch's", value=dtype, remedy="write for example bfloat16")
+    return found.itemsize
+
+
+def is_mixed(precision: Precision) -> bool:
+    """Whether FSDP casts: its dtypes differ."""
+    return len({precision.compute, precision.storage, precision.reduce}) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One FSDP unit (a block) on one rank.
+
+    Attributes:
+        numel, trained_numel: elements before dp_shard splits them.
+        shard_numel, trained_shard_numel: elements that the fullest rank of dp_shard keeps.
+        gather_s: making the whole parameters in the compute dtype.
+        reduce_s: of gradients over dp_shard, or over dp_replicate where there are no shards.
+        replicate_s: of shards of gradients over dp_replicate, once a step.
+        sum_bytes: of gradients that are summed over each further axis once a step, by axis.
+    """
+
+    numel: int
+    trained_numel: int
+    shard_numel: int
+    trained_shard_numel: int
+    gather_s: float
+    reduce_s: float
+    replicate_s: float
+    sum_bytes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """One way to run the data axes.
+
+    Args:
+        mesh: its axes ``dp_shard`` and ``dp_replicate``.
+        zero_stage: 0 to 3.
+        precision: dtypes of parameters and reductions.
+        is_pipelined: more than one pipeline rank.
+    """
+
+    mesh: Mesh
+    zero_stage: int
+    precision: Precision
+    is_pipelined: bool
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP holds the parameters: it shards or casts them."""
+        return self.mesh.dp_shard > 1 or is_mixed(self.precision)
+
+    @property
+    def gathers_always(self) -> bool:
+        """Whether parameters are freed between forward and backward."""
+        return self.uses_fsdp and self.zero_stage == 3
+
+    def accumulates(self, num_micro_batches: int) -> bool:
+        """Whether whole gradients are kept from one micro-batch to the next."""
+        if not self.uses_fsdp:
+            return True
+        return self.is_pipelined or (self.zero_stage < 2 and num_micro_batches > 1)
+
+    def unit(self, parameters: Sequence[ParameterCost], collectives: CollectiveModel, device: Device) -> Unit:
+        """What a block with these parameters costs on the data axes."""
+        shards, trained = self.mesh.dp_shard, [p for p in parameters if p.trained]
+        numel, trained_numel = sum(p.numel for p in parameters), sum(p.numel for p in trained)
+        trained_shard = sum(p.shard_numel(shards) for p in trained)
+        reduced = itemsize(self.precision.reduce if self.uses_fsdp else self.precision.storage)
+        gather_s = reduce_s = replicate_s = 0.0
+        bandwidth = device.memory_bandwidth_bytes_per_s
+        if self.uses_fsdp:
+            whole = numel * itemsize(self.precision.compute)
+            # the gathered buffer is copied into the parameters, gradients into the buffer that is reduced
+            gather_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",)) + 2 * whole / bandwidth
+            into = trained_numel * (itemsize(self.precision.compute) + reduced)
+            reduce_s = collectives.time_s("reduce_scatter", trained_numel * reduced, self.mesh, ("dp_shard",))
+            reduce_s += into / bandwidth
+            replicate_s = collectives.time_s("all_reduce", trained_shard * reduced, self.mesh, ("dp_replicate",))
+        elif self.mesh.dp_replicate > 1:
+            reduce_s = collectives.time_s("all_reduce", trained_numel * reduced, self.mesh, ("dp_replicate",))
+            reduce_s += 2 * trained_numel * reduced / bandwidth
+        sums: dict[str, int] = {}
+        for parameter in trained:
+            for axis in parameter.gradient_sum_axes:
+                sums[axis] = sums.get(axis, 0) + parameter.shard_numel(shards) * itemsize(self.precision.storage)
+        return Unit(
+            numel=numel,
+            trained_numel=trained_numel,
+            shard_numel=sum(p.shard_numel(shards) for p in parameters),
+            trained_shard_numel=trained_shard,
+            gather_s=gather_s,
+            reduce_s=reduce_s,
+            replicate_s=replicate_s,
+            sum_bytes=tuple(sums.items()),
+        )
+
+    # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
+
+    def first_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
+        """What the first forward of a step takes longer, where parameters then stay gathered."""
+        if not self.uses_fsdp or self.gathers_always:
+            return 0.0
+        return _beside([unit.gather_s for unit in units], times, interference)
+
+    def every_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
+        """What every forward takes longer."""
+        if not self.gathers_always:
+            return 0.0
+        return _beside([unit.gather_s for unit in units], times, interference)
+
+    def backward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float, *, is_last: bool) -> float:
+        """What the backward of a micro-batch takes longer; ``is_last`` of the step.
+
+        With a pipeline under FSDP reductions wait until the schedule's end: see :meth:`tail_s`.
+        """
+        reduces = not (self.is_pipelined and self.uses_fsdp) and (is_last or (self.uses_fsdp and self.zero_stage >= 2))
+        if not reduces and not self.gathers_always:
+            return 0.0
+        # backward meets the blocks from the last to the first; the last one's parameters are still there
+        order = list(reversed(units))
+        gathers = [0.0] * len(order)
+        if self.gathers_always:
+            gathers = [0.0, *(unit.gather_s for unit in order[1:])]
+        reductions = [unit.reduce_s + (unit.replicate_s if is_last else 0.0) for unit in order] if reduces else gathers
+        if not reduces:
+            reductions = [0.0] * len(order)
+        total = 0.0
+        for i, time_s in enumerate(reversed(times)):
+            beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)
+            hidden = min(beside, time_s)
+            total += beside - hidden + interference * hidden
+        return total + reductions[-1]
+
+    def tail_s(self, units: Sequence[Unit]) -> float:
+        """Reductions after a pipeline's last backward."""
+        if not (self.is_pipelined and self.uses_fsdp):
+            return 0.0
+        return sum(unit.reduce_s + unit.replicate_s for unit in units)
+
+
+def _beside(gathers: Sequence[float], times: Sequence[float], interference: float) -> float:
+    """Each gather runs beside the block before; the first one is exposed."""
+    total = gathers[0] if gathers else 0.0
+    for gather_s, time_s in zip(gathers[1:], times, strict=False):
+        hidden = min(gather_s, time_s)
+        total += gather_s - hidden + interference * hidden
+    return total
+
+
+def own_parameters(blocks: Sequence[BlockCost]) -> Iterator[tuple[ParameterCost, ...]]:
+    """For each block of a stage the parameters that no earlier block of it has."""
+    seen: set[str] = set()
+    for block in blocks:
+        yield tuple(p for p in block.parameters if not (p.shared and p.name in seen))
+        seen |= {p.name for p in block.parameters if p.shared}
