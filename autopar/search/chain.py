@@ -141,6 +141,9 @@ class AxisSolver:
                     axis=self.axis,
                     strategies=tuple(s.name for _, s in mine),
                     parameters=tuple(t for _, t in rests),
+                    # those of the block solved for: equal blocks have equal layouts
+                    parameter_names=tuple(p.key.removeprefix(f"{model.label}.") for p in graph.block_parameters(model)),
+                    boundary=tuple(choice.strategies[r.name].outputs[r.index] for r in graph.block_outputs(model)),
                 )
             )
         typing = Typing(axis=self.axis, size=Fraction(self.size), strategies=strategies, parameters=parameters)
