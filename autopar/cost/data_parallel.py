@@ -50,6 +50,7 @@ class Unit:
     Attributes:
         numel, trained_numel: elements before dp_shard splits them.
         shard_numel, trained_shard_numel: elements that the fullest rank of dp_shard keeps.
+        num_trained: parameters with a gradient.
         gather_s: making the whole parameters in the compute dtype.
         reduce_s: of gradients over dp_shard, or over dp_replicate where there are no shards.
         replicate_s: of shards of gradients over dp_replicate, once a step.
@@ -60,6 +61,7 @@ class Unit:
     trained_numel: int
     shard_numel: int
     trained_shard_numel: int
+    num_trained: int
     gather_s: float
     reduce_s: float
     replicate_s: float
@@ -126,6 +128,7 @@ class DataParallel:
             trained_numel=trained_numel,
             shard_numel=sum(p.shard_numel(shards) for p in parameters),
             trained_shard_numel=trained_shard,
+            num_trained=len(trained),
             gather_s=gather_s,
             reduce_s=reduce_s,
             replicate_s=replicate_s,
@@ -155,13 +158,9 @@ class DataParallel:
         if not reduces and not self.gathers_always:
             return 0.0
         # backward meets the blocks from the last to the first; the last one's parameters are still there
-        order = list(reversed(units))
-        gathers = [0.0] * len(order)
-        if self.gathers_always:
-            gathers = [0.0, *(unit.gather_s for unit in order[1:])]
-        reductions = [unit.reduce_s + (unit.replicate_s if is_last else 0.0) for unit in order] if reduces else gathers
-        if not reduces:
-            reductions = [0.0] * len(order)
+        order, none = list(reversed(units)), [0.0] * len(units)
+        gathers = [unit.gather_s for unit in order] if self.gathers_always else none
+        reductions = [unit.reduce_s + (unit.replicate_s if is_last else 0.0) for unit in order] if reduces else none
         total = 0.0
         for i, time_s in enumerate(reversed(times)):
             beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)

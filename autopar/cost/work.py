@@ -343,7 +343,10 @@ def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
     if op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0:
         return Work(launches=0)
     whole = max(operands[0].num_bytes, op.spec.num_bytes)
-    return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
+    back = op.args[-1] != "I"  # an all-gather to I slices its gradient
+    return Work(
+        num_bytes=2 * whole, backward_bytes=2 * whole * back, backward_launches=int(back), workspace_bytes=whole
+    )
 
 
 def _mean(op: Op, operands: Specs, kind: Kind) -> Work:

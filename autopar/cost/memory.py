@@ -1,0 +1,163 @@
+"""Peak memory of each pipeline rank, as the runtime keeps tensors.
+
+| what        | ZeRO 0, one dtype | ZeRO 0 mixed, 1, 2                 | ZeRO 3                |
+|-------------|-------------------|------------------------------------|-----------------------|
+| parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing |
+| gradients   | whole             | whole while they accumulate, else shard + one block in passing | likewise |
+| optimizer   | whole             | shard                              | shard                 |
+
+Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2
+when there are several micro-batches. Activations are what autograd keeps of each block, times the micro-batches that
+the schedule keeps alive; a block that is recomputed keeps its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.block import BlockCost
+from autopar.cost.data_parallel import DataParallel, Unit, itemsize
+from autopar.cost.optimizer import OptimizerCost
+from autopar.device import Device
+from autopar.plan import Memory
+from autopar.schedule import live_peaks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Blocks that run as one stage, in order, and which of them are recomputed in backward."""
+
+    blocks: tuple[BlockCost, ...]
+    recompute: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Bytes of a rank that live from step to step or from micro-batch to micro-batch."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int) -> State:
+    """State of one FSDP unit."""
+    storage = itemsize(data.precision.storage)
+    parameters = unit.shard_numel * storage
+    if data.uses_fsdp and data.zero_stage < 3:
+        parameters += unit.numel * itemsize(data.precision.compute)
+    if not data.uses_fsdp:
+        gradients = unit.trained_numel * storage
+    elif data.accumulates(num_micro_batches):
+        gradients = unit.trained_numel * itemsize(data.precision.reduce)
+    else:
+        gradients = unit.trained_shard_numel * storage
+    return State(
+        parameters=parameters, gradients=gradients, optimizer=unit.trained_shard_numel * storage * optimizer.states
+    )
+
+
+def rank_memory(
+    stages: Sequence[StageCost],
+    units: Sequence[Sequence[Unit]],
+    data: DataParallel,
+    *,
+    optimizer: OptimizerCost,
+    device: Device,
+    schedule: tuple[str, int, int, int],
+    pp_rank: int,
+) -> Memory:
+    """Memory of one pipeline rank.
+
+    Args:
+        stages: of this rank, in order of the model.
+        units: for each stage the FSDP units of its blocks.
+        data: the data axes.
+        optimizer: what it keeps.
+        device: whose profile says what is reserved.
+        schedule: name, pipeline ranks, virtual stages, micro-batches.
+        pp_rank: this one.
+    """
+    _, pp, virtual_stages, num_micro_batches = schedule
+    state = [state_bytes(unit, data, optimizer, num_micro_batches) for stage in units for unit in stage]
+    parameters = sum(s.parameters for s in state)
+    gradients = sum(s.gradients for s in state)
+    kept = [
+        kept_bytes(stage, receives=turn > 0 or pp_rank > 0, sends=turn < virtual_stages - 1 or pp_rank < pp - 1)
+        for turn, stage in enumerate(stages)
+    ]
+    peaks = live_peaks(*schedule, pp_rank)
+    activations = max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in peaks)
+    transient = max(
+        passing_bytes(stage, own, data, num_micro_batches) for stage, own in zip(stages, units, strict=True)
+    )
+    # activations are gone when gradients are summed and parameters stepped
+    after = _after_backward(units, data, optimizer, device)
+    transient = max(transient, after - activations)
+    optimizer_bytes = sum(s.optimizer for s in state)
+    tensors = parameters + gradients + optimizer_bytes + activations + transient
+    return Memory(
+        pp_rank=pp_rank,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer_bytes,
+        activations=activations,
+        transient=transient,
+        reserved=device.reserved_bytes + round(device.fragmentation * tensors),
+    )
+
+
+def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
+    """Bytes that one micro-batch keeps on a stage from forward to backward; the pipeline keeps inputs and outputs."""
+    if not stage.blocks:
+        return 0
+    prelude = {name: size for block in stage.blocks for name, size in block.prelude}
+    total = sum(prelude.values())
+    for block, recompute in zip(stage.blocks, stage.recompute, strict=True):
+        total += block.kept_bytes(recompute)
+    first = stage.blocks[0]
+    if receives and not stage.recompute[0]:
+        total += first.input_bytes - first.saved_input_bytes
+    return total + (stage.blocks[-1].send_bytes if sends else 0)
+
+
+def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, num_micro_batches: int) -> int:
+    """The most that is alive in passing on a stage, over what its micro-batches keep when all of it is there."""
+    compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
+    buffers = data.uses_fsdp and not data.accumulates(num_micro_batches)
+    peak = later = 0
+    rows = list(zip(stage.blocks, stage.recompute, units, strict=True))
+    for i in reversed(range(len(rows))):
+        block, recompute, unit = rows[i]
+        here = block.passing_bytes(recompute) - later
+        if data.gathers_always:
+            before = rows[i - 1][2].numel if i else 0
+            here += (unit.numel + before) * compute
+        if buffers:  # its gradients, those of the block after on their way
+            after = rows[i + 1][2].trained_numel if i + 1 < len(rows) else 0
+            here += unit.trained_numel * compute + max(unit.trained_numel, after) * reduced
+        peak = max(peak, here)
+        later += block.kept_bytes(recompute)
+    return peak
+
+
+def _after_backward(
+    units: Sequence[Sequence[Unit]], data: DataParallel, optimizer: OptimizerCost, device: Device
+) -> int:
+    """Copies of gradients in buckets, or the optimizer's temporaries: of all parameters at once on a GPU alone."""
+    flat = [unit for stage in units for unit in stage]
+    storage = itemsize(data.precision.storage)
+    buckets = 0
+    if not data.uses_fsdp and data.mesh.dp_replicate > 1:
+        buckets = sum(unit.trained_numel for unit in flat) * storage
+    elif data.uses_fsdp:
+        buckets = max((unit.trained_numel for unit in flat), default=0) * itemsize(data.precision.reduce)
+    sizes = [unit.trained_shard_numel * storage * optimizer.temporaries for unit in flat]
+    step = sum(sizes) if device.kind == "cuda" else max(sizes, default=0)
+    return max(buckets, step)

@@ -1,0 +1,349 @@
+"""The cost model: from blocks of one rank's graph to the step time and memory of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.cost.block import BlockCost, block_cost
+from autopar.cost.collectives import CollectiveModel
+from autopar.cost.compute import OpTime, op_time
+from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
+from autopar.cost.memory import StageCost, State, kept_bytes, rank_memory, state_bytes
+from autopar.cost.optimizer import optimizer_cost
+from autopar.cost.pipeline import PipelineTimes, StageTimes, simulate
+from autopar.errors import UsageError
+from autopar.graph.ir import Block, Graph, Op, TensorSpec
+from autopar.layout import Type
+from autopar.mesh import Mesh
+from autopar.plan import Breakdown, Memory, Precision, Prediction
+from autopar.rules.conversions import collective_bytes, conversion
+from autopar.schedule import check_schedule
+
+__all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """How one optimizer step is run: what a prediction needs besides the stages.
+
+    Attributes:
+        mesh: degrees of the axes.
+        schedule: its name.
+        num_micro_batches: of each data rank.
+        zero_stage: 0 to 3.
+        global_batch_size: samples of the step.
+        flops_per_sample: of the model, forward and backward, for the utilisation.
+        tokens_per_sample: for the throughput.
+        prelude_s: the operators that every stage repeats for each micro-batch.
+    """
+
+    mesh: Mesh
+    schedule: str
+    num_micro_batches: int
+    zero_stage: int
+    global_batch_size: int
+    flops_per_sample: float
+    tokens_per_sample: int
+    prelude_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _StageSums:
+    """Seconds of one stage and micro-batch by what they are spent on."""
+
+    compute_s: float
+    recompute_s: float
+    tensor_parallel_s: float
+    data_forward_s: float
+    data_backward_s: float
+    data_first_s: float
+    data_last_s: float
+    forward_s: float
+    backward_s: float
+
+
+class CostModel:
+    """Prices of operators, changes of type, blocks and whole plans on one cluster.
+
+    Where devices differ every rank is taken to be the slowest one.
+
+    Args:
+        cluster: with profiles of its devices, links and collective library.
+        precision: dtypes.
+        optimizer: name of one of ``autopar.cost.optimizer.OPTIMIZERS``.
+
+    Raises:
+        UsageError: the optimizer is unknown, or the device's profile does not know the compute dtype.
+    """
+
+    def __init__(self, cluster: Cluster, precision: Precision, optimizer: str) -> None:
+        self.cluster, self.precision = cluster, precision
+        self.optimizer = optimizer_cost(optimizer)
+        self.device = min(cluster.devices, key=lambda device: device.rate(precision.compute).ceiling_flops_per_s)
+        self.collectives = CollectiveModel(cluster)
+        self._units: dict[tuple[int, DataParallel], tuple[BlockCost, Unit]] = {}
+
+    # --- parts
+
+    def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> OpTime:
+        """Seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
+
+        Raises:
+            UsageError: the device's profile has no matmul rate for the dtype.
+        """
+        return op_time(op, operands, self.device)
+
+    def conversion_time_s(self, source: Type, target: Type, spec: TensorSpec, axis: str, mesh: Mesh) -> OpTime | None:
+        """Seconds of a change of type on one axis, forward and backward; None where there is none.
+
+        Args:
+            source, target: types on ``axis``.
+            spec: of the whole tensor on that axis.
+            axis: of the mesh.
+            mesh: whose groups communicate.
+        """
+        change = conversion(source, target, requires_grad=spec.requires_grad)
+        if change is None:
+            return None
+        seconds = []
+        for kind in (change.forward, change.backward):
+            size = collective_bytes(kind or "", full_num_bytes=spec.num_bytes, size=mesh.size((axis,)))
+            seconds.append(self.collectives.time_s(kind, size, mesh, (axis,)) if kind else 0.0)
+        dim = max(source.dim, target.dim)
+        if dim > 0 and (change.forward in ("all_gather", "reduce_scatter") or change.backward == "all_gather"):
+            # a gather or scatter along an inner dim copies the whole tensor into or out of rank order
+            inner = 2 * spec.num_bytes / self.device.memory_bandwidth_bytes_per_s
+            seconds = [
+                s + inner if kind else s for s, kind in zip(seconds, (change.forward, change.backward), strict=True)
+            ]
+        return OpTime(*seconds)
+
+    def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
+        """The cost of a block of one rank's graph (``rules.apply.shard`` on all axes) for one micro-batch."""
+        return block_cost(graph, block, mesh, self.device, self.collectives)
+
+    def prelude_time_s(self, graph: Graph) -> float:
+        """Seconds of the operators that every stage repeats for each micro-batch."""
+        times = (self.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in graph.prelude)
+        return sum(time.forward_s for time in times)
+
+    def block_time_s(self, block: BlockCost, step: Step, *, recompute: bool) -> OpTime:
+        """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included."""
+        data = self._data(step)
+        unit = self._unit(block, data)
+        forward_s, backward_s = _own_times(block, recompute)
+        units, interference = [unit, unit], self.device.interference
+        extra_f = data.every_forward_s(units, [forward_s, forward_s], interference)
+        extra_f -= data.every_forward_s([unit], [forward_s], interference)
+        extra_b = data.backward_s(units, [backward_s] * 2, interference, is_last=False)
+        extra_b -= data.backward_s([unit], [backward_s], interference, is_last=False)
+        return OpTime(forward_s + extra_f, backward_s + extra_b)
+
+    def block_state(self, block: BlockCost, step: Step) -> State:
+        """Bytes of a block's parameters, gradients and optimizer states on one rank."""
+        data = self._data(step)
+        return state_bytes(self._unit(block, data), data, self.optimizer, step.num_micro_batches)
+
+    # --- whole plans
+
+    def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:
+        """Peak memory of each pipeline rank.
+
+        Raises:
+            UsageError: the schedule cannot serve these stages and micro-batches.
+        """
+        data, pp = self._data(step), step.mesh.pp
+        virtual_stages = self._virtual_stages(stages, step)
+        units = [self._stage_units(stage, data) for stage in stages]
+        return tuple(
+            rank_memory(
+                stages[rank::pp],
+                units[rank::pp],
+                data,
+                optimizer=self.optimizer,
+                device=self.device,
+                schedule=(step.schedule, pp, virtual_stages, step.num_micro_batches),
+                pp_rank=rank,
+            )
+            for rank in range(pp)
+        )
+
+    def stage_kept_bytes(self, stage: StageCost, *, receives: bool, sends: bool) -> int:
+        """Bytes that one micro-batch keeps on a stage from forward to backward."""
+        return kept_bytes(stage, receives=receives, sends=sends)
+
+    def predict(self, stages: Sequence[StageCost], step: Step) -> Prediction:
+        """Step time and memory of a plan.
+
+        Args:
+            stages: in order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
+            step: how they are run.
+
+        Raises:
+            UsageError: the schedule cannot serve these stages and micro-batches.
+        """
+        self._virtual_stages(stages, step)
+        data = self._data(step)
+        units = [self._stage_units(stage, data) for stage in stages]
+        sums = [self._stage_sums(stage, own, data, step) for stage, own in zip(stages, units, strict=True)]
+        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, self._stage_times(stages, sums, step))
+        ties = self._tied_s(stages, data, step)
+        best: tuple[float, Breakdown] | None = None
+        for rank in range(step.mesh.pp):
+            parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, ties)
+            if best is None or parts.total_s > best[0]:
+                best = (parts.total_s, parts)
+        assert best is not None
+        return self._prediction(best[1], sums, self.memory(stages, step), step)
+
+    def _prediction(
+        self, parts: Breakdown, sums: Sequence[_StageSums], memory: tuple[Memory, ...], step: Step
+    ) -> Prediction:
+        time_s = parts.total_s
+        width = self.device.uncertainty
+        peak_flops = self.device.rate(self.precision.compute).datasheet_flops_per_s * step.mesh.world_size
+        return Prediction(
+            step_time_s=time_s,
+            step_time_interval_s=(time_s / (1 + width), time_s * (1 + width)),
+            peak_memory_bytes=max(m.total for m in memory),
+            memory_limit_bytes=min(device.memory_bytes for device in self.cluster.devices),
+            mfu=step.flops_per_sample * step.global_batch_size / (time_s * peak_flops),
+            tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
+            breakdown=parts,
+            memory=memory,
+            stage_times=tuple((s.forward_s, s.backward_s) for s in sums),
+        )
+
+    def _rank_breakdown(
+        self,
+        rank: int,
+        sums: Sequence[_StageSums],
+        units: Sequence[Sequence[Unit]],
+        pipeline: PipelineTimes,
+        data: DataParallel,
+        step: Step,
+        ties: float,
+    ) -> Breakdown:
+        """Where the step goes if this rank is the last one to finish; all its parts, idle time included."""
+        pp, count = step.mesh.pp, step.num_micro_batches
+        own = sums[rank::pp]
+        flat = [unit for stage in units[rank::pp] for unit in stage]
+        tail = sum(data.tail_s(stage) for stage in units[rank::pp]) + sum(s.data_last_s for s in own)
+        tail += ties if rank in (0, pp - 1) else 0.0
+        every = sum(s.data_forward_s + s.data_backward_s for s in own)
+        return Breakdown(
+            compute_s=count * sum(s.compute_s for s in own),
+            recompute_s=count * sum(s.recompute_s for s in own),
+            tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + self._sums_s(flat, step),
+            data_parallel_s=count * every + sum(s.data_first_s for s in own) + tail,
+            pipeline_s=pipeline.exposed_send_s[rank],
+            bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
+            optimizer_s=self._optimizer_s(flat, data),
+        )
+
+    # --- stages
+
+    def _virtual_stages(self, stages: Sequence[StageCost], step: Step) -> int:
+        pp = step.mesh.pp
+        if not stages or len(stages) % pp:
+            raise UsageError("the stages are a multiple of the pipeline ranks", value=f"{len(stages)} for pp={pp}")
+        check_schedule(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
+        return len(stages) // pp
+
+    def _data(self, step: Step) -> DataParallel:
+        return DataParallel(step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1)
+
+    def _unit(self, block: BlockCost, data: DataParallel) -> Unit:
+        found = self._units.get((id(block), data))
+        if found is None:  # the block is kept too, so that its id stays its own
+            found = (block, data.unit(block.parameters, self.collectives, self.device))
+            self._units[id(block), data] = found
+        return found[1]
+
+    def _stage_units(self, stage: StageCost, data: DataParallel) -> list[Unit]:
+        units = []
+        for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True):
+            whole = len(own) == len(block.parameters)
+            units.append(self._unit(block, data) if whole else data.unit(own, self.collectives, self.device))
+        return units
+
+    def _stage_sums(self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step) -> _StageSums:
+        forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
+        backward = [_own_times(block, again)[1] for block, again in zip(stage.blocks, stage.recompute, strict=True)]
+        interference = self.device.interference
+        recompute_s = sum(b.forward_s for b, again in zip(stage.blocks, stage.recompute, strict=True) if again)
+        sent_again = sum(
+            b.communication_forward_s for b, again in zip(stage.blocks, stage.recompute, strict=True) if again
+        )
+        sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks) + sent_again
+        data_forward = data.every_forward_s(units, forward, interference)
+        data_backward = data.backward_s(units, backward, interference, is_last=False)
+        return _StageSums(
+            compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + step.prelude_s,
+            recompute_s=recompute_s,
+            tensor_parallel_s=sent,
+            data_forward_s=data_forward,
+            data_backward_s=data_backward,
+            data_first_s=data.first_forward_s(units, forward, interference),
+            data_last_s=data.backward_s(units, backward, interference, is_last=True) - data_backward,
+            forward_s=sum(forward) + data_forward + step.prelude_s,
+            backward_s=sum(backward) + data_backward,
+        )
+
+    def _stage_times(self, stages: Sequence[StageCost], sums: Sequence[_StageSums], step: Step) -> list[StageTimes]:
+        times = []
+        for i, (stage, own) in enumerate(zip(stages, sums, strict=True)):
+            forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
+            before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
+            backward_send = before.send_gradient_bytes if before is not None else 0
+            times.append(
+                StageTimes(
+                    forward_s=own.forward_s,
+                    backward_s=own.backward_s,
+                    send_forward_s=self.collectives.send_time_s(forward_send, step.mesh),
+                    send_backward_s=self.collectives.send_time_s(backward_send, step.mesh),
+                    first_forward_s=own.data_first_s,
+                )
+            )
+        return times
+
+    # --- once a step
+
+    def _sums_s(self, units: Sequence[Unit], step: Step) -> float:
+        """Summing the gradients of parameters that are whole on a split axis."""
+        total: dict[str, int] = {}
+        for unit in units:
+            for axis, num_bytes in unit.sum_bytes:
+                total[axis] = total.get(axis, 0) + num_bytes
+        return sum(self.collectives.time_s("all_reduce", size, step.mesh, (axis,)) for axis, size in total.items())
+
+    def _tied_s(self, stages: Sequence[StageCost], data: DataParallel, step: Step) -> float:
+        """Summing the gradients of parameters that the first and the last pipeline rank share."""
+        if step.mesh.pp == 1:
+            return 0.0
+        holders: dict[str, set[int]] = {}
+        sizes: dict[str, int] = {}
+        for i, stage in enumerate(stages):
+            for block in (stage.blocks[0], stage.blocks[-1]) if stage.blocks else ():
+                for p in block.parameters:
+                    if p.shared and p.trained:
+                        holders.setdefault(p.name, set()).add(i % step.mesh.pp)
+                        sizes[p.name] = p.shard_numel(step.mesh.dp_shard) * itemsize(self.precision.storage)
+        tied = sum(sizes[name] for name, ranks in holders.items() if len(ranks) > 1)
+        return self.collectives.send_time_s(tied, step.mesh) if tied else 0.0
+
+    def _optimizer_s(self, units: Sequence[Unit], data: DataParallel) -> float:
+        numel = sum(unit.trained_shard_numel for unit in units)
+        moved = self.optimizer.passes * numel * itemsize(self.precision.storage)
+        groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
+        launches = self.optimizer.kernels * groups * self.device.launch_s
+        return moved / self.device.memory_bandwidth_bytes_per_s + launches
+
+
+def _own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:
+    """Forward and backward with the block's own collectives."""
+    forward_s = block.forward_s + block.communication_forward_s
+    backward_s = block.backward_s + block.communication_backward_s
+    return forward_s, backward_s + (block.recompute_s if recompute else 0.0)
