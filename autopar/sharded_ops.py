@@ -95,9 +95,7 @@ def _maximum(local: Tensor, pg: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def partial_mean(
-    x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None
-) -> Tensor:
+def partial_mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
     """One rank's share of a mean over dims of which some are split: the local sum over the global count.
 
     Args:

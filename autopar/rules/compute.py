@@ -201,6 +201,18 @@ def reduction(op: Op, operands: Specs) -> Pattern:
     )
 
 
+def histogram(op: Op, operands: Specs) -> Pattern:
+    """histc(x, bins, min, max): counts add up over parts of x, when the bounds are given."""
+    labels = frozenset(NAMES[: len(operands[0].shape)])
+    given = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
+    return Pattern(
+        inputs=(NAMES[: len(operands[0].shape)],),
+        outputs=(("",),),
+        contracted=labels if given else frozenset(),
+        frozen=frozenset() if given else labels,
+    )
+
+
 # --- losses --------------------------------------------------------------------------------------
 
 _ELEMENTWISE_LOSSES = {

@@ -135,16 +135,17 @@ def divide(op: Op, operands: Specs) -> Pattern:
 
 
 def cat(op: Op, operands: Specs) -> Pattern:
-    """Joined tensors: split along the other dims; partial if all are."""
+    """Joined tensors: split along the other dims; partial if all are. Empty ones of one dim add nothing."""
     rank = len(op.spec.shape)
-    if any(len(spec.shape) != rank for spec in operands):
+    full = tuple(i for i, spec in enumerate(operands) if spec.shape != (0,) or rank == 1)
+    if any(len(operands[i].shape) != rank for i in full):
         raise RuleError("tensors that are joined have the same rank", value=[s.shape for s in operands], place=op.name)
     labels = NAMES[:rank]
     return Pattern(
-        inputs=(labels,) * len(operands),
+        inputs=tuple(labels if i in full else ("",) for i in range(len(operands))),
         outputs=(labels,),
         frozen=frozenset((labels[integer(op, 1, "dim") % rank],)),
-        linear=(tuple(range(len(operands))),),
+        linear=(full,),
     )
 
 
@@ -158,6 +159,14 @@ def stack(op: Op, operands: Specs) -> Pattern:
         outputs=((*labels[:dim], "", *labels[dim:]),),
         linear=(tuple(range(len(operands))),),
     )
+
+
+def paste(op: Op, operands: Specs) -> Pattern:
+    """slice_scatter(x, source, dim, ...), select_scatter(x, source, dim, index): the other dims are split."""
+    labels = NAMES[: len(op.spec.shape)]
+    dim = integer(op, 2, "dim") % len(labels)
+    source = labels[:dim] + labels[dim + 1 :] if len(operands[1].shape) < len(labels) else labels
+    return Pattern(inputs=(labels, source), outputs=(labels,), frozen=frozenset((labels[dim],)), linear=((0, 1),))
 
 
 def pad(op: Op, operands: Specs) -> Pattern:
@@ -289,6 +298,11 @@ def scatter(op: Op, operands: Specs) -> Pattern:
     labels = tuple(NAMES[i] if i != dim and all(s.shape[i] == x[i] for s in operands) else "" for i in range(len(x)))
     linear = ((0, 2),) if len(operands) == 3 else ()
     return Pattern(inputs=(labels,) * len(operands), outputs=(labels,), linear=linear)
+
+
+def index_put(op: Op, operands: Specs) -> Pattern:
+    """Values put at indices: nothing is split."""
+    return Pattern(inputs=tuple(("",) * len(s.shape) for s in operands), outputs=(("",) * len(op.spec.shape),))
 
 
 # --- factories -----------------------------------------------------------------------------------

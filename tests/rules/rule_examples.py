@@ -65,13 +65,13 @@ class Maker:
 
 _INTEGERS = ("bitwise", "__")
 _WITHOUT_GRADIENT = ("floor_divide", "bernoulli")
-_OWN = ("aten.type_as.default", "aten.native_dropout.default")
+_OWN = ("aten.copy.default", "aten.type_as.default", "aten.native_dropout.default")
 
 
 def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
     """A call for each operator whose line is elementwise, arguments filled in by its schema."""
     for target, rule in table.rules.items():
-        if target in OUTSIDE or not rule.line.startswith("x... ->") and not rule.line.startswith("x..., x..."):
+        if target in OUTSIDE or not rule.line.startswith(("x... ->", "x..., x...")):
             continue
         if "n k+" in rule.line or target.startswith("autopar.") or target in _OWN:
             continue
@@ -103,8 +103,8 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
             else:
                 break
         kwargs = {"rounding_mode": "floor"} if target.endswith("Tensor_mode") else {}
-        if target == "aten.masked_fill.Tensor":
-            args[2] = make.real()
+        if target in ("aten.masked_fill.Tensor", "aten.fill.Tensor"):
+            args[-1] = make.real()
         yield make.call(target, *args, **kwargs)
 
 
@@ -143,6 +143,9 @@ def moved(make: Maker) -> Iterator[Example]:
     yield c("aten.unbind.int", r(4, 8), 1)
     yield c("aten.cat.default", (r(4, 8), r(4, 4)), 1)
     yield c("aten.cat.default", (r(4, 8), r(4, 8)), -1)
+    yield c("aten.cat.default", (r(0), r(4, 8), r(4, 8)), 1)
+    yield c("aten.slice_scatter.default", r(4, 8), r(4, 4), 1, 2, 6)
+    yield c("aten.select_scatter.default", r(4, 8), r(4), 1, 3)
     yield c("aten.stack.default", (r(4, 8), r(4, 8)), 1)
     yield c("aten.pad.default", r(4, 8), (0, 1), "constant", None)
     yield c("aten.pad.default", w(4, 8), (0, 1), "constant", -100.0)
@@ -152,6 +155,7 @@ def moved(make: Maker) -> Iterator[Example]:
     yield c("aten.index.Tensor", r(4, 8, 4), (None, w(4, 1), w(8, high=4)))
     yield c("aten.index.Tensor", r(4, 8, 4), (w(4, high=4), None, w(4, high=4)))
     yield c("aten.index.Tensor", r(8, 4), (w(4, 8),))
+    yield c("aten.index_put.default", r(4, 8), (w(4, high=4), None), r(4, 8), True)
     yield c("aten.index_select.default", r(4, 8), 1, w(4))
     yield c("aten.gather.default", r(4, 8), 1, w(4, 4))
     yield c("aten.gather.default", r(8, 8), 1, w(4, 4))
@@ -209,6 +213,7 @@ def whole(make: Maker) -> Iterator[Example]:
     yield c("aten.diff.default", r(4, 8))
     yield c("aten.diff.default", w(4, 8), 1, -1, w(4, 1))
     yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,), True)
+    yield c("aten.copy.default", w(4, 4, 8), w(4, 8))
     yield c("aten.type_as.default", r(4, 8), w(8))
     yield c("aten.native_dropout.default", r(4, 8), 0.5, True)
     yield c("aten.dropout.default", r(4, 8), 0.5, True)
@@ -246,6 +251,8 @@ def reductions(make: Maker) -> Iterator[Example]:
     yield c("aten.var.dim", r(4, 8), (1,), True, True)
     yield c("aten.std.dim", r(4, 8), (1,), True, True)
     yield c("aten.norm.ScalarOpt_dim", r(4, 8), 2, (1,), True)
+    yield c("aten.histc.default", w(4, 8).double(), 4, 0, 7)
+    yield c("aten.histc.default", r(4, 8, grad=False), 4)
     yield c("aten.count_nonzero.default", w(4, 8))
     yield c("aten.count_nonzero.dim_IntList", w(4, 8), (1,))
 
@@ -323,7 +330,14 @@ def losses(make: Maker) -> Iterator[Example]:
             yield c(f"aten.{name}.default", r(4, 8), r(4, 8, grad=False), reduction)
         yield c("aten.binary_cross_entropy.default", r(4, 8), r(4, 8, grad=False), None, reduction)
         yield c("aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, None, reduction)
-        yield c("aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, r(8, grad=False), reduction)
+        yield c(
+            "aten.binary_cross_entropy_with_logits.default",
+            r(4, 8),
+            r(4, 8, grad=False),
+            None,
+            r(8, grad=False),
+            reduction,
+        )
 
 
 def every(table: RuleTable, seed: int = 0) -> Iterator[Example]:

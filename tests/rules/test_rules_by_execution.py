@@ -6,12 +6,23 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from tests.rules.rule_examples import OUTSIDE, Example, Maker, elementwise, every, losses, moved, products, reductions, whole
 
 from autopar.graph.ir import TensorSpec
 from autopar.rules import default_table
 from autopar.rules.grammar import enumerate_strategies
 from autopar.rules.verify import call, verify_rule
+from tests.rules.rule_examples import (
+    OUTSIDE,
+    Example,
+    Maker,
+    elementwise,
+    every,
+    losses,
+    moved,
+    products,
+    reductions,
+    whole,
+)
 
 FAMILIES = {
     "elementwise": lambda make: elementwise(default_table(), make),

@@ -1,0 +1,260 @@
+"""The interface of the rules: strategies of a call, its local form, a user's own rules."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import RuleError
+from autopar.graph.ir import Op, TensorSpec
+from autopar.layout import I, P, R, S
+from autopar.rules import Local, RuleTable, Strategy, default_table, has_rule, localize, register_rule, strategies
+from autopar.rules.verify import call, verify_rule
+from tests.rules.rule_examples import Example, Maker
+
+TP, TWO = "tp", Fraction(2)
+
+
+def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
+    """The call with output specs, and the specs of its operands."""
+    outputs = call(example.op, example.operands)
+    return replace(example.op, outputs=tuple(map(_spec, outputs))), tuple(map(_spec, example.operands))
+
+
+def _spec(x: torch.Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad)
+
+
+def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, Strategy]:
+    op, operands = prepared(example)
+    return {s.name: s for s in strategies(op, operands, axis=axis, size=size)}
+
+
+def local(
+    op: Op, strategy: Strategy, operands: tuple[TensorSpec, ...], axis: str, size: Fraction, scale: int = 1
+) -> Op:
+    """The localized call."""
+
+    def part(spec: TensorSpec, dim: int) -> TensorSpec:
+        shape = tuple(int(n / size) if i == dim else n for i, n in enumerate(spec.shape))
+        return replace(spec, shape=shape)
+
+    return localize(
+        op,
+        strategy,
+        Local(
+            axis=axis,
+            size=size,
+            operands=tuple(part(s, t.dim) for s, t in zip(operands, strategy.inputs, strict=True)),
+            outputs=tuple(part(s, t.dim) for s, t in zip(op.outputs, strategy.outputs, strict=True)),
+            count_scale=Fraction(scale),
+        ),
+    )
+
+
+def test_vocabulary_strategies_of_the_embedding_and_the_loss() -> None:
+    make = Maker()
+    table = named(make.call("aten.embedding.default", make.real(8, 4), make.whole(4, 8), 3))["vocabulary"]
+    assert (table.inputs, table.outputs, table.target) == ((S(0), R), (P,), "autopar.embedding_vocabulary")
+    loss = named(make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0))["vocabulary"]
+    assert (loss.inputs, loss.outputs) == ((S(2), R), (I,))
+    assert [(c.kind, c.num_bytes, c.backward) for c in loss.communication] == [
+        ("all_reduce", 32 * 8, False),
+        ("all_reduce", 2 * 32 * 8, False),
+    ]
+
+
+def test_the_batch_axis_offers_nothing_that_must_know_its_rank() -> None:
+    make = Maker()
+    loss = make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0)
+    found = named(loss, axis="batch")
+    assert "vocabulary" not in found
+    assert found["split b.0"].outputs == (P,)
+    assert "vocabulary" not in named(make.call("aten.embedding.default", make.real(8, 4), make.whole(4, 8)), "batch")
+
+
+def test_causal_attention_keeps_its_queries_whole() -> None:
+    make = Maker()
+    q = make.real(4, 8, 8, 4)
+    attention = "aten.scaled_dot_product_attention.default"
+    assert "split s" not in named(make.call(attention, q, q, q, None, 0.0, True))
+    free = named(make.call(attention, q, q, q, None, 0.1, False))
+    assert free["split s"].inputs == (S(2), R, R)
+    assert free["split s"].random
+    assert not free["replicate"].random
+
+
+def test_grouped_query_heads_split_together() -> None:
+    make = Maker()
+    attention = make.call(
+        "aten.scaled_dot_product_attention.default",
+        make.real(4, 8, 8, 4), make.real(4, 2, 8, 4), make.real(4, 2, 8, 4), None, 0.0, True, enable_gqa=True,
+    )  # fmt: skip
+    assert named(attention)["split h"].inputs == (S(1), S(1), S(1))
+    assert "split h" not in named(attention, size=Fraction(4))
+
+
+def test_rounding_casts_want_the_whole_sum() -> None:
+    make = Maker()
+    x = make.real(4, 8)
+    assert "linear 0" not in named(make.call("aten.to.dtype", x, torch.bfloat16))
+    low = x.detach().bfloat16().requires_grad_()
+    assert "linear 0" in named(make.call("aten.to.dtype", low, torch.float32))
+
+
+def test_a_mean_over_a_split_dim_divides_by_the_global_count() -> None:
+    make = Maker()
+    op, operands = prepared(make.call("aten.mean.dim", make.real(4, 8), (0, -1), True))
+    strategy = {s.name: s for s in strategies(op, operands, axis="batch", size=TWO)}["split d0"]
+    assert strategy.outputs == (P,)
+    one = local(op, strategy, operands, "batch", TWO, scale=16)
+    assert (one.target, one.args[1:]) == ("autopar.partial_mean", ((0, 1), True, 4 * 8 * 16))
+    again = {s.name: s for s in strategies(one, (replace(operands[0], shape=(2, 8)),), axis=TP, size=TWO)}["split d1"]
+    two = local(one, again, (replace(operands[0], shape=(2, 8)),), TP, TWO)
+    assert two.args[1:] == one.args[1:]
+
+
+@pytest.mark.parametrize("size", [Fraction(2), Fraction(1, 2)])
+def test_literals_follow_the_local_shape(size: Fraction) -> None:
+    make = Maker()
+    calls = {
+        "split d0": [
+            make.call("aten.view.default", make.real(4, 6), (4, 3, 2)),
+            make.call("aten.expand.default", make.real(4, 1), (4, 3)),
+            make.call("aten.slice.Tensor", make.real(4, 6), 0, 0, 4),
+            make.call("aten.full.default", (4, 6), 1.0),
+            make.call("aten.new_zeros.default", make.whole(2), (4, 6)),
+            make.call("aten.squeeze.dim", make.real(4, 6), 0),
+        ],
+        "split e0": [make.call("aten.expand.default", make.real(1, 6), (4, 6))],
+    }
+    for name, examples in calls.items():
+        for example in examples:
+            op, operands = prepared(example)
+            strategy = {s.name: s for s in strategies(op, operands, axis=TP, size=size)}[name]
+            written = local(op, strategy, operands, TP, size)
+            rows = int(4 / size)
+            inputs = [
+                torch.ones(tuple(rows if i == t.dim else n for i, n in enumerate(x.shape)), dtype=x.dtype)
+                for x, t in zip(example.operands, strategy.inputs, strict=True)
+            ]
+            (output,) = call(written, inputs)
+            assert output.shape[0] == rows, example.target
+            assert tuple(output.shape) == written.spec.shape
+
+
+def test_an_operator_without_a_rule_is_named_or_repeated_on_request() -> None:
+    make = Maker()
+    op, operands = prepared(make.call("aten.linalg_inv.default", make.real(4, 4)))
+    assert not has_rule(op.target)
+    with pytest.raises(RuleError, match=r"aten.linalg_inv.default.*register_rule"):
+        strategies(op, operands, axis=TP, size=TWO)
+    found = strategies(op, operands, axis=TP, size=TWO, fallback=True)
+    assert [(s.name, s.inputs, s.outputs) for s in found] == [
+        ("invariant", (I,), (I,)),
+        ("replicate", (R,), (R,)),
+    ]
+
+
+def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
+    make = Maker()
+    table = default_table().copy()
+    register_rule("aten::linalg_inv", "b... n^ m^ -> b... n m", table=table)
+    example = make.call("aten.linalg_inv.default", torch.eye(3, dtype=torch.float64) + make.real(4, 3, 3))
+    op, operands = prepared(example)
+    assert "split b.0" in {s.name for s in strategies(op, operands, axis=TP, size=TWO, table=table)}
+    assert verify_rule(op, example.operands, size=2, table=table) == []
+    assert not has_rule("aten.linalg_inv.default")
+    register_rule("aten.linalg_inv.default", "b... n m -> b... n m; linear 0", table=table)
+    failures = verify_rule(op, example.operands, size=2, table=table)
+    assert any("linear 0" in line for line in failures)
+
+
+def test_registering_again_forgets_what_was_known() -> None:
+    make = Maker()
+    table = RuleTable(rules={})
+    table.register("aten::relu", "x... -> x...")
+    op, operands = prepared(make.call("aten.relu.default", make.real(4, 8)))
+    assert len(table.strategies(op, operands, axis=TP, size=TWO)) == 4
+    table.register("aten::relu", "x^ y -> x y")
+    assert {s.name for s in table.strategies(op, operands, axis=TP, size=TWO)} == {"split y", "invariant", "replicate"}
+
+
+def test_verification_finds_a_wrong_rule() -> None:
+    make = Maker()
+    example = make.call("aten.softmax.int", make.real(4, 8), 1)
+    op, _ = prepared(example)
+    wrong = [
+        Strategy(name="split", inputs=(S(1),), outputs=(S(1),)),
+        Strategy(name="linear", inputs=(P,), outputs=(P,)),
+        Strategy(name="gradient", inputs=(I,), outputs=(R,)),
+        Strategy(name="sum", inputs=(R,), outputs=(P,)),
+    ]
+    failures = verify_rule(op, example.operands, size=2, strategies=wrong)
+    assert len(failures) == len(wrong)
+    assert "gradient of operand 0" in failures[2]
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(sizes, min_size=1, max_size=4), st.data())
+def test_random_views(factors: list[int], data: st.DataObject) -> None:
+    def shape() -> tuple[int, ...]:
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {0, len(factors)})
+        runs = itertools.pairwise(cuts)
+        return tuple(torch.Size(factors[a:b]).numel() for a, b in runs)
+
+    make = Maker()
+    example = make.call("aten.view.default", make.real(*shape()), shape())
+    assert verify_rule(example.op, example.operands, size=2) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(sizes, max_size=3), st.integers(0, 3), st.integers(0, 7), st.sampled_from(["add", "mul", "where"]))
+def test_random_broadcasts(shape: list[int], drop: int, ones: int, name: str) -> None:
+    make = Maker()
+    other = [1 if ones >> i & 1 else n for i, n in enumerate(shape)][min(drop, len(shape)) :]
+    operands = (make.real(*shape), make.real(*other))
+    example = (
+        make.call("aten.where.self", make.truth(*other), *operands)
+        if name == "where"
+        else make.call(f"aten.{name}.Tensor", *operands)
+    )
+    assert verify_rule(example.op, example.operands, size=2) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes, sizes, sizes, sizes, st.sampled_from([2, 3]))
+def test_random_linears_and_attentions(b: int, s: int, k: int, n: int, size: int) -> None:
+    make = Maker()
+    linear = make.call("aten.linear.default", make.real(b, s, k), make.real(n, k), make.real(n))
+    assert verify_rule(linear.op, linear.operands, size=size) == []
+    q, kv = make.real(b, n, s, k), make.real(b, n, s + 1, k)
+    mask = make.truth(b, 1, s, s + 1) | (torch.arange(s + 1) == 0)
+    attention = make.call("aten.scaled_dot_product_attention.default", q, kv, kv.detach(), mask)
+    assert verify_rule(attention.op, attention.operands, size=size) == []
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]), st.sampled_from([0.0, 0.2]), st.sampled_from([-100, 5]))
+def test_vocabulary_parallel_loss_with_random_ignored_labels(
+    seed: int, size: int, smoothing: float, ignored: int
+) -> None:
+    make = Maker(seed)
+    labels = torch.where(make.real(3, 4, grad=False) < 0.5, ignored, make.whole(3, 4, high=8))
+    logits = (make.real(3, 4, 8, grad=False) * 200 - 100).requires_grad_()
+    example = make.call("autopar.cross_entropy_sum", logits, labels, ignored, smoothing)
+    reference = F.cross_entropy(
+        logits.view(-1, 8), labels.view(-1), ignore_index=ignored, label_smoothing=smoothing, reduction="sum"
+    )
+    assert torch.equal(call(example.op, example.operands)[0], reference)
+    assert verify_rule(example.op, example.operands, size=size) == []
