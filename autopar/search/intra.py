@@ -7,15 +7,16 @@ types of the values that cross a boundary are all that two blocks must agree on,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 from typing import Protocol
 
 from autopar import rules
+from autopar.cost.work import VIEWS
 from autopar.graph.ir import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, Type
-from autopar.rules.conversions import collective_bytes, conversion
+from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
 from autopar.search.elimination import Marginal
 from autopar.search.problem import FREE, Choice, Cost, Problem, Weights, rests_of, types_of
@@ -27,13 +28,13 @@ MAX_BOUNDARY_STATES = 1 << 14
 class Pricing(Protocol):
     """What the layout search asks the cost model."""
 
-    def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> float:
-        """Seconds of one local operator, forward and backward."""
+    def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
+        """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:
         """Seconds of a collective over the axis; bytes of the full tensor (all-to-all: of one rank's part)."""
 
-    def saves(self, op: Op) -> Sequence[Ref]:
+    def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
         """Operands and outputs that backward needs."""
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
@@ -58,23 +59,40 @@ class AxisCosts:
     _changes: dict[tuple[TensorSpec, Type, Type], Cost | None] = field(default_factory=dict)
 
     def saves(self, op: Op) -> Sequence[Ref]:
-        return self.pricing.saves(op)
+        """Storages that backward needs; what the batch brings and parameters are there anyway."""
+        kept = self.pricing.saves(op, tuple(self.graph.spec(ref) for ref in op.operands))
+        roots = dict.fromkeys(self._root(ref) for ref in kept)
+        return tuple(r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r))
+
+    def _root(self, ref: Ref) -> Ref:
+        """The value whose storage ``ref`` lies in."""
+        producer = self.graph.producer(ref)
+        while producer is not None and producer.target in VIEWS:
+            ref = producer.operands[0]
+            producer = self.graph.producer(ref)
+        return ref
 
     def operator(self, op: Op, strategy: Strategy, saved: Sequence[Ref]) -> Cost:
+        """See :class:`autopar.search.problem.Costs`."""
         specs = [self.graph.spec(ref) for ref in op.operands]
         operands = tuple(self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True))
         outputs = tuple(self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True))
         local = Local(axis=self.axis, size=Fraction(self.size), operands=operands, outputs=outputs)
-        one = rules.localize(op, strategy, local)
-        time_s = self.pricing.op_time_s(one, operands)
+        one = replace(rules.localize(op, strategy, local), outputs=outputs)
+        cost = self.pricing.op_cost(one, operands)
+        time_s = cost.time_s
         for inside in strategy.communication:
             time_s += self.pricing.collective_time_s(inside.kind, inside.num_bytes)
-        arriving = dict(zip(op.operands, operands, strict=True))
-        made = {Ref(op.name, i): spec for i, spec in enumerate(outputs)}
-        saved_bytes = sum((arriving.get(ref) or made[ref]).num_bytes for ref in saved)
+        share = {Ref(op.name, i): self._share(t) for i, t in enumerate(strategy.outputs)}
+        share |= {self._root(r): self._share(t) for r, t in zip(op.operands, strategy.inputs, strict=True)}
+        saved_bytes = cost.saved_bytes + sum(self.graph.spec(ref).num_bytes * share[ref] for ref in saved)
         return Cost(time_s=time_s, saved_bytes=saved_bytes)
 
+    def _share(self, kind: Type) -> float:
+        return 1.0 / self.size if kind.is_split else 1.0
+
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+        """A change of type, forward and backward; None where there is none."""
         key = (spec, source, target)
         if key not in self._changes:
             self._changes[key] = self._change(spec, source, target)
@@ -84,16 +102,20 @@ class AxisCosts:
         found = conversion(source, target, requires_grad=spec.requires_grad)
         if found is None:
             return None
-        num_bytes = spec.num_bytes
-        kinds = [kind for kind in (found.forward, found.backward) if kind is not None]
-        return Cost(
-            time_s=sum(
-                self.pricing.collective_time_s(k, collective_bytes(k, full_num_bytes=num_bytes, size=self.size))
-                for k in kinds
-            )
-        )
+        if not found.target:
+            return FREE
+        local = self.local(spec, source)
+        args = (Ref("value"), *emitted_arguments(self.axis, source, target))
+        call = Op(name="change", target=found.target, args=args, outputs=(self.local(spec, target),))
+        time_s = self.pricing.op_cost(call, (local,)).time_s
+        for kind in (found.forward, found.backward):
+            if kind is not None:
+                num_bytes = collective_bytes(kind, full_num_bytes=spec.num_bytes, size=self.size)
+                time_s += self.pricing.collective_time_s(kind, num_bytes)
+        return Cost(time_s=time_s)
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
+        """A parameter read in another type than the one at rest."""
         spec = parameter.spec
         if (rest, wanted) == (I, R) and spec.requires_grad:  # the sum is done once a step
             time_s = self.pricing.collective_time_s("all_reduce", self.pricing.gradient_bytes(spec))
@@ -103,6 +125,7 @@ class AxisCosts:
         return self.change(spec, rest, wanted)
 
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
+        """A parameter's state."""
         whole = self.pricing.state_bytes(self.local(parameter.spec, rest))
         return Cost(state_bytes=whole / self.owners.get(parameter.name, 1))
 

@@ -185,7 +185,7 @@ def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
         labels = list(dict.fromkeys(b.label for b in graph.blocks if b.label))
         raise UsageError(
             "a selector names blocks of the model", value=repr(selector), place=f"pin '{pin}'",
-            remedy=f"blocks: {labels[0]} ... {labels[-1]}" if labels else "the model has no named blocks",
+            remedy=f"blocks: {', '.join(labels if len(labels) <= 6 else [*labels[:3], '...', *labels[-2:]])}",
         )  # fmt: skip
     return found
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.search.problem import FREE, Cost
 
 SAVES_INPUTS = ("linear", "mul", "silu", "scaled_dot", "pow", "cross_entropy", "embedding", "div", "gelu", "layer_norm")
+FREE_TARGETS = ("view", "transpose", "autopar")
 SAVES_OUTPUT = ("rsqrt", "scaled_dot", "tanh", "softmax")
 
 
@@ -24,22 +26,22 @@ class ToyPricing:
     launch_s: float = 3e-6
     state_bytes_per_element: float = 16.0
 
-    def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> float:
+    def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         moved = sum(s.num_bytes for s in (*operands, *op.outputs))
         flops = 0.0
         if "linear" in op.target:
             flops = 6.0 * op.spec.numel * operands[0].shape[-1]
         elif "scaled_dot" in op.target:
             flops = 12.0 * prod(operands[0].shape) * operands[1].shape[-2]
-        elif "view" in op.target or "transpose" in op.target:
-            return 0.0
-        return max(flops / self.flops_per_s, 2 * moved / self.memory_bytes_per_s) + self.launch_s
+        elif any(name in op.target for name in FREE_TARGETS):
+            return FREE
+        return Cost(time_s=max(flops / self.flops_per_s, 2 * moved / self.memory_bytes_per_s) + self.launch_s)
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:
         share = (self.size - 1) / self.size * (2 if kind == "all_reduce" else 1)
         return self.latency_s + share * num_bytes / self.link_bytes_per_s
 
-    def saves(self, op: Op) -> Sequence[Ref]:
+    def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
         saved = [r for r in op.operands if any(name in op.target for name in SAVES_INPUTS)]
         return [*saved, *(Ref(op.name) for name in SAVES_OUTPUT if name in op.target)]
 

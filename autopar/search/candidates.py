@@ -1,0 +1,273 @@
+"""What the outer search chooses from: mesh degrees, ZeRO, micro-batch and schedule, under named constraints.
+
+Every constraint is a predicate over the columns of one table of combinations. The same table and predicates give the
+candidates of a search and, when there are none, the smallest set of constraints that conflict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.mesh import Mesh
+from autopar.plan import ScheduleName
+from autopar.schedule import SCHEDULES
+from autopar.search.pins import ChoicePin, NumberPin, Pin, Pins
+from autopar.search.space import Space
+
+Column = NDArray[np.int64]
+Table = Mapping[str, Column]
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "tp")
+_FIXED = {"cp": 1, "ep": 1}
+"""Axes that nothing is laid out on yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Candidate:
+    """One choice of the outer search."""
+
+    mesh: Mesh
+    micro_batch_size: int
+    num_micro_batches: int
+    zero_stage: int
+    schedule: ScheduleName
+    virtual_stages: int
+
+    def __str__(self) -> str:
+        parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={self.micro_batch_size}"]
+        if self.mesh.pp > 1:
+            parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A law by name; ``holds`` gives a row of truths for a table."""
+
+    name: str
+    holds: Callable[[Table], NDArray[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What the candidates depend on.
+
+    Attributes:
+        heads: of the attentions of the model; ``tp`` divides each.
+        num_blocks: what pipeline stages are cut from.
+    """
+
+    world_size: int
+    devices_per_node: int
+    global_batch_size: int
+    num_blocks: int
+    heads: tuple[int, ...]
+    space: Space
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
+    """All candidates that keep every constraint, in a fixed order."""
+    table = _table(problem, pins, whole_world=True)
+    keep = np.ones(len(table["pp"]), dtype=bool)
+    for constraint in (*laws(problem), *practice(problem, pins), *pin_constraints(pins)):
+        keep &= constraint.holds(table)
+    rows = np.flatnonzero(keep)
+    return [_candidate(table, int(row), problem.global_batch_size) for row in rows]
+
+
+def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
+    """Names of a smallest-by-inclusion set of constraints without any candidate; empty when there are candidates.
+
+    Found by deletion: a constraint without which there is still no candidate is not needed for the conflict.
+    """
+    table = _table(problem, pins, whole_world=False)
+    held = {c.name: c.holds(table) for c in (*laws(problem), *pin_constraints(pins))}
+
+    def possible(names: Iterable[str]) -> bool:
+        keep = np.ones(len(table["pp"]), dtype=bool)
+        for name in names:
+            keep &= held[name]
+        return bool(keep.any())
+
+    left = list(held)
+    if possible(left):
+        return ()
+    for name in list(held):
+        without = [n for n in left if n != name]
+        if not possible(without):
+            left = without
+    return tuple(left)
+
+
+def laws(problem: Problem) -> tuple[Constraint, ...]:
+    """What no plan may break."""
+    space, batch = problem.space, problem.global_batch_size
+    none, gpipe, plain, inter = (SCHEDULES.index(n) for n in ("none", "GPipe", "1F1B", "Interleaved1F1B"))
+
+    def samples(t: Table) -> Column:
+        return t["micro_batch"] * t["dp_replicate"] * t["dp_shard"]
+
+    def rounds(t: Table) -> NDArray[np.bool_]:
+        m = t["num_micro_batches"]
+        return m % np.maximum(1, m // t["pp"]) == 0
+
+    return (
+        Constraint(
+            name=f"{problem.world_size} devices = pp * dp_replicate * dp_shard * tp",
+            holds=lambda t: t["pp"] * t["dp_replicate"] * t["dp_shard"] * t["tp"] == problem.world_size,
+        ),
+        Constraint(
+            name=f"the global batch {batch} divides by micro_batch * dp_replicate * dp_shard",
+            holds=lambda t: batch % samples(t) == 0,
+        ),
+        *(
+            Constraint(name=f"tp divides {n} attention heads", holds=lambda t, n=n: n % t["tp"] == 0)  # type: ignore[misc]
+            for n in problem.heads
+        ),
+        Constraint(
+            name=f"pp * virtual_stages <= {problem.num_blocks} blocks",
+            holds=lambda t: t["pp"] * t["virtual_stages"] <= problem.num_blocks,
+        ),
+        Constraint(name="zero=0 if and only if dp_shard=1", holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
+        Constraint(name="zero=2 has pp=1", holds=lambda t: (t["zero"] != 2) | (t["pp"] == 1)),
+        Constraint(
+            name="a pipeline (pp > 1) has a schedule, and one stage has none",
+            holds=lambda t: (t["schedule"] == none) == (t["pp"] == 1),
+        ),
+        Constraint(
+            name="virtual_stages > 1 if and only if schedule=Interleaved1F1B",
+            holds=lambda t: (t["schedule"] == inter) == (t["virtual_stages"] > 1),
+        ),
+        Constraint(
+            name="1F1B has at least pp micro-batches",
+            holds=lambda t: (t["schedule"] != plain) | (t["num_micro_batches"] >= t["pp"]),
+        ),
+        Constraint(
+            name="Interleaved1F1B divides the micro-batches into even rounds of pp",
+            holds=lambda t: (t["schedule"] != inter) | rounds(t),
+        ),
+        *(() if gpipe in (SCHEDULES.index(s) for s in space.schedules) else (
+            Constraint(name=f"space {space.name} has no GPipe", holds=lambda t: t["schedule"] != gpipe),
+        )),
+    )  # fmt: skip
+
+
+def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+    """What is not worth trying unless it is pinned: dominated schedules, tensor parallelism across nodes."""
+    found = []
+    space, per_node = problem.space, problem.devices_per_node
+    if not _pinned(pins, "tp"):
+        most = min(space.max_tp, per_node * space.max_tp_nodes)
+        found.append(Constraint(name="tp inside a node", holds=lambda t: (t["tp"] <= most) & (per_node % t["tp"] == 0)))
+    if not _pinned(pins, "pp"):
+        found.append(Constraint(name="max_pp", holds=lambda t: t["pp"] <= space.max_pp))
+    if not _pinned(pins, "schedule"):  # GPipe takes as long as 1F1B and holds more
+        gpipe = SCHEDULES.index("GPipe")
+        found.append(
+            Constraint(name="GPipe", holds=lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"]))
+        )
+    if not _pinned(pins, "dp_replicate", "dp_shard"):
+        found.append(Constraint(name="shard groups", holds=lambda t: _shard_groups(t, space.hsdp, per_node)))
+    if not _pinned(pins, "zero"):  # with one micro-batch ZeRO-2 is ZeRO-1
+        found.append(Constraint(name="ZeRO-2", holds=lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)))
+    return tuple(found)
+
+
+def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:
+    """Sharding over none or all data ranks, or (HSDP) over those of one node."""
+    whole = (t["dp_replicate"] == 1) | (t["dp_shard"] == 1)
+    return whole | (hsdp & (t["dp_shard"] * t["tp"] == per_node))
+
+
+def pin_constraints(pins: Pins) -> tuple[Constraint, ...]:
+    """The pins on what candidates are made of, by their text."""
+    found = []
+    for pin in pins.pins:
+        if isinstance(pin, NumberPin):
+            found.append(Constraint(name=pin.text, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
+        elif isinstance(pin, ChoicePin) and pin.key == "schedule":
+            allowed = [i for i, name in enumerate(SCHEDULES) if pin.holds(name)]
+            found.append(
+                Constraint(name=pin.text, holds=lambda t, allowed=allowed: np.isin(t["schedule"], allowed))  # type: ignore[misc]
+            )
+    return tuple(found)
+
+
+def _number(t: Table, pin: NumberPin) -> NDArray[np.bool_]:
+    column = t["dp_replicate"] * t["dp_shard"] if pin.key == "dp" else t[pin.key]
+    return np.array([pin.holds(int(v)) for v in np.unique(column)])[np.unique(column, return_inverse=True)[1]]
+
+
+def _pinned(pins: Pins, *keys: str) -> bool:
+    return any(_key(pin) in keys for pin in pins.pins)
+
+
+def _key(pin: Pin) -> str:
+    return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
+
+
+def _values(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
+    """The usual values and those that pins name, with their neighbours for inequalities."""
+    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == key]
+    return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
+
+
+def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
+    """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size."""
+    space, world = problem.space, problem.world_size
+    if whole_world:
+        found = divisors(world)
+        degrees = [
+            (pp, world // (pp * tp * shard), shard, tp)
+            for pp in found
+            for tp in found
+            if world % (pp * tp) == 0
+            for shard in divisors(world // (pp * tp))
+        ]
+    else:
+        usual = divisors(world) if world <= 64 else (1, 2, world)
+        degrees = list(product(*(_values(pins, key, usual) for key in _DEGREES)))
+    zero = _values(pins, "zero", space.zero_stages)
+    micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= problem.global_batch_size])
+    data = np.unique(np.array([d[1] * d[2] for d in degrees]))
+    for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch
+        if isinstance(pin, NumberPin) and pin.key == "num_micro_batches" and pin.value:
+            sizes = {problem.global_batch_size // (pin.value * int(d)) for d in data}
+            micro = sorted({*micro, *(s for s in sizes if s)})
+    virtual = _values(pins, "virtual_stages", (1, *space.virtual_stages))
+    names = ("none", *space.schedules)
+    named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
+    schedules = sorted({SCHEDULES.index(n) for n in (*names, *named)})
+    rest = np.array(list(product(zero, micro, schedules, virtual)), dtype=np.int64)
+    left = np.array(degrees, dtype=np.int64)
+    table = {key: np.repeat(left[:, i], len(rest)) for i, key in enumerate(_DEGREES)}
+    for i, key in enumerate(("zero", "micro_batch", "schedule", "virtual_stages")):
+        table[key] = np.tile(rest[:, i], len(left))
+    samples = table["micro_batch"] * table["dp_replicate"] * table["dp_shard"]
+    table["num_micro_batches"] = problem.global_batch_size // samples
+    for key, value in _FIXED.items():
+        table[key] = np.full_like(table["pp"], value)
+    return table
+
+
+def _candidate(t: Table, row: int, global_batch_size: int) -> Candidate:
+    mesh = Mesh(**{key: int(t[key][row]) for key in _DEGREES})
+    schedule: ScheduleName = SCHEDULES[int(t["schedule"][row])]  # type: ignore[assignment]
+    return Candidate(
+        mesh=mesh,
+        micro_batch_size=int(t["micro_batch"][row]),
+        num_micro_batches=int(t["num_micro_batches"][row]),
+        zero_stage=int(t["zero"][row]),
+        schedule=schedule,
+        virtual_stages=int(t["virtual_stages"][row]),
+    )

@@ -1,0 +1,54 @@
+"""The cost model as the layout search asks it: operator by operator, on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.collectives import CollectiveModel
+from autopar.cost.compute import time_of_work
+from autopar.cost.work import work
+from autopar.device import Device
+from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.mesh import Mesh
+from autopar.search.problem import Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisPricing:
+    """Prices of one axis of a mesh; implements :class:`autopar.search.intra.Pricing`.
+
+    ``state_bytes_per_element``: of a parameter with gradient and optimizer states, on one rank of the data axes.
+    ``gradient_itemsize``: bytes of an element of a gradient sum.
+    """
+
+    device: Device
+    collectives: CollectiveModel
+    mesh: Mesh
+    axis: str
+    state_bytes_per_element: float
+    gradient_itemsize: int
+
+    def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
+        """See :class:`autopar.search.intra.Pricing`."""
+        done = work(op, operands, self.device.kind)
+        time = time_of_work(done, op, self.device)
+        return Cost(time_s=time.forward_s + time.backward_s, saved_bytes=done.saved_bytes)
+
+    def collective_time_s(self, kind: str, num_bytes: int) -> float:
+        """See :class:`autopar.search.intra.Pricing`."""
+        return self.collectives.time_s(kind, num_bytes, self.mesh, (self.axis,))
+
+    def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
+        """See :class:`autopar.search.intra.Pricing`."""
+        done = work(op, operands, self.device.kind)
+        kept = [op.operands[i] for i in done.saved]
+        return (*kept, Ref(op.name)) if done.saves_output else tuple(kept)
+
+    def gradient_bytes(self, spec: TensorSpec) -> int:
+        """See :class:`autopar.search.intra.Pricing`."""
+        return spec.numel * self.gradient_itemsize
+
+    def state_bytes(self, spec: TensorSpec) -> float:
+        """See :class:`autopar.search.intra.Pricing`."""
+        return spec.numel * self.state_bytes_per_element

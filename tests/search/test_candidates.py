@@ -1,0 +1,70 @@
+"""Candidates of the outer search, and why there are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.schedule import check_schedule
+from autopar.search.candidates import Candidate, Problem, candidates, conflict
+from autopar.search.pins import Pins
+from autopar.search.space import load_space
+
+PROBLEM = Problem(
+    world_size=64, devices_per_node=8, global_batch_size=512, num_blocks=82, heads=(64,), space=load_space("default")
+)
+
+
+def check(problem: Problem, one: Candidate) -> None:
+    mesh = one.mesh
+    assert mesh.world_size == problem.world_size
+    assert problem.global_batch_size == one.micro_batch_size * one.num_micro_batches * mesh.data
+    assert (one.zero_stage == 0) == (mesh.dp_shard == 1)
+    assert one.zero_stage != 2 or mesh.pp == 1
+    assert mesh.pp * one.virtual_stages <= problem.num_blocks
+    check_schedule(one.schedule, mesh.pp, one.virtual_stages, one.num_micro_batches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(world=st.integers(1, 48), per_node=st.integers(1, 8), batch=st.integers(1, 96), blocks=st.integers(1, 12))
+def test_every_candidate_can_run(world: int, per_node: int, batch: int, blocks: int) -> None:
+    problem = replace(PROBLEM, world_size=world, devices_per_node=per_node, global_batch_size=batch, num_blocks=blocks)
+    for one in candidates(problem, Pins()):
+        check(problem, one)
+
+
+def test_practice_is_among_them() -> None:
+    found = candidates(PROBLEM, Pins())
+    assert len(found) < 5000
+    assert any(c.mesh.tp == 8 and c.mesh.pp == 4 and c.zero_stage == 1 for c in found)
+    assert any(c.mesh.dp_shard == 8 and c.mesh.dp_replicate == 8 and c.zero_stage == 3 for c in found)
+    assert all(c.mesh.tp <= 8 for c in found)
+
+
+def test_pins_are_kept() -> None:
+    pins = Pins.parse(["tp=4", "pp=2", "zero=1", "micro_batch=4", "schedule=Interleaved1F1B", "virtual_stages=5"])
+    found = candidates(PROBLEM, pins)
+    assert found
+    for one in found:
+        assert (one.mesh.tp, one.mesh.pp, one.zero_stage) == (4, 2, 1)
+        assert (one.micro_batch_size, one.schedule, one.virtual_stages) == (4, "Interleaved1F1B", 5)
+    assert {c.num_micro_batches for c in candidates(PROBLEM, Pins.parse(["num_micro_batches=128"]))} == {128}
+
+
+@pytest.mark.parametrize(
+    ("pins", "world", "expected"),
+    [
+        (["tp=3"], 24, {"tp=3", "tp divides 64 attention heads"}),
+        (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * tp"}),
+        (["zero=2", "pp=2"], 8, {"zero=2", "pp=2", "zero=2 has pp=1"}),
+        (["tp<=2", "tp>=4", "pp=1"], 8, {"tp<=2", "tp>=4"}),
+        (["schedule=1F1B", "pp=1"], 8, {"schedule=1F1B", "pp=1", "a pipeline (pp > 1) has a schedule, and one stage has none"}),
+    ],
+)
+def test_the_smallest_conflict_is_named(pins: list[str], world: int, expected: set[str]) -> None:
+    problem = replace(PROBLEM, world_size=world, global_batch_size=96)
+    assert candidates(problem, Pins.parse(pins)) == []
+    assert set(conflict(problem, Pins.parse(pins))) == expected
