@@ -9,9 +9,10 @@ from math import prod
 
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import time_of_work
-from autopar.cost.work import COLLECTIVES, RESHAPES, VIEWS, Work, operand_specs, work
+from autopar.cost.work import COLLECTIVES, VIEWS, Work, operand_specs, work
 from autopar.device import Device
 from autopar.graph.ir import Block, Graph, Op, Ref
+from autopar.graph.storage import storage_roots
 from autopar.mesh import Mesh
 
 
@@ -212,7 +213,7 @@ class _Storages:
     def __init__(self, graph: Graph, block: Block, works: list[Work]) -> None:
         self.graph, self.block, self.works = graph, block, works
         self.ops = graph.block_ops(block)
-        self._roots: dict[Ref, Ref] = {}
+        self._roots = storage_roots(self.ops, graph._index.specs)
         self.saved: dict[Ref, int] = {}
         """Kept storages by the position of the first operator that keeps them."""
         for i, (op, done) in enumerate(zip(self.ops, works, strict=True)):
@@ -224,24 +225,15 @@ class _Storages:
         self.saved_bytes = sum(map(self.size, self.saved)) + sum(self._inner)
 
     def root(self, ref: Ref) -> Ref:
-        """The value whose storage ``ref`` lies in."""
-        found = self._roots.get(ref)
-        if found is None:
-            producer, found = self.graph.producer(ref), ref
-            if producer is not None and producer.target in VIEWS and producer.operands and not self.copies(producer):
-                found = self.root(producer.operands[0])
-            self._roots[ref] = found
-        return found
+        """The value whose storage ``ref`` lies in, as far back as the block goes."""
+        return self._roots.get(ref, ref)
 
     def copies(self, op: Op) -> bool:
-        """Whether a reshape cannot be a view: it merges a dim that an expansion has made."""
-        if op.target not in RESHAPES:
-            return False
-        root = self.graph.spec(self.root(op.operands[0]))
-        return root.numel < op.spec.numel
+        """Whether a view is none: strides do not allow it, so that it copies."""
+        return op.target in VIEWS and self.root(Ref(op.name)) == Ref(op.name)
 
     def copied(self, op: Op, done: Work) -> Work:
-        """The work of ``op`` when it is a reshape that copies, else ``done``."""
+        """The work of ``op`` when it is a view that copies, else ``done``."""
         return replace(done, launches=1, num_bytes=2 * op.spec.num_bytes) if self.copies(op) else done
 
     def size(self, ref: Ref) -> int:

@@ -82,9 +82,6 @@ def _aten(names: str) -> frozenset[str]:
 VIEWS = _aten(_VIEW_NAMES)
 """Operators whose output lies in the storage of their first operand."""
 
-RESHAPES = _aten("view.default _unsafe_view.default reshape.default flatten.using_ints")
-"""Views that copy where the strides do not allow one."""
-
 COLLECTIVES = frozenset(f"autopar.{name}" for name in _COLLECTIVE_NAMES.split())
 """Changes of type; see rules/conversions.py."""
 
@@ -242,7 +239,7 @@ def _argument(op: Op, position: int, name: str, default: object) -> object:
 def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
     """Fused attention keeps q, k, v, the output and a row statistic; a causal mask halves the work.
 
-    On a CPU there is no fused kernel with dropout: the scores and their mask are kept then.
+    On a CPU there is no fused kernel with dropout: probabilities, noise and their product are kept in fp32 then.
     """
     query, key = operands[0], operands[1]
     rows, columns = query.shape[-2], key.shape[-2]
@@ -257,10 +254,11 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
         backward_launches=2, saved=tuple(range(len(operands))), saves_output=True, saved_bytes=statistic,
     )  # fmt: skip
     if kind == "cpu" and _argument(op, 4, "dropout_p", 0.0):
-        kept = scores * (2 * query.dtype.itemsize + 1)
+        whole = scores * _FLOAT
+        kept = 3 * whole + sum(spec.numel for spec in operands[:3]) * _FLOAT
         return replace(
-            common, backward_flops=2 * flops, num_bytes=passes[0] + 3 * kept, backward_bytes=passes[1] + 3 * kept,
-            launches=5, backward_launches=6, saved_bytes=kept, workspace_bytes=scores * query.dtype.itemsize,
+            common, backward_flops=2 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 6 * whole,
+            launches=8, backward_launches=8, saved=(), saves_output=False, saved_bytes=kept, workspace_bytes=whole,
         )  # fmt: skip
     return replace(common, backward_flops=2.5 * flops)
 
