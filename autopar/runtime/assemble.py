@@ -45,6 +45,7 @@ class Assembly:
                 hand_over(first.parameter, copy.gradient)
 
     def spread_copies_here(self) -> None:
+        """Gives them all the sum."""
         for first, copy in self._copies():
             if first.gradient is not None:
                 copy.parameter.grad = None

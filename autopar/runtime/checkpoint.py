@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -26,7 +27,7 @@ from autopar.runtime.world import World
 
 def save(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
     """Writes a folder; all ranks call it."""
-    dcp.save(_state(held, progress, optimizer), checkpoint_id=str(path))
+    save_state(_state(held, progress, optimizer), checkpoint_id=str(path))
 
 
 def load(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
@@ -39,11 +40,9 @@ def load(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], op
         _make_state(optimizer)
     state = _state(held, progress, optimizer)
     try:
-        dcp.load(state, checkpoint_id=str(path))
+        load_state(state, checkpoint_id=str(path))
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
-        raise PlanError(
-            "a checkpoint is of the same model and optimizer", value=str(error), place=str(path)
-        ) from error
+        raise PlanError("a checkpoint is of the same model and optimizer", value=str(error), place=str(path)) from error
     for name in progress:
         progress[name] = state[f"progress.{name}"]
     if optimizer is not None:

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.layout import Type
 from autopar.plan import Plan, Precision
 from autopar.runtime.stage import StageModule
 
@@ -30,6 +29,7 @@ def uses_fsdp(plan: Plan) -> bool:
 
 
 def is_mixed(precision: Precision) -> bool:
+    """Whether parameters change their dtype between rest and use."""
     return len({precision.compute, precision.storage, precision.reduce}) > 1
 
 
@@ -80,6 +80,7 @@ def sum_gradients(stage: StageModule) -> None:
 
 
 def fsdp_modules(stage: nn.Module) -> Iterator[FSDPModule]:
+    """The FSDP units in a stage, the stage itself among them."""
     return (module for module in stage.modules() if isinstance(module, FSDPModule))
 
 
@@ -93,10 +94,3 @@ def before_backward(stage: StageModule, plan: Plan, *, is_last: bool) -> None:
     stage.set_reshard_after_backward(is_last or plan.zero_stage == 3)
     if plan.mesh.dp_replicate > 1:
         stage.set_requires_all_reduce(is_last)
-
-
-def placements(layout: tuple[tuple[str, Type], ...]) -> tuple[Shard | None, ...]:
-    """The placement of a parameter on the tensor-parallel mesh; None stands for replicated."""
-    kinds = dict(layout)
-    kind = kinds.get("tp")
-    return (Shard(kind.dim) if kind is not None and kind.is_split else None,)

@@ -8,7 +8,7 @@ stages that hold the same (tied) parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -75,7 +75,7 @@ class BucketedSums:
         for bucket in self._buckets:
             for member in bucket.members:
                 assert member.leaf is not None
-                member.leaf.register_post_accumulate_grad_hook(self._hook(bucket))
+                member.leaf.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     def begin(self, num_backwards: int) -> None:
         """Before the first of ``num_backwards`` backward passes, whose gradients are summed as one."""
@@ -147,7 +147,7 @@ def _land(bucket: _Bucket) -> None:
     assert bucket.flat is not None
     bucket.work.wait()
     leaves = [member.leaf for member in bucket.members if member.leaf is not None]
-    for leaf, part in zip(leaves, bucket.flat.split([leaf.numel() for leaf in leaves]), strict=True):
+    for leaf, part in zip(leaves, torch.split(bucket.flat, [leaf.numel() for leaf in leaves]), strict=True):
         leaf.grad = part.view(leaf.shape)
     bucket.flat, bucket.work = None, None
 
@@ -170,11 +170,13 @@ class SetAside:
         self._kept: list[Tensor | None] = []
 
     def begin(self) -> None:
+        """Takes the gradients away."""
         self._kept = [held.parameter.grad for held in self._held]
         for held in self._held:
             held.parameter.grad = None
 
     def finish(self) -> None:
+        """Adds them to the new ones."""
         for held, kept in zip(self._held, self._kept, strict=True):
             if kept is not None:
                 new = held.parameter.grad
@@ -199,7 +201,7 @@ def sum_in_place(held: Sequence[Held], group_of: Callable[[Held], Group | None])
             continue
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([grad.numel() for grad in grads])
+        parts = torch.split(flat, [grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [part.view(g.shape) for part, g in zip(parts, grads, strict=True)])
 
 
@@ -218,10 +220,10 @@ class Norm:
     held: Sequence[Held]
     group: Group | None
     device: torch.device
-    weights: Tensor | None = field(default=None, init=False)
 
     def __call__(self) -> Tensor:
-        here = [(h.gradient, h.copies) for h in self.held if h.parameter.grad is not None]
+        """The norm, a scalar in fp32, the same on every rank; all ranks call it."""
+        here = [(grad, h.copies) for h in self.held if (grad := h.gradient) is not None]
         square = torch.zeros((), device=self.device)
         if here:
             norms = torch.stack([n.float() for n in torch._foreach_norm([grad for grad, _ in here])])

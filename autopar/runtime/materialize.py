@@ -61,7 +61,7 @@ def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int]
     return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
 
 
-class ModelWeights:
+class ModelWeights(Weights):
     """The user's model: real weights are sliced, those on meta initialised module by module."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -69,9 +69,11 @@ class ModelWeights:
         self._last: tuple[str, nn.Module] | None = None
 
     def shape(self, fqn: str) -> torch.Size:
+        """Of the model's parameter, whole."""
         return self._model.get_parameter(fqn).shape
 
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        """The elements ``index`` of the model's parameter."""
         value = self._model.get_parameter(parameter.fqn)
         if value.is_meta:
             path, _, name = parameter.fqn.rpartition(".")
@@ -79,6 +81,7 @@ class ModelWeights:
         return value.detach()[index]
 
     def buffer(self, fqn: str) -> Tensor:
+        """A buffer, whole."""
         value = self._model.get_buffer(fqn)
         if value.is_meta:
             path, _, name = fqn.rpartition(".")
@@ -108,10 +111,11 @@ def initialise(model: nn.Module, path: str, seed: int) -> nn.Module:
     for parent, child, name in zip(skeleton, skeleton[1:], path.split("."), strict=False):
         parent._modules[name] = child
     target = skeleton[-1]
-    for tensors in (target._parameters, target._buffers):
-        for name, value in tensors.items():
-            if value is not None:
-                tensors[name] = _unset_like(value)
+    for name, parameter in target._parameters.items():
+        if parameter is not None:
+            target._parameters[name] = nn.Parameter(_unset_like(parameter), parameter.requires_grad)
+    for name, buffer in target._buffers.items():
+        target._buffers[name] = None if buffer is None else _unset_like(buffer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int(digest(f"{seed} {path}"), 16) % 2**63)
         reset = getattr(target, "reset_parameters", None)
@@ -144,10 +148,10 @@ def _unset_like(value: Tensor) -> Tensor:
     made = torch.empty_like(value, device="cpu")
     if made.is_floating_point():
         made.fill_(float("nan"))
-    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+    return made
 
 
-class FileWeights:
+class FileWeights(Weights):
     """A folder of safetensors files, as ``save_pretrained`` writes them; buffers come from ``rest``."""
 
     def __init__(self, folder: str | Path, rest: Weights) -> None:
@@ -158,16 +162,16 @@ class FileWeights:
         else:
             single = self._folder / "model.safetensors"
             if not single.exists():
-                raise UsageError(
-                    "weights= is a folder with model.safetensors or its index", value=str(self._folder)
-                )
+                raise UsageError("weights= is a folder with model.safetensors or its index", value=str(self._folder))
             with _open(single) as file:
                 self._files = dict.fromkeys(file.keys(), single.name)
 
     def shape(self, fqn: str) -> torch.Size:
+        """Of the model's parameter, whole."""
         return self._rest.shape(fqn)
 
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
+        """The elements ``index`` of the model's parameter."""
         names = (parameter.fqn, *parameter.aliases)
         candidates = (*names, *(name.partition(".")[2] for name in names))  # saved without the head's prefix
         found = next((name for name in candidates if name in self._files), None)
@@ -178,6 +182,7 @@ class FileWeights:
             return value
 
     def buffer(self, fqn: str) -> Tensor:
+        """A buffer, whole."""
         return self._rest.buffer(fqn)
 
 

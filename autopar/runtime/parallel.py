@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError, UsageError
+from autopar.errors import UsageError
 from autopar.lower.program import Program
 from autopar.plan import Plan
 from autopar.runtime import checkpoint
@@ -243,21 +243,7 @@ class _GlobalLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.owner._begin_backward(1)
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
         engine.queue_callback(lambda: engine.queue_callback(ctx.owner._finish))
         return gradients[0], None
-
-
-def check_same_model(plan: Plan, fingerprint: str, name: str) -> None:
-    """Refuses a plan for another model.
-
-    Raises:
-        PlanError: names both.
-    """
-    if plan.model.fingerprint != fingerprint:
-        raise PlanError(
-            f"the plan is for this model ({name}, {fingerprint})",
-            value=f"{plan.model.name}, {plan.model.fingerprint}",
-            remedy="search a plan for this model",
-        )

@@ -35,7 +35,7 @@ def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dic
     for leaf in inputs:
         value = batch[leaf.name]
         dim = leaf.batch_dim
-        parts = [value] * count if dim is None else value.split(value.shape[dim] // count, dim)
+        parts = [value] * count if dim is None else torch.split(value, value.shape[dim] // count, dim)
         for micro_batch, part in zip(made, parts, strict=True):
             micro_batch[leaf.name] = part
     return made
@@ -48,6 +48,7 @@ class Accumulation:
         self.stage, self._plan, self._inputs = stage, plan, inputs
 
     def run(self, batch: Batch) -> Tensor:
+        """See :class:`Runner`."""
         count = self._plan.num_micro_batches
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
@@ -94,7 +95,7 @@ class Pipeline:
         options: dict[str, Any] = {
             "n_microbatches": plan.num_micro_batches,
             "loss_fn": _loss_itself,
-            "kwargs_chunk_spec": {name: TensorChunkSpec(dim) for name, dim in chunked.items()},
+            "kwargs_chunk_spec": _chunk_specs(chunked),
             "scale_grads": False,
         }
         match plan.schedule:
@@ -103,11 +104,12 @@ class Pipeline:
             case "1F1B":
                 self._schedule = Schedule1F1B(wrapped[0], **options)
             case "Interleaved1F1B":
-                self._schedule = ScheduleInterleaved1F1B(list(wrapped), **options)  # type: ignore[arg-type]
+                self._schedule = ScheduleInterleaved1F1B(list(wrapped), **options)
             case other:
                 raise PlanError("a plan with several stages has a pipeline schedule", value=other)
 
     def run(self, batch: Batch) -> Tensor | None:
+        """See :class:`Runner`."""
         keywords = {name: batch[name] for name in self._chunked}
         if self._is_random:
             keywords[MICRO_BATCH] = self._numbers
@@ -117,6 +119,10 @@ class Pipeline:
         losses: list[Tensor] = []
         self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+
+def _chunk_specs(dims: Mapping[str, int]) -> dict[str, TensorChunkSpec]:
+    return {name: TensorChunkSpec(dim) for name, dim in dims.items()}  # type: ignore[no-untyped-call]
 
 
 def _loss_itself(output: Tensor, _: Tensor) -> Tensor:
@@ -129,9 +135,7 @@ class _Specs:
 
     def __init__(self, program: Program) -> None:
         self._loss = program.loss
-        self._specs = {
-            str_name(Ref(op.name, i)): spec for op in program.graph.ops for i, spec in enumerate(op.outputs)
-        }
+        self._specs = {str_name(Ref(op.name, i)): spec for op in program.graph.ops for i, spec in enumerate(op.outputs)}
 
     def tensors(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import spmd_types
 import torch
@@ -30,15 +30,12 @@ class BlockModule(nn.Module):
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
         """From ``inputs`` to ``outputs``, both in order."""
         if self.recompute and torch.is_grad_enabled():
-            result: tuple[Tensor, ...] = checkpoint(self._with_mesh, *values, use_reentrant=False)
-            return result
-        result = self.body(*values)
-        return result
+            return cast("tuple[Tensor, ...]", checkpoint(self._with_mesh, *values, use_reentrant=False))
+        return cast("tuple[Tensor, ...]", self.body(*values))
 
     def _with_mesh(self, *values: Any) -> tuple[Tensor, ...]:
         with spmd_types.set_current_mesh(self._device_mesh):  # backward runs it again, on a thread of its own
-            result: tuple[Tensor, ...] = self.body(*values)
-            return result
+            return cast("tuple[Tensor, ...]", self.body(*values))
 
 
 class StageModule(nn.Module):

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from autopar.errors import AutoparError
 
@@ -174,7 +175,7 @@ def _perform(message: bytes, rank: int) -> _Outcome:
         function, args, store, size, timeout_s = pickle.loads(message)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, size),
+            store=FileStore(store, size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RuntimeMismatchError
@@ -29,7 +31,7 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     atexit.register(stop)
 
 
@@ -70,10 +72,13 @@ class World:
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
+        # spmd-types 0.3 calls functional collectives by names that torch 2.13 has deprecated
+        warnings.filterwarnings("ignore", ".*_functional_collectives.*deprecated.*", FutureWarning)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     @property
     def data_index(self) -> int:
+        """Which part of the global batch this rank takes."""
         return self.mesh.data_index(self.rank)
 
     def axis_group(self, axes: Iterable[str]) -> dist.ProcessGroup | None:

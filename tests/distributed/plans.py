@@ -26,20 +26,20 @@ from autopar.rules.apply import shard
 from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolver
 from autopar.search.classes import compact
-from autopar.search.problem import Weights
+from autopar.search.problem import Cost, Weights
 
 
 class SimplePrices:
     """Seconds: an element made costs 1, one moved 0.1, a launch of a collective 10."""
 
-    def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> float:
-        return float(sum(prod(spec.shape) for spec in (*operands, *op.outputs)))
+    def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
+        return Cost(time_s=float(sum(prod(spec.shape) for spec in (*operands, *op.outputs))))
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:
         return 10.0 + 0.1 * num_bytes
 
-    def saves(self, op: Op) -> Sequence[Ref]:
-        return tuple(r for r in op.operands)
+    def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
+        return op.operands
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
         return spec.num_bytes
@@ -108,9 +108,7 @@ def make_plan(
             for block, t in zip(small.graph.blocks, typings, strict=True)
         ),
         blocks=blocks,
-        stages=tuple(
-            StagePlan(index=i, start=cuts[i], stop=cuts[i + 1], pp_rank=i % mesh.pp) for i in range(stages)
-        ),
+        stages=tuple(StagePlan(index=i, start=cuts[i], stop=cuts[i + 1], pp_rank=i % mesh.pp) for i in range(stages)),
         predicted=Prediction(
             step_time_s=1.0,
             step_time_interval_s=(1.0, 1.0),

@@ -1,0 +1,120 @@
+"""From a model and a plan to a running job: one rank plans, all ranks agree, each builds its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import AutoparError, PlanError
+from autopar.graph.ir import Graph
+from autopar.lower.program import lower
+from autopar.plan import Plan
+from autopar.runtime.materialize import FileWeights, ModelWeights, Weights
+from autopar.runtime.parallel import Parallel
+from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, choose_device_type, start
+
+Make = Callable[[], tuple[Plan, Graph]]
+"""Gives the plan and the traced model that it is for."""
+
+
+def launch(
+    model: nn.Module,
+    make: Make,
+    *,
+    device_type: str,
+    weights: str | Path | None = None,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Parallel:
+    """Makes this rank's part of ``model``; all ranks of the job call it.
+
+    Args:
+        model: with weights (those of rank 0 count) or on meta.
+        make: called on rank 0 alone, whose plan and graph all ranks take.
+        device_type: ``cuda`` (NCCL) or ``cpu`` (gloo).
+        weights: folder of safetensors files; instead of the model's weights.
+        seed: of random operators, and of the initialisation of a model on meta.
+        timeout_s: of every collective.
+
+    Raises:
+        AutoparError: what ``make`` raised on rank 0, on every rank.
+        RuntimeMismatchError: the job has another size than the plan's mesh.
+        PlanError: the plan is for another model.
+    """
+    start(device_type, timeout_s=timeout_s)
+    plan, graph = _from_first_rank(make)
+    check_same_model(plan, graph)
+    world = World(plan.mesh, device_type)
+    program = lower(plan, graph, device=world.device)
+    source: Weights = ModelWeights(model, seed)
+    if weights is not None:
+        source = FileWeights(weights, source)
+    else:
+        take_first_rank_weights(model, world.device)
+    return Parallel(program, world, source, seed=seed)
+
+
+def check_same_model(plan: Plan, graph: Graph) -> None:
+    """Refuses a plan for another model.
+
+    Raises:
+        PlanError: names both.
+    """
+    if plan.model.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan is for this model ({graph.name}, {graph.fingerprint})",
+            value=f"{plan.model.name}, {plan.model.fingerprint}",
+            remedy="search a plan for this model",
+        )
+
+
+def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
+    """What ``make`` gives on rank 0, on every rank; its errors too."""
+    if dist.get_world_size() == 1:
+        return make()
+    made: list[tuple[Plan, Graph] | None] = [None]
+    failure: tuple[type[AutoparError], tuple[str, str, str, str]] | None = None
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except AutoparError as error:
+            value = "" if error.value is None else str(error.value)
+            failure = type(error), (error.law, value, error.place, error.remedy)
+    shared: list[object] = [made[0], failure]
+    dist.broadcast_object_list(shared)
+    result, failed = shared
+    if isinstance(failed, tuple):
+        kind, (law, value, place, remedy) = failed
+        raise kind(law, value=value or None, place=place, remedy=remedy)
+    assert isinstance(result, tuple)
+    return result
+
+
+def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
+    """Makes a model with real weights the same on all ranks: where any differs, all take rank 0's.
+
+    Ranks build their models each from a random state of its own; parts of different models do not fit.
+    """
+    if dist.get_world_size() == 1:
+        return
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    if not tensors:
+        return
+    with torch.no_grad():
+        sums = torch.tensor([[float(t.double().sum()), float(t.double().abs().sum())] for t in tensors])
+        first = sums.to(device)
+        dist.broadcast(first, src=0)
+        differs = (first.cpu() != sums).any(1).to(device, torch.int32)
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+        for tensor, other in zip(tensors, differs.tolist(), strict=True):
+            if other:
+                value = tensor.detach().to(device).contiguous()
+                dist.broadcast(value, src=0)
+                tensor.copy_(value)
+
+
+__all__ = ["check_same_model", "choose_device_type", "launch", "take_first_rank_weights"]

@@ -1,0 +1,16 @@
+"""Worker processes shared by the tests; a failed or late job gets new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from autopar.runtime.verify import PRELOAD
+from autopar.runtime.workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4, preload=PRELOAD) as workers:
+        yield workers

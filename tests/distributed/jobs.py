@@ -1,0 +1,164 @@
+"""What the tests run on every rank; by name, so that workers can import it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.graph.ir import Graph
+from autopar.lower.program import lower
+from autopar.plan import Plan
+from autopar.runtime.launch import launch
+from autopar.runtime.materialize import ModelWeights
+from autopar.runtime.parallel import Parallel
+from autopar.runtime.verify import adamw
+from autopar.runtime.world import World
+from tests.distributed.subjects import HfSubject
+
+Batch = Mapping[str, Tensor]
+
+
+def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> Parallel:
+    return Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(subject.build(), seed), seed=seed)
+
+
+def train(
+    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], max_norm: float | None = None
+) -> dict[str, Any]:
+    """Losses, gradient norms before clipping, and final parameters."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    losses, norms = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(parallel.train_step(batch).item())
+        if max_norm is not None:
+            norms.append(parallel.clip_grad_norm_(max_norm).item())
+        optimizer.step()
+    return {"losses": losses, "norms": norms, "parameters": parallel.full_state_dict()}
+
+
+def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, Any]:
+    """Gradients of ``train_step``, of call and ``backward``, and of twice without ``zero_grad``."""
+    parallel = build(subject, plan, graph)
+    stepped = parallel.train_step(batch)
+    by_step = parallel.full_gradients()
+    parallel.train_step(batch)
+    twice = parallel.full_gradients()
+    for parameter in parallel.parameters():
+        parameter.grad = None
+    called = parallel(**batch)
+    called.backward()
+    by_call = parallel.full_gradients()
+    with torch.no_grad():
+        silent = parallel(**batch)
+    return {
+        "losses": [stepped.item(), called.item(), silent.item()],
+        "step": by_step,
+        "call": by_call,
+        "twice": twice,
+    }
+
+
+def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """The loss from the global batch on every rank, and from each rank's own samples."""
+    parallel = build(subject, plan, graph)
+    whole = parallel.train_step(batch).item()
+    size = plan.global_batch_size // parallel.data_size
+    own = {name: value.narrow(0, parallel.data_rank * size, size) for name, value in batch.items()}
+    return whole, parallel.train_step(own).item()
+
+
+def refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> str:
+    """The message with which a call is refused."""
+    parallel = build(subject, plan, graph)
+    try:
+        parallel(**batch)
+    except AutoparError as error:
+        return str(error)
+    return ""
+
+
+def save_run(
+    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str
+) -> list[float]:
+    """Trains on the first batch, saves, goes on; the losses after saving."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batches[0])
+    optimizer.step()
+    parallel.save(Path(folder), optimizer)
+    return _continue(parallel, optimizer, batches[1:])
+
+
+def load_run(
+    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str
+) -> tuple[int, list[float]]:
+    """Loads into other weights and goes on; the step counter and the losses."""
+    parallel = build(subject, plan, graph, seed=3)
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
+    parallel.load(Path(folder), optimizer)
+    return parallel.step_count, _continue(parallel, optimizer, batches[1:])
+
+
+def _continue(parallel: Parallel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(parallel.train_step(batch).item())
+        optimizer.step()
+    return losses
+
+
+def launched_from(
+    subject: HfSubject, plan: Plan, graph: Graph, source: str, folder: str | None = None
+) -> dict[str, Tensor]:
+    """All parameters as a launched job has them: from rank-dependent models, from meta, from files."""
+    if source == "meta":
+        with torch.device("meta"):
+            model = subject._model()
+    else:
+        model = subject.build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(dist.get_rank())
+    parallel = launch(model, lambda: (plan, graph), device_type="cpu", weights=folder, seed=5)
+    return parallel.full_state_dict()
+
+
+def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
+    """The message on this rank when rank 0 cannot plan, or the plan does not fit."""
+
+    def make() -> tuple[Plan, Graph]:
+        if plan.mesh.world_size == 1:
+            raise AutoparError("there is a plan", value="none", remedy="try again")
+        return plan, graph
+
+    try:
+        launch(subject.build(), make, device_type="cpu")
+    except AutoparError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def sleep_on_last_rank(seconds: float) -> int:
+    import time
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(seconds)
+    return dist.get_rank()
+
+
+def fail_on_first_rank() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("this rank has had enough")
+    dist.barrier()

@@ -1,0 +1,211 @@
+"""Training on several ranks beyond plain steps: clipping, calls, precision, dropout, checkpoints, launching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.plan import BF16
+from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.plans import make_plan
+from tests.distributed.subjects import HfSubject
+from tests.distributed.test_layouts import LAYOUTS, traced
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+MIXED = ["dp4 ZeRO 3", "HSDP 2x2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 3", "pp2 x tp2", "pp2 x dp2"]
+
+
+def planned(layout: str, kind: str, **changes: Any) -> tuple[HfSubject, Any, Any]:
+    subject, graph = traced(kind)
+    mesh, options = LAYOUTS[layout]
+    plan = make_plan(
+        graph, mesh, global_batch_size=16, micro_batch_size=16 // (4 * mesh.data), **{**options, **changes}
+    )
+    return subject, plan, graph
+
+
+def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
+    return [subject.make_batch(16, seed=seed) for seed in range(count)]
+
+
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    assert found.keys() >= wanted.keys()
+    for name, tensor in wanted.items():
+        error = (found[name] - tensor).abs().max() / tensor.abs().max()
+        assert error <= tolerance, name
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "llama")
+    data = batches(subject, 3)
+    model = subject.build()
+    optimizer = adamw(model.parameters())
+    norms = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model(**batch)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+    found = pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0)
+    for rank in found:
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        close(rank["parameters"], dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp4 ZeRO 2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 1"])
+def test_call_and_backward_equal_a_train_step(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "gpt2")
+    (batch,) = batches(subject, 1)
+    for rank in pool.run(jobs.gradients_both_ways, subject, plan, graph, batch, timeout_s=60.0):
+        assert rank["losses"] == pytest.approx([rank["losses"][0]] * 3, rel=1e-6)
+        close(rank["call"], rank["step"], 1e-5)
+        close(rank["twice"], {name: 2 * tensor for name, tensor in rank["step"].items()}, 1e-5)
+
+
+def test_call_is_refused_with_pipeline_stages(pool: WorkerPool) -> None:
+    subject, plan, graph = planned("pp2 GPipe", "gpt2")
+    (batch,) = batches(subject, 1)
+    for message in pool.run(jobs.refused, subject, plan, graph, batch, size=2, timeout_s=60.0):
+        assert "train_step(batch)" in message
+        assert "2 stages" in message
+
+
+@pytest.mark.parametrize("layout", ["pp2 x dp2", "tp2 x dp2"])
+def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "llama")
+    (batch,) = batches(subject, 1)
+    for whole, own in pool.run(jobs.local_batches, subject, plan, graph, batch, timeout_s=60.0):
+        assert whole == pytest.approx(own, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp4 ZeRO 3", "tp2 x dp2", "pp2 x dp2 ZeRO 1", "pp2 x tp2"])
+def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "llama")
+    data = batches(subject, 3)
+    model = subject.build()
+    exact = loss_of(model(**data[0])).item()
+    low = HfSubject("llama", bf16=True)
+    _, low_plan, low_graph = low, *_bf16_plan(layout)
+    found = pool.run(jobs.train, low, low_plan, low_graph, data, None, size=plan.mesh.world_size, timeout_s=60.0)
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"]
+        assert rank["losses"][0] == pytest.approx(exact, rel=1e-2)
+        assert all(tensor.dtype == torch.float32 for tensor in rank["parameters"].values())
+
+
+def _bf16_plan(layout: str) -> tuple[Any, Any]:
+    from autopar.graph.trace import trace
+
+    subject = HfSubject("llama")
+    graph = trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")
+    mesh, options = LAYOUTS[layout]
+    micro = 16 // (4 * mesh.data)
+    return make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, precision=BF16, **options), graph
+
+
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2", "pp2 x dp2"])
+def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -> None:
+    subject = HfSubject("gpt2", dropout=0.2)
+    graph = subject.trace()
+    data = batches(subject, 2)
+    mesh, options = LAYOUTS[layout]
+    found = {}
+    for recompute in ("none", "full"):
+        plan = make_plan(
+            graph,
+            mesh,
+            global_batch_size=16,
+            micro_batch_size=16 // (4 * mesh.data),
+            **{**options, "recompute": recompute},
+        )
+        found[recompute] = pool.run(
+            jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0
+        )
+    dry = HfSubject("gpt2")
+    assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-4)
+    for rank in range(mesh.world_size):
+        assert found["full"][rank]["losses"] == pytest.approx(found["none"][rank]["losses"], rel=1e-6)
+        close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("tp2 x dp2", "tp4"), ("tp2 x dp2", "dp4"), ("dp4 ZeRO 3", "pp2 x tp2")])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_checkpoint_goes_on_under_another_plan(
+    pool: WorkerPool, tmp_path: Path, kind: str, before: str, after: str
+) -> None:
+    subject, plan, graph = planned(before, kind)
+    data = batches(subject, 3)
+    saved = pool.run(jobs.save_run, subject, plan, graph, data, str(tmp_path), timeout_s=60.0)
+    _, other, _ = planned(after, kind)
+    for count, losses in pool.run(jobs.load_run, subject, other, graph, data, str(tmp_path), timeout_s=60.0):
+        assert count == 1
+        assert losses == pytest.approx(saved[0], rel=1e-5)
+
+
+def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("dp4", "gpt2")
+    pool.run(jobs.save_run, subject, plan, graph, batches(subject, 1), str(tmp_path), timeout_s=60.0)
+    other, other_plan, other_graph = planned("dp4", "llama")
+    with pytest.raises(AutoparError, match="a checkpoint is of the same model"):
+        pool.run(jobs.load_run, other, other_plan, other_graph, batches(other, 1), str(tmp_path), timeout_s=60.0)
+
+
+@pytest.mark.parametrize("layout", ["tp2 x dp2 ZeRO 3", "pp2 x dp2"])
+def test_all_ranks_take_the_weights_of_the_first(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "gpt2")
+    wanted = dict(subject.build().named_parameters())
+    for found in pool.run(jobs.launched_from, subject, plan, graph, "real", timeout_s=60.0):
+        close(found, wanted, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama-untied"])
+def test_meta_weights_do_not_depend_on_the_plan(pool: WorkerPool, kind: str) -> None:
+    found = []
+    for layout in ("tp2 x dp2", "pp2 x dp2 ZeRO 3"):
+        subject, plan, graph = planned(layout, kind)
+        found += pool.run(jobs.launched_from, subject, plan, graph, "meta", timeout_s=60.0)
+    for rank in found[1:]:
+        close(rank, found[0], 0.0)
+    spread = {name: tensor.std().item() for name, tensor in found[0].items() if tensor.ndim == 2}
+    assert all(0.005 < value < 0.03 for value in spread.values()), spread
+
+
+def test_weights_come_from_files_by_slices(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("pp2 x tp2", "llama-untied")
+    model = subject.build()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    for found in pool.run(jobs.launched_from, subject, plan, graph, "meta", str(tmp_path), timeout_s=60.0):
+        close(found, dict(model.named_parameters()), 0.0)
+
+
+def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
+    subject, graph = traced("gpt2")
+    alone = make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=4)
+    for message in pool.run(jobs.launch_failure, subject, alone, graph, timeout_s=60.0):
+        assert message == "AutoparError: there is a plan, but found none; try again"
+    two = make_plan(graph, Mesh(tp=2), global_batch_size=4, micro_batch_size=4)
+    for message in pool.run(jobs.launch_failure, subject, two, graph, timeout_s=60.0):
+        assert message.startswith("RuntimeMismatchError")
+        assert "tp=2: 2" in message
+        assert "found 4" in message
+
+
+def test_a_late_rank_ends_the_job(pool: WorkerPool) -> None:
+    with pytest.raises(AutoparError, match="no answer within 0.5 s"):
+        pool.run(jobs.sleep_on_last_rank, 60.0, timeout_s=0.5)
+    assert pool.run(jobs.sleep_on_last_rank, 0.0, timeout_s=30.0) == (0, 1, 2, 3)
+
+
+def test_a_failed_rank_is_named(pool: WorkerPool) -> None:
+    with pytest.raises(AutoparError, match="rank 0: .*this rank has had enough"):
+        pool.run(jobs.fail_on_first_rank, timeout_s=30.0)
