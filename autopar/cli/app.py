@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109  'package.module:factory' is looked up where the user stands
     if not debug:
         warnings.simplefilter("ignore")  # of torch and transformers, about themselves
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app(given, prog_name="autopar")
     except AutoparError as error:

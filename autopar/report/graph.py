@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from autopar.graph.stats import op_flops
+from autopar.graph.stats import backward_flops, op_flops
 from autopar.report.table import plain_table
-from autopar.report.units import count, num_bytes, ranges
+from autopar.report.units import flops, num_bytes, ranges
 from autopar.rules import has_rule
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def render_graph(graph: Graph) -> str:
     head = [
         f"{graph.name} (fingerprint {graph.fingerprint})",
         f"  parameters  {found['parameters']:,} ({num_bytes(found['parameter_bytes'])})",
-        f"  FLOPs       {count(found['flops_per_sample'])} a sample, forward and backward",
+        f"  FLOPs       {flops(found['flops_per_sample'])} a sample, forward and backward",
         f"  operators   {len(graph.ops)}, and {len(graph.prelude)} that depend on inputs and constants alone",
     ]
     head += [f"  tied        {name} = {', '.join(aliases)}" for name, aliases in found["tied"].items()]
@@ -71,7 +71,7 @@ def render_graph(graph: Graph) -> str:
                 str(block["count"]),
                 str(block["operators"]),
                 f"{block['parameters']:,}",
-                count(block["flops_per_sample"]),
+                flops(block["flops_per_sample"]),
             )
             for block in found["blocks"]
         ],
@@ -99,7 +99,8 @@ def render_graph(graph: Graph) -> str:
 
 
 def _flops(graph: Graph, positions: range) -> float:
-    return float(sum(op_flops(graph, graph.ops[position]) for position in positions))
+    ops = [graph.ops[position] for position in positions]
+    return float(sum(op_flops(graph, op) + backward_flops(graph, op) for op in ops))
 
 
 def _dtype(dtype: object) -> str:

@@ -66,6 +66,16 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def flops(value: float) -> str:
+    """Floating point operations.
+
+    >>> flops(329e9), flops(0)
+    ('329 GFLOP', '0 FLOP')
+    """
+    text = count(value).replace("B", "G")
+    return f"{text}FLOP" if " " in text else f"{text} FLOP"
+
+
 def share(part: float, whole: float) -> str:
     """A part in percent; ``-`` where there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
