@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from autopar.plan_io import dumps, plan_to_dict
-from autopar.report.text import layout_labels, layout_lines, shown_typings
+from autopar.report.text import layout_groups
 from autopar.report.timeline import timeline
 from autopar.report.units import (
     batch_text,
@@ -143,14 +143,11 @@ def _stages(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    rows = []
-    for index in dict.fromkeys(block.layout for block in plan.blocks):
-        for typing in shown_typings(plan, index):
-            label = escape(ranges(layout_labels(plan, index)))
-            rows += [
-                (label, escape(typing.axis), f"<code>{escape(kind)}</code>", escape(names))
-                for kind, names in layout_lines(typing)
-            ]
+    rows = [
+        (escape(ranges(labels)), escape(axis), f"<code>{escape(kind)}</code>", escape(names))
+        for labels, lines in layout_groups(plan)
+        for axis, kind, names in lines
+    ]
     if not rows:
         return "<p>Nothing is split inside the model.</p>"
     return _table(("blocks", "axis", "type at rest", "parameters"), rows)

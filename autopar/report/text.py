@@ -56,18 +56,20 @@ def layout_lines(typing: AxisTyping) -> list[tuple[str, str]]:
     return [(kind, ranges(by_type[kind]) if names else f"{len(by_type[kind])} parameters") for kind in split_first]
 
 
-def shown_typings(plan: Plan, layout: int) -> list[AxisTyping]:
-    """The typings of a layout on axes that split something inside the model."""
-    return [
-        typing
-        for typing in plan.layouts[layout].typings
-        if typing.axis != "batch" and getattr(plan.mesh, typing.axis, 1) > 1
-    ]
-
-
-def layout_labels(plan: Plan, layout: int) -> list[str]:
-    """Labels of the blocks of a layout, in order."""
-    return [block.label for block in plan.blocks if block.layout == layout]
+def layout_groups(plan: Plan) -> list[tuple[list[str], list[tuple[str, str, str]]]]:
+    """Blocks that look alike, in order of the first: their labels, and (axis, type, what has it) on split axes."""
+    groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+    for block in plan.blocks:
+        lines: list[tuple[str, str, str]] = []
+        for typing in plan.layouts[block.layout].typings:
+            if typing.axis != "batch" and getattr(plan.mesh, typing.axis, 1) > 1:
+                lines += [(typing.axis, kind, names) for kind, names in layout_lines(typing)]
+                if typing.boundary:
+                    kinds = ", ".join(map(str, typing.boundary))
+                    lines.append((typing.axis, "", f"type of what the block hands on: {kinds}"))
+        if lines:
+            groups.setdefault(tuple(lines), []).append(block.label)
+    return [(labels, list(lines)) for lines, labels in groups.items()]
 
 
 def _head(plan: Plan) -> str:
@@ -142,22 +144,10 @@ def _memory(plan: Plan) -> str:
 
 def _layouts(plan: Plan) -> str:
     lines = ["Layouts of parameters (S(d): dim d is split; I: whole on each rank of the axis)"]
-    used = sorted({block.layout for block in plan.blocks}, key=[block.layout for block in plan.blocks].index)
-    for index in used:
-        typings = shown_typings(plan, index)
-        labels = layout_labels(plan, index)
-        if not typings:
-            continue
+    for labels, rows in layout_groups(plan):
         lines += _wrap(f"{ranges(labels)} ({len(labels)} block{'s' if len(labels) > 1 else ''})", "  ")
-        for typing in typings:
-            lines += [
-                line
-                for kind, names in layout_lines(typing)
-                for line in _wrap(names, f"    {f'{typing.axis} {kind}':<9} ", " " * 14)
-            ]
-            if typing.boundary:
-                kinds = ", ".join(map(str, typing.boundary))
-                lines += _wrap(f"type of what the block hands on: {kinds}", f"    {typing.axis:<9} ", " " * 14)
+        for axis, kind, names in rows:
+            lines += _wrap(names, f"    {f'{axis} {kind}':<9} ", " " * 14)
     if len(lines) == 1:
         lines += _wrap("nothing is split inside the model: every rank of a stage computes with whole parameters", "  ")
     return "\n".join(lines)
