@@ -179,9 +179,7 @@ def _runs(tokens: npt.NDArray[np.int64], period: int) -> list[tuple[int, int]]:
     equal = np.concatenate(([False], tokens[:-period] == tokens[period:], [False]))
     edges = np.flatnonzero(np.diff(equal.astype(np.int8)))
     starts, ends = edges[::2], edges[1::2]
-    return [
-        (int(s), int(e - s) + period) for s, e in zip(starts, ends, strict=True) if e - s >= period
-    ]
+    return [(int(s), int(e - s) + period) for s, e in zip(starts, ends, strict=True) if e - s >= period]
 
 
 def _verified(context: _Context, begin: int, period: int, length: int) -> tuple[int, int, int] | None:

@@ -156,7 +156,9 @@ class Builder:
 def with_grad(op: Op, flows: bool) -> Op:
     """``op`` with ``requires_grad`` of its floating outputs set."""
     outputs = tuple(
-        TensorSpec(shape=s.shape, dtype=s.dtype, requires_grad=flows and (s.dtype.is_floating_point or s.dtype.is_complex))
+        TensorSpec(
+            shape=s.shape, dtype=s.dtype, requires_grad=flows and (s.dtype.is_floating_point or s.dtype.is_complex)
+        )
         for s in op.outputs
     )
     return Op(
@@ -168,6 +170,17 @@ def with_grad(op: Op, flows: bool) -> Op:
         module=op.module,
         source=op.source,
     )
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an elementwise operator on these shapes.
+
+    >>> broadcast((4, 1), (3,))
+    (4, 3)
+    """
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
 
 
 def compact(value: torch.Tensor) -> torch.Tensor:

@@ -91,10 +91,15 @@ class Converter:
         return _apply(self.builder, call)
 
     def _region(
-        self, node: fx.Node, target: torch._ops.HigherOrderOperator, owner: torch.nn.Module, env: dict[str, Value], grad: bool
+        self,
+        node: fx.Node,
+        target: torch._ops.HigherOrderOperator,
+        owner: torch.nn.Module,
+        env: dict[str, Value],
+        grad: bool,
     ) -> Value:
         """Inlines a region that torch keeps as a graph of its own."""
-        name = target.name()
+        name = str(target._name)
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
             grad, args = bool(args[0]) and grad, args[1:]
@@ -144,11 +149,16 @@ def needs_decomposition(module: fx.GraphModule) -> bool:
         for target in {n.target for n in inner.graph.nodes if n.op == "call_function"}:
             if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
                 continue
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(target), "CompositeImplicitAutograd")
             known = str(target) in _ALL_HANDLERS or str(target) in COMPOSITES or _is_dropped(target)
             if target._schema.is_mutable or (composite and not known):
                 return True
     return False
+
+
+def _qualified(target: torch._ops.OpOverload) -> str:
+    name = target._schema.name
+    return f"{name}.{target._overloadname}" if target._overloadname != "default" else name
 
 
 def _is_dropped(target: torch._ops.OpOverload) -> bool:

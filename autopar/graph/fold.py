@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
-from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder, Call, Value, compact
+from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
 from autopar.graph.ir import Argument, Ref, TensorSpec
 
 _FILLS = {
@@ -33,7 +35,12 @@ CONVERSIONS = {
     "aten.type_as.default",
 }
 _RANDOM_TAGS = (torch.Tag.nondeterministic_seeded,)
-_SAME_VALUE = {"aten.clone.default", "aten.contiguous.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
+_SAME_VALUE = {
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.lift_fresh_copy.default",
+    "aten.lift_fresh.default",
+}
 
 
 def fold(builder: Builder, call: Call) -> Value | None:
@@ -147,7 +154,7 @@ def _size(args: list[object], spec: TensorSpec, pointwise: bool) -> int:
     if not pointwise:
         return spec.numel
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    return torch.Size(torch.broadcast_shapes(*(t.shape for t in tensors))).numel() if tensors else spec.numel
+    return prod(broadcast(*(tuple(t.shape) for t in tensors))) if tensors else spec.numel
 
 
 def _refs(arguments: tuple[Argument, ...]) -> list[Ref]:

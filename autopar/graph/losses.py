@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from autopar.graph.builder import Builder, Call, Value
+from autopar.graph.builder import Builder, Call, Value, broadcast
 from autopar.graph.canonical import Handler, generic
 from autopar.graph.ir import Argument, Ref, TensorSpec
 
@@ -44,7 +44,13 @@ def _nll(builder: Builder, call: Call) -> Value:
 
 
 def _token_loss(
-    builder: Builder, call: Call, logits: Argument, target: Ref, ignore: Argument, smoothing: Argument, reduction: Argument
+    builder: Builder,
+    call: Call,
+    logits: Argument,
+    target: Ref,
+    ignore: Argument,
+    smoothing: Argument,
+    reduction: Argument,
 ) -> Ref:
     assert isinstance(logits, Ref)
     logits, target = _unflattened(builder, *_classes_last(builder, call, logits, target))
@@ -98,7 +104,7 @@ def _elementwise(builder: Builder, call: Call) -> Value:
     source = given["self"]
     assert isinstance(source, Ref)
     shapes = [builder.shape(value) for value in given.values() if isinstance(value, Ref)]
-    spec = TensorSpec(shape=tuple(torch.broadcast_shapes(*shapes)), dtype=call.spec.dtype)
+    spec = TensorSpec(shape=broadcast(*shapes), dtype=call.spec.dtype)
     if call.target == "aten.mse_loss.default":
         error = builder.emit(call, "aten.sub.Tensor", (source, given["target"]), spec, name="error")
         each = builder.emit(call, "aten.pow.Tensor_Scalar", (error, 2), spec, name="squared_error")

@@ -74,7 +74,7 @@ def _dense_as(op: Op, specs: Mapping[Ref, TensorSpec], places: Mapping[Ref, _Pla
     """Strides of an elementwise output: those of the operand of the same shape, where that is dense."""
     shape = op.spec.shape
     if op.target in _BY_TOKEN and len(shape) == 4:
-        b, h, s, e = shape
+        _, h, s, e = shape
         return (s * h * e, e, h * e, 1)
     if not op.operands or op.target.startswith("aten.clone"):
         return None
@@ -89,10 +89,22 @@ def _dense_as(op: Op, specs: Mapping[Ref, TensorSpec], places: Mapping[Ref, _Pla
 
 _KEEPS_ORDER = frozenset(
     f"aten.{name}"
-    for name in (
-        "add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default pow.Tensor_Scalar silu.default gelu.default relu.default"
-        " tanh.default sigmoid.default exp.default to.dtype masked_fill.Scalar"
-    ).split()
+    for name in [
+        "add.Tensor",
+        "sub.Tensor",
+        "mul.Tensor",
+        "div.Tensor",
+        "neg.default",
+        "pow.Tensor_Scalar",
+        "silu.default",
+        "gelu.default",
+        "relu.default",
+        "tanh.default",
+        "sigmoid.default",
+        "exp.default",
+        "to.dtype",
+        "masked_fill.Scalar",
+    ]
 ) | {"autopar.dropout"}
 """Elementwise operators, whose outputs are laid out as their operand."""
 

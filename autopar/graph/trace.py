@@ -6,12 +6,12 @@ import copy
 import inspect
 import linecache
 import logging
-import os
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def trace(
             place is the line of the user's code.
     """
     mode = FakeTensorMode()
-    batch = _named_batch(model, args, kwargs or {})
+    batch = named_batch(model, args, kwargs or {})
     batch, batch_size = _fake_batch(batch, mode)
     wrapper = _Training(_fake_model(model, mode), batch, loss_fn)
     program = _export(wrapper, batch, model)
@@ -92,7 +92,7 @@ def trace(
 # --- the batch ------------------------------------------------------------------------------------
 
 
-def _named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Example inputs by the names of ``forward``'s parameters; entries that are None are dropped."""
     names = [
         parameter.name
@@ -243,7 +243,10 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps export's warnings and logs off the terminal."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo", "torch.fx.experimental")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.export", "torch.fx", "torch._dynamo", "torch.fx.experimental", "transformers")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
@@ -292,14 +295,11 @@ def _user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
     home = inspect.getsourcefile(type(model)) or ""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    own = os.path.dirname(os.path.abspath(__file__))
-    torch_home = os.path.dirname(os.path.abspath(torch.__file__))
-    outside = [f for f in frames if not f[0].startswith((own, torch_home)) and not f[0].startswith("<")]
-    in_library = [f for f in outside if "site-packages" not in f[0] and f"lib{os.sep}python" not in f[0]]
-    user = [f for f in outside if f[0] == home] or in_library or outside
-    # A submodule of the user's own package lies deeper than the model's file: prefer the deepest of both.
-    both = [f for f in outside if f in in_library or f[0] == home]
-    chosen = (both or user or [("", 0)])[-1]
+    own = str(Path(__file__).resolve().parents[1])
+    torch_home = str(Path(torch.__file__).resolve().parent)
+    outside = [f for f in frames if not f[0].startswith((own, torch_home, "<"))]
+    users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
+    chosen = (users or outside or [("", 0)])[-1]
     if not chosen[0]:
         return type(model).__name__, ""
     return f"{chosen[0]}:{chosen[1]}", linecache.getline(chosen[0], chosen[1]).strip()

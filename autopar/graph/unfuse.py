@@ -155,9 +155,7 @@ def _cut(
             parts.setdefault(ref.name, []).append(part)
             pieces.append(Ref(part.name))
         spec = replace(op.spec, shape=(*op.spec.shape[:-1], span[1] - span[0]))
-        made[span] = replace(
-            op.with_operands((op.operands[0], *pieces)), name=builder.unique(op.name), outputs=(spec,)
-        )
+        made[span] = replace(op.with_operands((op.operands[0], *pieces)), name=builder.unique(op.name), outputs=(spec,))
         builder.specs[Ref(made[span].name)] = spec
     replaced[op.name] = list(made.values())
     for inner in cuts.inner:
@@ -200,6 +198,8 @@ def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
         source = Ref(made[-1].name)
         builder.specs[source] = made[-1].spec
     made.append(
-        replace(leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=(), outputs=leaf.op.outputs)
+        replace(
+            leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=(), outputs=leaf.op.outputs
+        )
     )
     return made

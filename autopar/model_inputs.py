@@ -1,0 +1,165 @@
+"""Batches for a model: what each input looks like, and random valid values of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from autopar.errors import UsageError
+
+IGNORED = -100
+"""The label that torch's losses skip."""
+
+LONGEST_DEFAULT = 2048
+"""Sequence length where none is asked for and the model takes longer ones."""
+
+Kind = Literal["tokens", "labels", "masked_labels", "class", "floats", "mask", "sampled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One input.
+
+    Attributes:
+        shape: of one sample.
+        kind: tokens below ``size``; labels: the tokens again; masked_labels: few of them; class: one
+            of ``size``; floats: normal; mask: ones where a sample has tokens; sampled: values
+            drawn from ``values``.
+        batched: False: the same for every batch size.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    size: int = 0
+    dtype: torch.dtype = torch.int64
+    values: torch.Tensor | None = None
+    batched: bool = True
+
+
+def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, torch.Tensor]:
+    """The batch's shapes and dtypes, on meta."""
+    return {
+        f.name: torch.empty((batch_size, *f.shape) if f.batched else f.shape, dtype=f.dtype, device="meta")
+        for f in fields
+        if f.kind != "mask"
+    }
+
+
+def random_batch(
+    fields: tuple[Field, ...], batch_size: int, generator: torch.Generator, *, padded: bool
+) -> dict[str, torch.Tensor]:
+    """Random valid values.
+
+    Args:
+        padded: samples of different lengths: labels are ignored where a sample ends, and masks are
+            part of the batch, which they are not otherwise.
+    """
+    length = next((f.shape[0] for f in fields if f.kind == "tokens"), 0)
+    lengths = torch.randint(max(length // 4, 1), length + 1, (batch_size,), generator=generator) if length else None
+    beyond = torch.arange(length) >= lengths[:, None] if padded and lengths is not None else None
+    batch: dict[str, torch.Tensor] = {}
+    tokens: torch.Tensor | None = None
+    for f in fields:
+        shape = (batch_size, *f.shape) if f.batched else f.shape
+        if f.kind == "mask":
+            if beyond is not None:
+                batch[f.name] = (~beyond).to(f.dtype)
+            continue
+        value = _values(f, shape, generator, tokens)
+        if f.kind == "tokens" and tokens is None:
+            tokens = value
+        if beyond is not None and f.kind in ("labels", "masked_labels") and value.shape == beyond.shape:
+            value[beyond] = IGNORED
+        batch[f.name] = value
+    return batch
+
+
+def _values(f: Field, shape: tuple[int, ...], generator: torch.Generator, tokens: torch.Tensor | None) -> torch.Tensor:
+    if f.kind == "floats":
+        return torch.randn(shape, generator=generator).to(f.dtype)
+    if f.kind == "sampled":
+        assert f.values is not None
+        pool = f.values.flatten()
+        return pool[torch.randint(0, pool.numel(), shape, generator=generator)]
+    if f.kind in ("labels", "masked_labels") and tokens is not None and tuple(tokens.shape) == shape:
+        value = tokens.clone()
+        if f.kind == "masked_labels":
+            hidden = torch.rand(shape, generator=generator) >= 0.15
+            hidden[:, 0] = False
+            value[hidden] = IGNORED
+        return value
+    return torch.randint(0, f.size, shape, generator=generator, dtype=f.dtype)
+
+
+def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Field, ...]:
+    """Fields like the tensors of a user's example batch: integers keep to the values seen in it."""
+    fields = []
+    for name, value in examples.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        batched = value.dim() > 0 and value.shape[0] == batch_size
+        shape = tuple(value.shape[1:]) if batched else tuple(value.shape)
+        floats = value.is_floating_point()
+        held = None if floats or value.device.type == "meta" else value.detach().cpu()
+        kind: Kind = "floats" if floats else "sampled" if held is not None else "class"
+        fields.append(Field(name=name, shape=shape, kind=kind, size=2, dtype=value.dtype, values=held, batched=batched))
+    return tuple(fields)
+
+
+def fields_of_config(config: Any, head: str, main_input: str, sequence_length: int | None) -> tuple[Field, ...]:
+    """Inputs of a Hugging Face model with the given head.
+
+    Args:
+        head: causal, masked, seq2seq, image or base.
+        main_input: ``model.main_input_name``.
+
+    Raises:
+        UsageError: a modality that example inputs cannot be made for.
+    """
+    if main_input == "pixel_values":
+        return _image_fields(config, head)
+    if main_input != "input_ids":
+        raise UsageError(
+            "example inputs are made for models of tokens and of images",
+            value=f"a model of {main_input}",
+            remedy="give a factory `package.module:factory` that returns (model, example inputs)",
+        )
+    text = getattr(config, "get_text_config", lambda: config)()
+    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    length = sequence_length or default_length(text)
+    tokens = Field(name="input_ids", shape=(length,), kind="tokens", size=vocabulary)
+    mask = Field(name="attention_mask", shape=(length,), kind="mask")
+    if head == "base":
+        extra = (Field(name="decoder_input_ids", shape=(length,), kind="class", size=vocabulary),)
+        return (tokens, mask, *(extra if getattr(config, "is_encoder_decoder", False) else ()))
+    labels = Field(
+        name="labels", shape=(length,), kind="masked_labels" if head == "masked" else "labels", size=vocabulary
+    )
+    return tokens, mask, labels
+
+
+def default_length(config: Any) -> int:
+    """The model's longest sequence, at most :data:`LONGEST_DEFAULT`."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"):
+        longest = getattr(config, name, None)
+        if isinstance(longest, int) and longest > 0:
+            return min(longest, LONGEST_DEFAULT)
+    return min(512, LONGEST_DEFAULT)
+
+
+def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
+    size = getattr(config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    pixels = Field(
+        name="pixel_values",
+        shape=(int(getattr(config, "num_channels", 3)), int(height), int(width)),
+        kind="floats",
+        dtype=torch.float32,
+    )
+    if head != "image":
+        return (pixels,)
+    return pixels, Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))

@@ -1,0 +1,299 @@
+"""Hugging Face models from a type or folder and overrides, and families by their sizes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from autopar.errors import UsageError
+
+GRAMMAR = "write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidden=64,heads=4,vocab=128"
+"""How a model is described, for errors."""
+
+
+class MeanSquareLoss(torch.nn.Module):
+    """A model without a loss of its own: the mean square of its first output."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        """The scalar loss of a batch."""
+        first = self.model(**batch)[0]
+        return cast("torch.Tensor", first.float().square().mean())
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps warnings and progress bars of transformers off the terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if "transformers" not in sys.modules:
+            yield
+            return
+        logging = importlib.import_module("transformers.utils.logging")
+        level = logging.get_verbosity()
+        logging.set_verbosity(50)
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(
+            "transformers is installed", value="none", remedy="pip install 'autopar[hf]' or pip install transformers"
+        ) from error
+
+
+def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
+    """How to make the model of ``TYPE_OR_FOLDER?key=value&...``, and its head.
+
+    Raises:
+        UsageError: an unknown type or key, or settings that fit no model.
+    """
+    where, _, query = text.partition("?")
+    given = _values(query, "&")
+    transformers = _transformers()
+    with quiet_transformers():
+        if Path(where).is_dir():
+            load = partial(_local_config, transformers, where)
+        else:
+            known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+            if where not in known:
+                near = difflib.get_close_matches(where, known, 5, 0.5)
+                raise UsageError(
+                    "hf: names a model type of transformers or a local folder with config.json",
+                    value=repr(where),
+                    remedy=f"did you mean {', '.join(near)}?" if near else "see transformers' list of model types",
+                )
+            load = partial(transformers.AutoConfig.for_model, where)
+        config = _configured(load, given, where)
+    return _maker_of(transformers, config)
+
+
+def _local_config(transformers: Any, where: str, **given: Any) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(where, local_files_only=True, **given)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            "a model folder holds a config.json of a known model type",
+            value=str(error).splitlines()[0][:200],
+            place=where,
+            remedy="save it with model.save_pretrained",
+        ) from error
+
+
+def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) -> Any:
+    """The configuration with overrides, checked by name; token ids that the vocabulary lacks are mended."""
+    default = load()
+    for key in given:
+        if hasattr(default, key):
+            continue
+        known = sorted({*default.to_dict(), *getattr(default, "attribute_map", {})} - {"transformers_version"})
+        near = difflib.get_close_matches(key, known, 5, 0.5)
+        raise UsageError(
+            f"the configuration of {where} has the keys that are set",
+            value=key,
+            remedy=(f"did you mean {', '.join(near)}? " if near else "") + f"known: {', '.join(known)}",
+        )
+    try:
+        config = load(**given)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise _unfit(error, where) from error
+    config.use_cache = False
+    vocabulary = getattr(config, "vocab_size", None)
+    if isinstance(vocabulary, int):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            token = getattr(config, name, None)
+            if isinstance(token, int) and token >= vocabulary and name not in given:
+                setattr(config, name, None if name == "pad_token_id" else vocabulary - 1)
+    if getattr(config, "is_encoder_decoder", False):
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id
+    return config
+
+
+def _unfit(error: BaseException, where: str) -> UsageError:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return UsageError(
+        "the settings describe a model",
+        value=f"{type(error).__name__}: {lines[0][:200]}",
+        place=where,
+        remedy="mend the keys after `?`",
+    )
+
+
+def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
+    """How to make the model with the head that has a loss, and which head that is."""
+    auto = transformers.models.auto.modeling_auto
+    kind = config.model_type
+    mappings = (
+        ("seq2seq", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
+        ("masked", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
+        ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
+        ("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification"),
+    )
+    for head, mapping, loader in mappings:
+        if kind in getattr(auto, mapping, {}):
+            return partial(_make, getattr(transformers, loader), config, wrap=False), head
+    return partial(_make, transformers.AutoModel, config, wrap=True), "base"
+
+
+def _make(loader: Any, config: Any, *, wrap: bool) -> torch.nn.Module:
+    experts = hasattr(config, "num_local_experts") or hasattr(config, "num_experts")
+    try:
+        try:
+            model = loader.from_config(config, attn_implementation="sdpa", **_EXPERTS if experts else {})
+        except (ValueError, TypeError):  # neither fused attention nor a choice of experts in this type
+            model = loader.from_config(config, attn_implementation="eager")
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        raise _unfit(error, str(config.model_type)) from error
+    return MeanSquareLoss(model) if wrap else cast("torch.nn.Module", model)
+
+
+_EXPERTS = {"experts_implementation": "grouped_mm"}
+"""The only one of transformers' experts that exports without control flow on data, and computes no expert in vain."""
+
+
+# --- families -------------------------------------------------------------------------------------
+
+FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
+    "gpt": (
+        "gpt2",
+        {
+            "layers": "n_layer",
+            "hidden": "n_embd",
+            "heads": "n_head",
+            "vocab": "vocab_size",
+            "ffn": "n_inner",
+            "seq": "n_positions",
+        },
+    ),
+    "llama": (
+        "llama",
+        {
+            "layers": "num_hidden_layers",
+            "hidden": "hidden_size",
+            "heads": "num_attention_heads",
+            "kv_heads": "num_key_value_heads",
+            "ffn": "intermediate_size",
+            "vocab": "vocab_size",
+            "seq": "max_position_embeddings",
+            "tied": "tie_word_embeddings",
+        },
+    ),
+    "mpt": (
+        "mpt",
+        {
+            "layers": "n_layers",
+            "hidden": "d_model",
+            "heads": "n_heads",
+            "vocab": "vocab_size",
+            "expansion": "expansion_ratio",
+            "seq": "max_seq_len",
+        },
+    ),
+    "bloom": ("bloom", {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"}),
+    "mixtral": (
+        "mixtral",
+        {
+            "layers": "num_hidden_layers",
+            "hidden": "hidden_size",
+            "heads": "num_attention_heads",
+            "kv_heads": "num_key_value_heads",
+            "ffn": "intermediate_size",
+            "vocab": "vocab_size",
+            "seq": "max_position_embeddings",
+            "experts": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+        },
+    ),
+}
+"""The Hugging Face type of each family, and the keys of ours by theirs; ``dropout`` (0) is common to all."""
+
+_DROPOUTS = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bloom": ("hidden_dropout", "attention_dropout"),
+    "llama": ("attention_dropout",),
+    "mixtral": ("attention_dropout",),
+    "mpt": ("emb_pdrop", "resid_pdrop"),
+}
+
+
+def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Callable[[], torch.nn.Module], str]:
+    """How to make the model of ``layers=2,hidden=64,...`` of a family, and its head.
+
+    Raises:
+        UsageError: an unknown key, or sizes that fit no model.
+    """
+    kind, keys = FAMILIES[name]
+    given = _values(text, ",")
+    known = [*keys, "dropout"]
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"{name}: has the keys that are set", value=key, remedy=f"{hint}known: {', '.join(known)}")
+        if key != "dropout" and not isinstance(value, int):
+            raise UsageError(f"{name}:{key} is a whole number", value=repr(value), remedy=f"write {key}=8")
+    hidden, heads = given.get("hidden"), given.get("heads")
+    if hidden and heads and hidden % heads:
+        raise UsageError("the heads divide the hidden size", value=f"hidden={hidden}, heads={heads}", place=name)
+    transformers = _transformers()
+    values = {keys[key]: value for key, value in given.items() if key != "dropout"}
+    values |= dict.fromkeys(_DROPOUTS[kind], given.get("dropout", 0.0))
+    if "kv_heads" in keys and "kv_heads" not in given and heads:
+        values["num_key_value_heads"] = heads
+    if "tied" in given:
+        values["tie_word_embeddings"] = bool(given["tied"])
+    if "seq" in keys and sequence_length is not None:
+        values[keys["seq"]] = max(sequence_length, values.get(keys["seq"], 0))
+    with quiet_transformers():
+        config = _configured(partial(transformers.AutoConfig.for_model, kind), values, name)
+    return _maker_of(transformers, config)
+
+
+def _values(text: str, separator: str) -> dict[str, Any]:
+    """``a=1&b=[2]`` as a dict; values are JSON where they can be, text otherwise."""
+    result: dict[str, Any] = {}
+    for item in _split(text, separator):
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise UsageError("a model's settings are key=value", value=repr(item), remedy=GRAMMAR)
+        try:
+            result[key.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            result[key.strip()] = value
+    return result
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Splits outside of brackets; the shell's ``depths=[1,1]`` stays whole."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "[{") - (c in "]}")
+        if c == separator and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    parts.append(text[start:])
+    return [part for part in parts if part]
