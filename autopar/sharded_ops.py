@@ -7,7 +7,7 @@ the strategies in ``autopar.rules.sharded``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import spmd_types
 import torch
@@ -58,22 +58,18 @@ def cross_entropy_vocabulary(
         A scalar, I: the same on all ranks.
     """
     pg = group(axis)
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
     classes = logits.shape[-1]
-    start = pg.rank() * classes
-    shifted = logits - _maximum(logits.detach().amax(dim=-1, keepdim=True), pg)
-    mine = (target >= start) & (target < start + classes)
-    picked = shifted.gather(-1, torch.where(mine, target - start, 0).unsqueeze(-1)).squeeze(-1)
-    parts = [shifted.exp().sum(dim=-1), torch.where(mine, picked, 0.0)]
-    if label_smoothing:
-        parts.append(shifted.sum(dim=-1))
+    largest = logits.detach().amax(dim=-1, keepdim=True)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        largest = largest.float()
+    wanted = target - pg.rank() * classes
+    parts = _ExponentialSums.apply(logits, _maximum(largest, pg), wanted, label_smoothing > 0)  # type: ignore[no-untyped-call]
     sums = spmd_types.all_reduce(
-        _pending(torch.stack(parts), pg),
+        _pending(parts, pg),
         pg,
         src=spmd_types.P,
         dst=spmd_types.I,
-        backward_options={"op_dtype": logits.dtype} if logits.requires_grad else None,
+        backward_options={"op_dtype": parts.dtype} if logits.requires_grad else None,
     )
     normalizer = sums[0].log()
     losses = normalizer - sums[1]
@@ -81,6 +77,40 @@ def cross_entropy_vocabulary(
         uniform = normalizer - sums[2] / (classes * pg.size())
         losses = (1.0 - label_smoothing) * losses + label_smoothing * uniform
     return torch.where(target != ignore_index, losses, 0.0).sum()
+
+
+class _ExponentialSums(torch.autograd.Function):
+    """Sums over one rank's classes, with the gradient in one pass; keeps the exponentials alone.
+
+    x [..., classes], largest [..., 1], wanted [...] (class ids counted from this rank's first) give
+    [2 or 3, ...]: the sum of exp(x - largest), x - largest of the wanted class (0 where another rank
+    has it), and, if ``total``, the sum of x - largest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: Tensor, wanted: Tensor, total: bool) -> Tensor:
+        shifted = torch.sub(x, largest)
+        mine = (wanted >= 0) & (wanted < x.shape[-1])
+        place = torch.where(mine, wanted, 0).unsqueeze(-1)
+        picked = torch.where(mine, shifted.gather(-1, place).squeeze(-1), 0.0)
+        sums = [shifted.sum(dim=-1)] if total else []
+        exponentials = shifted.exp_()
+        ctx.save_for_backward(exponentials, mine, place)
+        ctx.dtype = x.dtype
+        return torch.stack([exponentials.sum(dim=-1), picked, *sums])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, mine, place = ctx.saved_tensors
+        of_sum, of_picked, *of_total = gradients[0].unsqueeze(-1)
+        gradient = exponentials * of_sum
+        if of_total:
+            gradient += of_total[0]
+        gradient.scatter_add_(-1, place, of_picked * mine.unsqueeze(-1))
+        return gradient.to(ctx.dtype), None, None, None
+
+
+spmd_types.register_local_autograd_function(_ExponentialSums)
 
 
 def _pending(x: Tensor, pg: dist.ProcessGroup) -> Tensor:
