@@ -62,7 +62,9 @@ def _reference(name: str, pp: int, m: int, stages: list[StageTimes]) -> float:
                     sender = stages[need.stage]
                     send = sender.send_forward_s if action.kind == "F" else sender.send_backward_s
                     start = max(start, ends[need] + send * crosses)
-                free = start + (stages[action.stage].forward_s if action.kind == "F" else stages[action.stage].backward_s)
+                free = start + (
+                    stages[action.stage].forward_s if action.kind == "F" else stages[action.stage].backward_s
+                )
                 changed |= free != ends[action]
                 ends[action] = free
     return max(ends.values())
@@ -80,7 +82,10 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, list[StageTimes]]:
     name, pp, v, m = draw(pipelines)
     times = [
         StageTimes(
-            forward_s=draw(seconds), backward_s=draw(seconds), send_forward_s=draw(seconds), send_backward_s=draw(seconds)
+            forward_s=draw(seconds),
+            backward_s=draw(seconds),
+            send_forward_s=draw(seconds),
+            send_backward_s=draw(seconds),
         )
         for _ in range(pp * v)
     ]

@@ -1,0 +1,162 @@
+"""Blocks of real graphs: what they keep against autograd's own account, what they send by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autopar.cluster import Cluster
+from autopar.cost.block import Message, block_cost, messages
+from autopar.cost.collectives import CollectiveModel
+from autopar.graph import trace
+from autopar.graph.ir import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.mesh import Mesh
+
+CLUSTER = Cluster.parse("cpu:1x4")
+B, S, H = 4, 64, 96
+
+
+class Layer(nn.Module):
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(H), nn.LayerNorm(H)
+        self.qkv, self.out = nn.Linear(H, 3 * H), nn.Linear(H, H)
+        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(B, S, 4, H // 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, S, H))
+        return x + self.down(self.act(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor], layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, H)
+        self.layers = nn.ModuleList(Layer(act) for _ in range(layers))
+        self.head = nn.Linear(H, 100)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).view(-1, 100), labels.view(-1))
+
+
+def graph_of(model: nn.Module) -> Graph:
+    ids = torch.zeros(B, S, dtype=torch.long)
+    return trace(model, (ids, ids))
+
+
+def autograd_bytes(model: nn.Module) -> int:
+    """Bytes of distinct storages that autograd keeps, parameters aside."""
+    mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in mine:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.zeros(B, S, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(ids, ids)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("act", [functional.gelu, functional.silu, functional.relu, torch.tanh])
+def test_saved_bytes_are_autograds(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Model(act)
+    graph = graph_of(model)
+    costs = [block_cost(graph, b, Mesh(), CLUSTER.devices[0], CollectiveModel(CLUSTER)) for b in graph.blocks]
+    found = sum(cost.saved_bytes for cost in costs)
+    # the program computes q, k, v apart, the model cuts them from one tensor: the same bytes
+    assert found == pytest.approx(autograd_bytes(model), rel=0.01)
+
+
+def test_equal_blocks_cost_the_same_and_parameters_are_counted_once() -> None:
+    model = Model(functional.gelu)
+    graph = graph_of(model)
+    costs = [block_cost(graph, b, Mesh(), CLUSTER.devices[0], CollectiveModel(CLUSTER)) for b in graph.blocks]
+    classes: dict[str, set[tuple[float, int, int]]] = {}
+    for cost in costs:
+        kept = (cost.forward_s, cost.saved_bytes, cost.backward_transient_bytes)
+        classes.setdefault(cost.key, set()).add(kept)
+    assert max(map(len, classes.values())) == 1
+    assert len(classes) < len(costs)
+    assert sum(p.num_bytes for c in costs for p in c.parameters) == 4 * sum(p.numel() for p in model.parameters())
+    layer = max(costs, key=lambda cost: cost.flops)
+    assert layer.flops == pytest.approx(2 * B * S * 12 * H * H + 2 * 2 * B * S * (S + 1) / 2 * H)
+    assert layer.input_bytes == layer.send_bytes == B * S * H * 4
+    assert layer.kept_bytes(True) < layer.kept_bytes(False)
+    assert layer.passing_bytes(True) >= layer.saved_bytes
+
+
+def test_tied_weights_are_marked() -> None:
+    model = Model(functional.gelu, layers=2)
+    model.head.weight = model.embed.weight
+    graph = graph_of(model)
+    costs = [block_cost(graph, b, Mesh(), CLUSTER.devices[0], CollectiveModel(CLUSTER)) for b in graph.blocks]
+    shared = [p.name for cost in costs for p in cost.parameters if p.shared]
+    assert len(shared) == 2
+    assert len(set(shared)) == 1
+
+
+# --- collectives of emitted operators
+
+FULL = TensorSpec(shape=(4, 8, 16), dtype=torch.bfloat16, requires_grad=True)
+PART = replace(FULL, shape=(4, 2, 16))
+FULL_BYTES = FULL.num_bytes
+
+
+def change(name: str, *args: Argument, source: TensorSpec, out: TensorSpec) -> set[tuple[str, int, bool]]:
+    op = Op(name="y", target=f"autopar.{name}", args=(Ref("x"), "tp", *args), outputs=(out,))
+    graph = Graph(
+        name="g", batch_size=1, inputs=(), parameters=(Parameter(name="x", fqn="x", spec=source),), buffers=(),
+        prelude=(), ops=(op,), blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"),
+        fingerprint="",
+    )  # fmt: skip
+    found = list(messages(op, graph))
+    assert all(isinstance(message, Message) and message.axis == "tp" for message in found)
+    return {(message.kind, message.num_bytes, message.backward) for message in found}
+
+
+def test_messages_of_changes_of_type() -> None:
+    reduced = {("all_reduce", FULL_BYTES, False)}
+    assert change("all_reduce", "I", source=FULL, out=FULL) == reduced
+    assert change("all_reduce", "R", source=FULL, out=FULL) == reduced | {("all_reduce", FULL_BYTES, True)}
+    gathered = {("all_gather", FULL_BYTES, False)}
+    assert change("all_gather", 1, "R", source=PART, out=FULL) == gathered | {("reduce_scatter", FULL_BYTES, True)}
+    assert change("all_gather", 1, "I", source=PART, out=FULL) == gathered
+    scattered = {("reduce_scatter", FULL_BYTES, False), ("all_gather", FULL_BYTES, True)}
+    assert change("reduce_scatter", 1, source=FULL, out=PART) == scattered
+    exchanged = {("all_to_all", PART.num_bytes, False), ("all_to_all", PART.num_bytes, True)}
+    assert change("all_to_all", 1, 2, source=PART, out=PART) == exchanged
+    assert change("shard", 1, "I", source=FULL, out=PART) == {("all_gather", FULL_BYTES, True)}
+    assert change("shard", 1, "R", source=FULL, out=PART) == set()
+    assert change("invariant_to_replicate", source=FULL, out=FULL) == {("all_reduce", FULL_BYTES, True)}
+    assert change("keep_on_first", "I", source=FULL, out=FULL) == set()
+    still = replace(FULL, requires_grad=False)
+    assert change("all_reduce", "R", source=still, out=still) == reduced
+
+
+def test_messages_of_the_split_loss() -> None:
+    logits = TensorSpec(shape=(4, 8, 100), dtype=torch.bfloat16, requires_grad=True)
+    target = TensorSpec(shape=(4, 8), dtype=torch.int64)
+    loss = TensorSpec(shape=(), dtype=torch.float32, requires_grad=True)
+    args = (Ref("x"), Ref("t"), "tp", -100, 0.0)
+    op = Op(name="y", target="autopar.cross_entropy_vocabulary", args=args, outputs=(loss,))
+    graph = Graph(
+        name="g", batch_size=1, inputs=(Input(name="t", spec=target, batch_dim=0),),
+        parameters=(Parameter(name="x", fqn="x", spec=logits),), buffers=(), prelude=(), ops=(op,),
+        blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"), fingerprint="",
+    )  # fmt: skip
+    assert [m.num_bytes for m in messages(op, graph)] == [32 * 4, 2 * 32 * 4]

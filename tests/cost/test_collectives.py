@@ -1,0 +1,165 @@
+"""Collectives: laws, hand-counted groups, and tables that others measured."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster, Tier
+from autopar.cost.collectives import KINDS, CollectiveModel, GroupShape, collective_time_s, group_shape, volume_factor
+from autopar.device import Link
+from autopar.errors import UsageError
+from autopar.mesh import Mesh
+
+TABLE = Path(__file__).parents[3] / "shared" / "validation" / "collective_bandwidth.csv"
+H100 = Cluster.parse("h100-sxm5-80gb:4x8")
+CPU = Cluster.parse("cpu:1x4")
+NIC = H100.groups[0].nic.bandwidth_bytes_per_s
+
+meshes = st.sampled_from([Mesh(tp=2), Mesh(tp=8), Mesh(dp_shard=4, tp=8), Mesh(dp_shard=32), Mesh(dp_shard=2, tp=16)])
+clusters = st.sampled_from([H100, Cluster.parse("a100-sxm4-80gb:8x4"), Cluster.parse("cpu:8x4")])
+
+
+def bus_bandwidth(model: CollectiveModel, kind: str, num_bytes: float, mesh: Mesh, axis: str) -> float:
+    """Bytes/s as nccl-tests report them."""
+    size = mesh.size((axis,))
+    return num_bytes * volume_factor(kind, size) / model.time_s(kind, num_bytes, mesh, (axis,))
+
+
+@given(st.sampled_from(KINDS), clusters, meshes, st.integers(0, 2**34), st.integers(1, 2**34))
+def test_more_bytes_never_take_less_time(kind: str, cluster: Cluster, mesh: Mesh, few: int, more: int) -> None:
+    model = CollectiveModel(cluster)
+    for axis in ("dp_shard", "tp"):
+        small, large = (model.time_s(kind, size, mesh, (axis,)) for size in (few, few + more))
+        assert small <= large
+        assert (large > 0) == (mesh.size((axis,)) > 1)
+
+
+@given(st.sampled_from(KINDS), clusters, meshes, st.integers(1, 2**34), st.floats(1.0, 10.0))
+def test_more_bandwidth_is_never_slower(
+    kind: str, cluster: Cluster, mesh: Mesh, num_bytes: int, factor: float
+) -> None:
+    def faster(link: Link) -> Link:
+        return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+
+    groups = tuple(replace(g, intra_node=faster(g.intra_node), nic=faster(g.nic)) for g in cluster.groups)
+    better = replace(cluster, groups=groups)
+    for axis in ("dp_shard", "tp"):
+        before, after = (CollectiveModel(c).time_s(kind, num_bytes, mesh, (axis,)) for c in (cluster, better))
+        assert after <= before * (1 + 1e-9)
+
+
+def test_shapes_of_groups() -> None:
+    mesh = Mesh(dp_shard=4, tp=8)
+    (inside,) = group_shape(mesh, ("tp",), H100)
+    assert (inside.size, inside.num_nodes, inside.ranks_per_node) == (8, 1, 8)
+    (across,) = group_shape(mesh, ("dp_shard",), H100)  # one rank a node, eight siblings, a card each
+    assert (across.size, across.num_nodes, across.ranks_per_node) == (4, 4, 1)
+    assert across.egress_bytes_per_s == NIC
+    (whole,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), H100)
+    assert whole.egress_bytes_per_s == 8 * NIC
+
+
+def test_siblings_share_the_cards_of_a_node() -> None:
+    one_card = Cluster.parse("h100-sxm5-80gb:4x8?nics=1")
+    (across,) = group_shape(Mesh(dp_shard=4, tp=8), ("dp_shard",), one_card)
+    assert across.egress_bytes_per_s == NIC / 8
+    (alone,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), one_card)
+    assert alone.egress_bytes_per_s == NIC
+
+
+def test_an_oversubscribed_tier_narrows_what_crosses_it() -> None:
+    uplink = Link(name="spine", bandwidth_bytes_per_s=NIC, latency_s=1e-6, provenance="test")
+    cluster = replace(H100, tiers=(Tier(name="rack", num_nodes=2, uplink=uplink),))
+    (shape,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), cluster)
+    assert shape.egress_bytes_per_s == NIC
+    assert shape.inter_latency_s == pytest.approx(H100.groups[0].nic.latency_s + 1e-6)
+    inside_racks = group_shape(Mesh(dp_replicate=2, dp_shard=16), ("dp_shard",), cluster)
+    assert [s.egress_bytes_per_s for s in inside_racks] == [8 * NIC]
+
+
+def test_uneven_nodes_have_several_shapes() -> None:
+    shapes = group_shape(Mesh(dp_shard=4, tp=3), ("tp",), Cluster.parse("h100-sxm5-80gb:3x4"))
+    assert {(s.num_nodes, s.ranks_per_node) for s in shapes} == {(1, 3), (2, 1)}
+
+
+def test_gloo_counts_one_way_delays() -> None:
+    """An all-reduce of 2 ranks takes 4.5 to 5.5 delays, of 4 about 14; a reduce-scatter is one inside."""
+    delay = CPU.groups[0].intra_node.latency_s
+    model = CollectiveModel(CPU)
+    assert 4.5 <= model.time_s("all_reduce", 4, Mesh(tp=2), ("tp",)) / delay <= 5.5
+    assert 12 <= model.time_s("all_reduce", 4, Mesh(tp=4), ("tp",)) / delay <= 15
+    one, other = (model.time_s(kind, 2**20, Mesh(tp=4), ("tp",)) for kind in ("all_reduce", "reduce_scatter"))
+    assert one == other
+
+
+def test_an_unknown_collective_and_a_large_mesh_are_named() -> None:
+    with pytest.raises(UsageError, match="all_shuffle"):
+        CollectiveModel(H100).time_s("all_shuffle", 1, Mesh(tp=2), ("tp",))
+    with pytest.raises(UsageError, match="64 ranks for 32"):
+        group_shape(Mesh(tp=64), ("tp",), H100)
+
+
+@pytest.mark.parametrize("devices", [4, 5, 6, 7, 8])
+def test_switch_reduction_reaches_what_was_measured(devices: int) -> None:
+    """NVLS on H100: 370, 420, 440, 460, 480 GB/s (NVIDIA, as quoted by stas00/ml-engineering); within 3%."""
+    measured = {4: 370, 5: 420, 6: 440, 7: 460, 8: 477}[devices]
+    found = bus_bandwidth(CollectiveModel(H100), "all_reduce", 8 * 2**30, Mesh(tp=devices), "tp") / 1e9
+    assert found == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize(("nodes", "low", "high"), [(2, 430, 480), (4, 320, 372)])
+def test_all_reduce_across_nodes_lies_in_the_measured_range(nodes: int, low: float, high: float) -> None:
+    cluster = Cluster.parse(f"h100-sxm5-80gb:{nodes}x8")
+    found = bus_bandwidth(CollectiveModel(cluster), "all_reduce", 8 * 2**30, Mesh(tp=nodes * 8), "tp") / 1e9
+    assert low <= found <= high
+
+
+def test_one_card_for_each_rank_is_eight_times_slower_than_whole_nodes() -> None:
+    model = CollectiveModel(H100)
+    strided = bus_bandwidth(model, "all_gather", 2**30, Mesh(dp_shard=4, tp=8), "dp_shard")
+    whole = bus_bandwidth(model, "all_gather", 2**33, Mesh(dp_shard=32), "dp_shard")
+    assert strided / 1e9 == pytest.approx(47, rel=0.05)
+    assert 7 <= whole / strided <= 8.5
+
+
+def test_a_group_shape_alone_can_be_priced() -> None:
+    shape = GroupShape(size=8, num_nodes=1, ranks_per_node=8, intra_node=H100.groups[0].intra_node)
+    assert collective_time_s("all_gather", 2**30, shape, H100) > 0
+
+
+DEVICES = {
+    ("H100-80GB-SXM", "1"): "h100-sxm5-80gb",
+    ("H200-SXM", "1"): "h200-sxm-141gb",
+    ("B200-SXM", "1"): "b200-sxm-180gb",
+    ("A100-SXM", "1"): "a100-sxm4-80gb",
+    ("H100-80GB-SXM (64 GPUs, SHARP sample)", "8"): "h100-sxm5-80gb",
+    ("H100-80GB-SXM (p5)", "2"): "h100-sxm5-80gb",
+}
+
+
+@pytest.mark.skipif(not TABLE.is_file(), reason=f"the table of measurements is absent: {TABLE.name}")
+def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.RecordProperty) -> None:
+    """From 256 MiB: 3.4% mean absolute error; the worst 31%, two nodes on a cloud's fabric that the profile is not of."""
+    errors = {}
+    with TABLE.open(newline="") as file:
+        for row in csv.DictReader(file):
+            device = DEVICES.get((row["gpu"], row["n_nodes"]))
+            usual = row["group"] == "all" and "RING" not in row["notes"].upper() and "older" not in row["notes"]
+            shipped = device != "h200-sxm-141gb" or "all_reduce_bench" not in row["notes"]
+            if device is None or not usual or not shipped or float(row["bytes"] or 0) < 2**28:
+                continue
+            nodes, size = int(row["n_nodes"]), int(row["n_gpus"])
+            model = CollectiveModel(Cluster.parse(f"{device}:{nodes}x{size // nodes}"))
+            found = bus_bandwidth(model, row["collective"], float(row["bytes"]), Mesh(tp=size), "tp") / 1e9
+            errors[row["gpu"], size, row["bytes"], row["notes"]] = found / float(row["busbw_gbs"]) - 1
+    mean = sum(map(abs, errors.values())) / len(errors)
+    record_property("mean_absolute_error", mean)
+    assert len(errors) > 30
+    assert mean < 0.05
+    assert max(map(abs, errors.values())) < 0.35, max(errors.items(), key=lambda item: abs(item[1]))

@@ -1,0 +1,135 @@
+"""Work and time of operators, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster
+from autopar.cost.compute import op_time
+from autopar.cost.work import work
+from autopar.errors import UsageError
+from autopar.graph.ir import Argument, Op, Ref, TensorSpec
+
+H100 = Cluster.parse("h100-sxm5-80gb:1x8").devices[0]
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def spec(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=dtype, requires_grad=grad)
+
+
+def op(target: str, args: tuple[Argument, ...], out: TensorSpec) -> Op:
+    return Op(name="y", target=target, args=args, outputs=(out,))
+
+
+X, W, B, K, V = (Ref(name) for name in "xwbkv")
+LINEAR = op("aten.linear.default", (X, W, B), spec(4, 8, 32))
+LINEAR_OPERANDS = (spec(4, 8, 16), spec(32, 16), spec(32))
+
+
+def test_a_linear_counts_two_flops_for_each_multiply_add() -> None:
+    done = work(LINEAR, LINEAR_OPERANDS)
+    assert done.flops == 2 * 32 * 16 * 32
+    assert done.backward_flops == 2 * done.flops
+    assert done.smallest_dim == 16
+    assert done.num_bytes == 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)
+    assert done.saved == (0, 1)
+    assert not done.saves_output
+
+
+def test_a_frozen_weight_needs_no_gradient_and_keeps_no_input() -> None:
+    done = work(LINEAR, (LINEAR_OPERANDS[0], spec(32, 16, grad=False), spec(32, grad=False)))
+    assert done.backward_flops == done.flops
+    assert done.saved == (1,)
+
+
+def test_nothing_goes_backward_without_gradient() -> None:
+    still = replace(LINEAR, outputs=(spec(4, 8, 32, grad=False),))
+    done = work(still, tuple(replace(s, requires_grad=False) for s in LINEAR_OPERANDS))
+    assert (done.backward_flops, done.backward_bytes, done.backward_launches, done.saved) == (0, 0, 0, ())
+
+
+def test_a_transposed_linear_is_a_linear() -> None:
+    transposed = op("autopar.linear_t", (X, W, B), LINEAR.spec)
+    done = work(transposed, (LINEAR_OPERANDS[0], spec(16, 32), spec(32)))
+    assert done.flops == work(LINEAR, LINEAR_OPERANDS).flops
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, (128 + 1) / 256)])
+def test_attention_keeps_no_scores_and_half_of_them_is_masked(causal: bool, share: float) -> None:
+    q = spec(2, 4, 128, 64)
+    call = op("aten.scaled_dot_product_attention.default", (X, K, V, None, 0.0, causal), q)
+    done = work(call, (q, q, q))
+    assert done.flops == pytest.approx(share * 2 * 2 * 4 * 128 * 128 * (64 + 64))
+    assert done.backward_flops == pytest.approx(2.5 * done.flops)
+    assert done.saved_bytes == 2 * 4 * 128 * 4
+
+
+def test_attention_with_dropout_on_a_cpu_keeps_the_scores() -> None:
+    q = spec(2, 4, 128, 64)
+    call = op("aten.scaled_dot_product_attention.default", (X, K, V, None, 0.1, True), q)
+    scores = 2 * 4 * 128 * 128
+    assert work(call, (q, q, q), "cpu").saved_bytes >= 3 * 4 * scores
+    assert work(call, (q, q, q), "cuda").saved_bytes < scores
+
+
+def test_the_loss_keeps_fp32_probabilities() -> None:
+    call = op("autopar.cross_entropy_sum", (X, K), spec(dtype=F32))
+    done = work(call, (spec(16, 1000), TensorSpec(shape=(16,), dtype=torch.int64)))
+    assert done.saved_bytes == 16 * 1000 * 4
+
+
+def test_views_are_free_and_parts_fill_their_gradient() -> None:
+    x = spec(4, 8)
+    view = work(op("aten.view.default", (X, (8, 4)), spec(8, 4)), (x,))
+    assert (view.launches, view.num_bytes, view.backward_bytes) == (0, 0, 0)
+    part = work(op("aten.slice.Tensor", (X, 0, 0, 2), spec(2, 8)), (x,))
+    assert (part.launches, part.num_bytes) == (0, 0)
+    assert part.backward_bytes == 2 * (32 + 2 * 16)
+
+
+def test_a_product_keeps_the_other_factor() -> None:
+    call = op("aten.mul.Tensor", (X, K), spec(4, 8))
+    assert work(call, (spec(4, 8), spec(4, 8))).saved == (0, 1)
+    assert work(call, (spec(4, 8), spec(8, grad=False))).saved == (1,)
+    assert work(op("aten.mul.Tensor", (X, 2.0), spec(4, 8)), (spec(4, 8),)).saved == ()
+
+
+def test_an_unknown_operator_keeps_everything() -> None:
+    done = work(op("mylib.mystery", (X, K), spec(4, 8)), (spec(4, 8), spec(4, 8)))
+    assert done.saved == (0, 1)
+    assert done.saves_output
+
+
+def test_large_products_reach_the_ceiling_and_small_ones_pay_for_bytes() -> None:
+    size = 8192
+    call = op("aten.linear.default", (X, W), spec(size, size))
+    time = op_time(call, (spec(size, size), spec(size, size)), H100)
+    assert time.forward_s == pytest.approx(2 * size**3 / H100.rate("bfloat16").ceiling_flops_per_s, rel=0.01)
+    assert time.backward_s == pytest.approx(2 * time.forward_s, rel=0.01)
+    row = op("aten.linear.default", (X, W), spec(1, size))
+    moved = 2 * (size * size + 2 * size)
+    found = op_time(row, (spec(1, size), spec(size, size)), H100).forward_s
+    assert found == pytest.approx(moved / H100.memory_bandwidth_bytes_per_s + H100.launch_s, rel=0.01)
+
+
+def test_a_dtype_without_a_rate_is_named() -> None:
+    call = op("aten.linear.default", (X, W), spec(8, 8, dtype=torch.float64))
+    with pytest.raises(UsageError, match="float64"):
+        op_time(call, (spec(8, 8, dtype=torch.float64), spec(8, 8, dtype=torch.float64)), H100)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.integers(2, 8))
+def test_more_rows_never_take_less_time(rows: int, width: int, depth: int, factor: int) -> None:
+    def seconds(count: int) -> float:
+        call = op("aten.linear.default", (X, W), spec(count, width))
+        time = op_time(call, (spec(count, depth), spec(width, depth)), Cluster.parse("cpu:1x1").devices[0])
+        return time.forward_s + time.backward_s
+
+    # a curve may rise so fast that a larger product is hardly slower, never faster
+    assert seconds(rows * factor) >= 0.99 * seconds(rows)
