@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -202,18 +204,35 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
     )
 
 
+USER_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What a user's module or factory raises."""
+
+
 def _import(spec: str) -> Callable[[], Any]:
     path, _, attribute = spec.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(path)
-    except (ImportError, SyntaxError, ValueError) as error:
+    except USER_FAILURES as error:
+        missing = isinstance(error, ModuleNotFoundError)
         raise UsageError(
             "the module of a model factory can be imported",
             value=f"{type(error).__name__}: {error}",
-            place=spec,
-            remedy="start in the folder that holds it, or install it; " + GRAMMAR,
+            place=spec if missing else f"{spec}, {_last_line(error)}",
+            remedy="start in the folder that holds it, or install it; " + GRAMMAR if missing else "mend the module",
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -229,8 +248,16 @@ def _import(spec: str) -> Callable[[], Any]:
 
 def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
     """The factory's model, on the device it chose, and its example inputs."""
-    with quiet_transformers():
-        made = factory()
+    try:
+        with quiet_transformers():
+            made = factory()
+    except USER_FAILURES as error:
+        raise UsageError(
+            "a model factory runs without arguments and returns a model",
+            value=f"{type(error).__name__}: {error}",
+            place=f"{spec}, {_last_line(error)}",
+            remedy="mend the factory",
+        ) from error
     model, examples = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module) or not isinstance(examples, tuple | Mapping | None):
         raise UsageError(
@@ -240,6 +267,17 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
             remedy="return (model, {'input_ids': ...})",
         )
     return model, examples
+
+
+def _last_line(error: BaseException) -> str:
+    """Where user code failed: the innermost line that is not of an installed package, else the innermost."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    standard = sysconfig.get_paths()["stdlib"]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", standard))]
+    last = [f for f in own if Path(__file__).parent not in Path(f.filename).parents] or frames
+    return f"{Path(last[-1].filename).name}:{last[-1].lineno}"
 
 
 def _built(factory: Callable[[], Any], spec: str) -> torch.nn.Module:
