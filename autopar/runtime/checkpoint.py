@@ -102,7 +102,7 @@ def full_state_dict(
         if value is None:
             continue
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        parts[h.name] = whole.detach().cpu()
+        parts[h.name] = whole.detach().to("cpu", copy=True)
     group = world.axis_group(("pp",))
     if group is not None:
         gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -106,7 +106,7 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
         return
     with torch.no_grad():
         sums = torch.tensor([[float(t.double().sum()), float(t.double().abs().sum())] for t in tensors])
-        first = sums.to(device)
+        first = sums.to(device, copy=True)
         dist.broadcast(first, src=0)
         differs = (first.cpu() != sums).any(1).to(device, torch.int32)
         dist.all_reduce(differs, op=dist.ReduceOp.MAX)

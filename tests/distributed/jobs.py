@@ -85,9 +85,7 @@ def refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> str:
     return ""
 
 
-def save_run(
-    subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str
-) -> list[float]:
+def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str) -> list[float]:
     """Trains on the first batch, saves, goes on; the losses after saving."""
     parallel = build(subject, plan, graph)
     optimizer = adamw(parallel.parameters())

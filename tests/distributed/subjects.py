@@ -18,7 +18,6 @@ class HfSubject:
 
     kind: str
     depth: int = 2
-    bf16: bool = False
     dropout: float = 0.0
 
     def build(self) -> nn.Module:

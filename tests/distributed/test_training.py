@@ -40,8 +40,8 @@ def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
 def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-4) -> None:
     assert found.keys() >= wanted.keys()
     for name, tensor in wanted.items():
-        error = (found[name] - tensor).abs().max() / tensor.abs().max()
-        assert error <= tolerance, name
+        error = (found[name] - tensor).abs().max()
+        assert error <= tolerance * tensor.abs().max(), name
 
 
 @pytest.mark.parametrize("layout", MIXED)
@@ -90,13 +90,11 @@ def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 ZeRO 3", "tp2 x dp2", "pp2 x dp2 ZeRO 1", "pp2 x tp2"])
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
-    subject, plan, graph = planned(layout, "llama")
+    subject = HfSubject("llama")
     data = batches(subject, 3)
-    model = subject.build()
-    exact = loss_of(model(**data[0])).item()
-    low = HfSubject("llama", bf16=True)
-    _, low_plan, low_graph = low, *_bf16_plan(layout)
-    found = pool.run(jobs.train, low, low_plan, low_graph, data, None, size=plan.mesh.world_size, timeout_s=60.0)
+    exact = loss_of(subject.build()(**data[0])).item()
+    plan, graph = _bf16_plan(layout)
+    found = pool.run(jobs.train, subject, plan, graph, data, None, size=plan.mesh.world_size, timeout_s=60.0)
     for rank in found:
         assert rank["losses"] == found[0]["losses"]
         assert rank["losses"][0] == pytest.approx(exact, rel=1e-2)
@@ -128,9 +126,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
             micro_batch_size=16 // (4 * mesh.data),
             **{**options, "recompute": recompute},
         )
-        found[recompute] = pool.run(
-            jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0
-        )
+        found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0)
     dry = HfSubject("gpt2")
     assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-4)
     for rank in range(mesh.world_size):
@@ -201,11 +197,11 @@ def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
 
 
 def test_a_late_rank_ends_the_job(pool: WorkerPool) -> None:
-    with pytest.raises(AutoparError, match="no answer within 0.5 s"):
+    with pytest.raises(AutoparError, match=r"no answer within 0\.5 s"):
         pool.run(jobs.sleep_on_last_rank, 60.0, timeout_s=0.5)
     assert pool.run(jobs.sleep_on_last_rank, 0.0, timeout_s=30.0) == (0, 1, 2, 3)
 
 
 def test_a_failed_rank_is_named(pool: WorkerPool) -> None:
-    with pytest.raises(AutoparError, match="rank 0: .*this rank has had enough"):
+    with pytest.raises(AutoparError, match=r"(?s)rank 0: .*this rank has had enough"):
         pool.run(jobs.fail_on_first_rank, timeout_s=30.0)

@@ -1,0 +1,151 @@
+"""A job of one rank runs the model as it is; what does not fit the plan is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import PlanError, RuntimeMismatchError, UsageError
+from autopar.lower.program import lower
+from autopar.mesh import Mesh
+from autopar.plan import BF16
+from autopar.runtime.gradients import BucketedSums, Held
+from autopar.runtime.launch import launch
+from autopar.runtime.materialize import ModelWeights
+from autopar.runtime.parallel import Parallel
+from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.world import World, start, stop
+from tests.distributed.plans import make_plan
+from tests.distributed.subjects import HfSubject
+
+SUBJECT = HfSubject("gpt2", depth=1)
+
+
+@cache
+def graph() -> Any:
+    return SUBJECT.trace()
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    start("cpu")
+    yield
+    stop()
+
+
+def build(**options: Any) -> Parallel:
+    plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2, **options)
+    return Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+
+
+def test_trains_as_the_model_itself() -> None:
+    parallel, model = build(), SUBJECT.build()
+    mine, theirs = adamw(parallel.parameters()), adamw(model.parameters())
+    for seed in range(2):
+        batch = SUBJECT.make_batch(8, seed=seed)
+        mine.zero_grad()
+        theirs.zero_grad()
+        loss = loss_of(model(**batch))
+        loss.backward()
+        assert parallel.train_step(batch).item() == pytest.approx(loss.item(), rel=1e-6)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert parallel.clip_grad_norm_(0.5).item() == pytest.approx(norm.item(), rel=1e-5)
+        mine.step()
+        theirs.step()
+    found = parallel.full_state_dict()
+    for name, tensor in model.named_parameters():
+        assert torch.allclose(found[name], tensor, atol=1e-6), name
+    assert torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
+
+
+def test_names_are_those_of_checkpoints() -> None:
+    names = [name for name, _ in build().named_parameters()]
+    assert "transformer.h.0.attn.c_attn.weight[32:64]" in names
+    assert len(names) == len(set(names)) == len(graph().parameters)
+
+
+def test_bf16_computes_low_and_stores_high() -> None:
+    from autopar.graph.trace import trace
+
+    low = trace(SUBJECT.build().bfloat16(), kwargs=SUBJECT.make_batch(2, seed=0))
+    plan = make_plan(low, Mesh(), global_batch_size=8, micro_batch_size=4, precision=BF16)
+    parallel = Parallel(lower(plan, low), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
+    batch = SUBJECT.make_batch(8, seed=0)
+    loss = parallel.train_step(batch)
+    assert loss.item() == pytest.approx(loss_of(SUBJECT.build()(**batch)).item(), rel=1e-2)
+    assert {p.dtype for p in parallel.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in parallel.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_checkpoint_round_trip(tmp_path: Path) -> None:
+    parallel = build()
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(SUBJECT.make_batch(8, seed=0))
+    optimizer.step()
+    parallel.save(tmp_path, optimizer)
+    other = build()
+    fresh = torch.optim.AdamW(other.parameters(), lr=1.0)
+    other.load(tmp_path, fresh)
+    assert other.step_count == 1
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for (name, mine), (_, theirs) in zip(parallel.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
+        assert torch.equal(optimizer.state[mine]["exp_avg"].full_tensor(), fresh.state[theirs]["exp_avg"].full_tensor())
+
+
+def test_batches_that_do_not_fit_are_refused() -> None:
+    parallel = build()
+    batch = SUBJECT.make_batch(8, seed=0)
+    with pytest.raises(UsageError, match=r"input_ids, attention_mask, labels.*found input_ids"):
+        parallel.train_step({"input_ids": batch["input_ids"]})
+    with pytest.raises(UsageError, match=r"input_ids: a batch has 8 samples.*found 6"):
+        parallel.train_step(SUBJECT.make_batch(6, seed=0))
+    short = {name: value[:, :8] for name, value in batch.items()}
+    with pytest.raises(UsageError, match=r"input_ids: .*\(8, 8\); pad"):
+        parallel.train_step(short)
+
+
+def test_world_of_another_size_is_refused() -> None:
+    with pytest.raises(RuntimeMismatchError, match=r"tp=2: 2.*found 1; start 2 ranks"):
+        World(Mesh(tp=2), "cpu")
+
+
+def test_plan_for_another_model_is_refused() -> None:
+    plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2)
+    wrong = replace(plan, model=replace(plan.model, fingerprint="0" * 16, name="other"))
+    with pytest.raises(PlanError, match="found other, 0000000000000000"):
+        launch(SUBJECT.build(), lambda: (wrong, graph()), device_type="cpu")
+
+
+def test_gradients_of_several_steps_add_up() -> None:
+    parallel = build()
+    batch = SUBJECT.make_batch(8, seed=0)
+    parallel.train_step(batch)
+    once = parallel.full_gradients()
+    parallel.train_step(batch)
+    for name, tensor in parallel.full_gradients().items():
+        assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+
+
+def test_buckets_leave_after_the_last_backward() -> None:
+    held = []
+    for i in range(3):
+        leaf = torch.nn.Parameter(torch.full((4,), float(i)))
+        visible = torch.nn.Parameter(leaf.detach().clone())
+        held.append(Held(name=str(i), key=str(i), parameter=visible, leaf=leaf, group=dist.group.WORLD))
+    sums = BucketedSums(held, bucket_bytes=32)
+    sums.begin(2)
+    for _ in range(2):
+        sum((h.leaf * h.leaf).sum() for h in held[:2]).backward()
+    sums.finish()
+    for i, h in enumerate(held[:2]):
+        assert torch.equal(h.parameter.grad, torch.full((4,), 4.0 * i))
+        assert h.leaf.grad is None
+    assert torch.equal(held[2].parameter.grad, torch.zeros(4))
