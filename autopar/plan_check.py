@@ -6,9 +6,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.graph.ir import Graph
 
 _GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
 
@@ -114,3 +118,18 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
         if memory.pp_rank >= plan.mesh.pp:
             path = f"predicted.memory[{i}].pp_rank"
             yield path, f"a pipeline rank lies below pp={plan.mesh.pp}", memory.pp_rank, _AGAIN
+
+
+def check_model(plan: Plan, graph: Graph, *, place: str = "plan") -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        PlanError: the fingerprints differ.
+    """
+    if plan.model.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan is for this model ({graph.name}, fingerprint {graph.fingerprint})",
+            value=f"a plan for {plan.model.name}, fingerprint {plan.model.fingerprint}",
+            place=place,
+            remedy="search a plan for this model",
+        )

@@ -113,7 +113,10 @@ def test_model_that_cannot_be_traced_names_the_line(run: Run, user_models: str) 
         ("nowhere.to.be:found", "the module of a model factory can be imported"),
         ("MODELS:number", "a model factory returns a model"),
         ("MODELS:nets", "did you mean net"),
-        ("MODELS:broken", "nowhere"),
+        (
+            "MODELS:broken",
+            ".py:36: a model factory runs without arguments and returns a model, but found AttributeError",
+        ),
         ("just-words", "package.module:factory"),
         ("gpt:layer=2", "did you mean layers?"),
         ("hf:gpt22", "did you mean gpt2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,10 +10,18 @@ import typer
 
 from autopar.cli.console import print_json, print_text, progress
 from autopar.cli.options import Json, Model, Pin, Sequence_, split_pins
+from autopar.cli.planning import make_plan, model_of, sequence_of
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
+    from autopar.graph.ir import Graph
+    from autopar.models import ModelSource
     from autopar.plan import Plan
+
+MAX_RANKS = 32
+"""Processes that ``verify`` starts at most."""
 
 
 def trace(
@@ -34,21 +43,129 @@ def trace(
 
 
 def verify(
-    plan_or_model: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")],
+    target: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")],
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="CLUSTER", help="For a MODEL: cpu:1xRANKS.")
     ] = None,
     pin: Pin = None,
     global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", min=1, metavar="N", help="For a MODEL; two samples a rank if not given."),
+        int | None, typer.Option("--global-batch", min=1, metavar="N", help="For a MODEL: default 4 samples a rank.")
     ] = None,
     seq: Sequence_ = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="For a PLAN whose model has another name.")
+        str | None, typer.Option("--model", metavar="MODEL", help="For a PLAN made from a model without a name.")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="AdamW steps to compare.")] = 3,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, metavar="S", help="Processes are killed after it.")
+    ] = 600,
     as_json: Json = False,
 ) -> None:
     """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank."""
-    raise UsageError("x")
+    from autopar.report.verification import render_verification, verification
+
+    if Path(target).suffix == ".json" or Path(target).is_file():
+        plan, subject, graph = _from_file(Path(target), model)
+    else:
+        plan, subject, graph = _from_model(target, cluster, split_pins(pin or ()), global_batch, seq)
+    if plan.mesh.world_size > MAX_RANKS:
+        raise UsageError(
+            f"verify starts a process for each rank on this machine, at most {MAX_RANKS}",
+            value=plan.mesh.world_size,
+            place=target,
+            remedy="verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
+        )
+    from autopar.runtime.verify import LOSS_TOLERANCE, TENSOR_TOLERANCE
+    from autopar.runtime.verify import verify as compare
+
+    with progress(f"running {plan.mesh.world_size} ranks"):
+        report = compare(subject, plan, graph, steps=steps, timeout_s=timeout)
+    if as_json:
+        print_json({"mesh": str(plan.mesh), **verification(report)})
+    else:
+        print_text(render_verification(report, plan, tolerances=(LOSS_TOLERANCE, TENSOR_TOLERANCE)))
+    report.check()
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """A model whose batches hold only the inputs that were traced; every process makes the same one.
+
+    With ``masked`` the padding mask is one of them; labels are ignored where a sample ends in any case.
+    """
+
+    source: ModelSource
+    masked: bool
+
+    def build(self) -> torch.nn.Module:
+        """The model on CPU."""
+        return self.source.build()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        """Random inputs."""
+        batch = self.source.make_batch(batch_size, seed=seed, padded=padded)
+        names = batch if self.masked else self.source.example_inputs
+        return {name: batch[name] for name in names if name in batch}
+
+    def trace(self) -> Graph:
+        """The graph on such batches."""
+        from autopar.graph import trace as trace_model
+
+        batch = self.make_batch(self.source.batch_size, seed=0, padded=True)
+        example = {name: value.to("meta") for name, value in batch.items()}
+        return trace_model(self.source.model, (), example, name=self.source.name)
+
+
+def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Graph]:
+    """A plan, and the model that it is for, with or without a padding mask as the plan was made.
+
+    Raises:
+        PlanError: the plan is for another model.
+    """
+    from autopar.models import resolve_model
+    from autopar.plan_check import check_model
+    from autopar.plan_io import load_plan
+
+    plan = load_plan(path)
+    name = model or model_of(plan, path)
+    with progress("tracing the model"):
+        source = resolve_model(name, sequence_length=sequence_of(plan, name))
+        found = [VerifiedModel(source, masked) for masked in (False, True)]
+        graphs = [subject.trace() for subject in found]
+    for subject, graph in zip(found, graphs, strict=True):
+        if graph.fingerprint == plan.model.fingerprint:
+            return plan, subject, graph
+    if plan.precision.name != "fp32":
+        return _as_fp32(plan, path, name, found[0], graphs[0])
+    check_model(plan, graphs[0], place=str(path))
+    raise AssertionError("no fingerprint is equal")
+
+
+def _as_fp32(
+    plan: Plan, path: Path, name: str, subject: VerifiedModel, graph: Graph
+) -> tuple[Plan, VerifiedModel, Graph]:
+    """A plan for another precision, carried over to fp32, in which the comparison is made."""
+    import torch
+
+    from autopar.models import resolve_model
+    from autopar.plan_check import check_model
+
+    compute = getattr(torch, plan.precision.compute)
+    source = resolve_model(name, sequence_length=subject.source.sequence_length, dtype=compute)
+    check_model(plan, VerifiedModel(source, masked=False).trace(), place=str(path))
+    return replace(plan, model=replace(plan.model, fingerprint=graph.fingerprint)), subject, graph
+
+
+def _from_model(
+    name: str, cluster: str | None, pins: list[str], global_batch: int | None, seq: int | None
+) -> tuple[Plan, VerifiedModel, Graph]:
+    """The best plan for the model traced with a padding mask, under the pins."""
+    from autopar.models import resolve_model
+
+    if cluster is None:
+        raise UsageError(
+            "verify takes a plan file, or a MODEL and --cluster",
+            value=repr(name),
+            remedy="write for example --cluster cpu:1x4",
+        )
+    raise AssertionError(resolve_model, make_plan)

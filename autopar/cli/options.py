@@ -57,3 +57,14 @@ def split_pins(texts: Sequence[str]) -> list[str]:
     ['tp=8', 'pp=2', 'zero=1']
     """
     return [pin.strip() for text in texts for pin in text.split(",") if pin.strip()]
+
+
+def is_factory(model: str) -> bool:
+    """Whether MODEL is ``package.module:factory``, which decides its own sequence length.
+
+    >>> is_factory("my.models:net"), is_factory("hf:gpt2")
+    (True, False)
+    """
+    from autopar.model_specs import FAMILIES
+
+    return model.partition(":")[0] not in ("hf", *FAMILIES)

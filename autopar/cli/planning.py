@@ -17,6 +17,7 @@ from autopar.cli.options import (
     Pin,
     PrecisionOption,
     Sequence_,
+    is_factory,
     parse_cluster,
     split_pins,
 )
@@ -112,12 +113,13 @@ def explain(
             print_text("\n".join(plan.search.reasons) or "the plan records no reasons")
         return
     pins = split_pins(why_not)
+    name = model or model_of(plan, plan_file)
     other = make_plan(
         "estimate",
-        model or model_of(plan, plan_file),
+        name,
         cluster=plan.cluster,
         global_batch_size=plan.global_batch_size,
-        sequence=plan.model.tokens_per_sample if plan.model.tokens_per_sample > 1 else None,
+        sequence=sequence_of(plan, name),
         precision=plan.precision.name,
         optimizer=plan.optimizer,
         pins=pins,
@@ -139,6 +141,12 @@ def model_of(plan: Plan, plan_file: Path) -> str:
         raise UsageError("the plan names its model as MODEL of the command line", value=repr(plan.model.name),
                          place=str(plan_file), remedy="say which model with --model")  # fmt: skip
     return plan.model.name
+
+
+def sequence_of(plan: Plan, model: str) -> int | None:
+    """``--seq`` of a plan's model; None for a factory and for a model that does not take tokens."""
+    tokens = plan.model.tokens_per_sample
+    return None if is_factory(model) or tokens < 2 else tokens
 
 
 def make_plan(
