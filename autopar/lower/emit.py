@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from autopar import ops as emitted
-from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref
+from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
+from autopar.layout import I, R, S
 from autopar.rules.apply import BATCH
 
 SEED = "rng_seed"
@@ -49,9 +50,9 @@ class Emitter:
     values: dict[Ref, fx.Node] = field(default_factory=dict)
     seed: fx.Node | None = None
 
-    def input(self, ref: Ref) -> str:
+    def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
         """Adds a tensor that the caller passes; gives its name."""
-        node = self._placeholder(str_name(ref))
+        node = _typed(self._placeholder(str_name(ref)), spec, layout)
         self.values[ref] = node
         return str_name(ref)
 
@@ -79,7 +80,7 @@ class Emitter:
         if value is None:
             value = torch.empty(buffer.spec.shape, dtype=buffer.spec.dtype, device="meta")
         self.root.register_buffer(buffer.name, value)
-        self.values[Ref(buffer.name)] = self.graph.get_attr(buffer.name)
+        self.values[Ref(buffer.name)] = _typed(self.graph.get_attr(buffer.name), buffer.spec, ())
         return buffer.name
 
     def op(self, op: Op) -> None:
@@ -101,15 +102,16 @@ class Emitter:
         )
         if is_random(op):
             node.update_kwarg("seed", self.seed)
-        node.meta["layout"] = describe(op)
+        node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
+        layouts = op.layouts or ((),) * len(op.outputs)
         if len(op.outputs) == 1:
-            self.values[Ref(op.name)] = node
+            self.values[Ref(op.name)] = _typed(node, op.spec, layouts[0])
             return
         for i in range(len(op.outputs)):
             part = self.graph.create_node(
                 "call_function", operator.getitem, (node, i), name=str_name(Ref(op.name, i), suffix_first=True)
             )
-            self.values[Ref(op.name, i)] = part
+            self.values[Ref(op.name, i)] = _typed(part, op.outputs[i], layouts[i])
 
     def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
         """The module; it returns a tuple, one tensor for each of ``outputs``."""
@@ -123,9 +125,10 @@ class Emitter:
         return self.graph.create_node("placeholder", name, name=name)  # fx's own method changes the case
 
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
+        _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        self.values[Ref(parameter.name)] = self.graph.create_node("call_function", emitted.local, (node,), name=name)
-        self.values[Ref(parameter.name)].meta["layout"] = _layout_text(parameter.spec.shape, parameter.layout)
+        local = self.graph.create_node("call_function", emitted.local, (node,), name=name)
+        self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
 
     def _argument(self, argument: Argument) -> Any:
         if isinstance(argument, Ref):
@@ -149,14 +152,21 @@ def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
     return f"{ref.name}_{ref.index}" if ref.index or suffix_first else ref.name
 
 
-def describe(op: Op) -> str:
-    """Shape and types of an operator's result, for a comment."""
-    return "; ".join(_layout_text(spec.shape, op.layouts[i] if op.layouts else ()) for i, spec in enumerate(op.outputs))
+def use_layout(parameter: Parameter) -> Layout:
+    """Types of a parameter where it is read: R where its gradient is left as a pending sum, and over samples."""
+    pending = (*parameter.gradient_sum_axes, BATCH)
+    return tuple((axis, R if axis in pending and kind == I else kind) for axis, kind in parameter.layout)
 
 
-def _layout_text(shape: tuple[int, ...], layout: Layout) -> str:
-    types = ", ".join(f"{axis}: {kind}" for axis, kind in layout)
-    return f"{list(shape)} {types}".rstrip()
+def _typed(node: fx.Node, spec: TensorSpec, layout: Layout) -> fx.Node:
+    """Notes on a node what it holds, for comments and for the check."""
+    node.meta["spec"], node.meta["types"] = spec, layout
+    return node
+
+
+def _comment(node: fx.Node) -> str:
+    types = ", ".join(f"{axis}: {kind}" for axis, kind in node.meta["types"])
+    return f"{list(node.meta['spec'].shape)} {types}".rstrip()
 
 
 def _has_device(target: str) -> bool:
@@ -174,7 +184,7 @@ def readable(module: fx.GraphModule) -> str:
     Clean-up statements are left out, attributes stand where they are read, and each line says shape
     and types of its result.
     """
-    layouts = {node.name: node.meta["layout"] for node in module.graph.nodes if "layout" in node.meta}
+    comments = {node.name: _comment(node) for node in module.graph.nodes if "types" in node.meta}
     attributes: dict[str, str] = {}
     lines: list[str] = []
     for line in module.code.strip().splitlines():
@@ -187,7 +197,7 @@ def readable(module: fx.GraphModule) -> str:
         kept = f"{name}{equals}{call}" if equals else call
         for long, short in _SHORT:
             kept = kept.replace(long, short)
-        comment = layouts.get(name.strip())
+        comment = comments.get(name.strip())
         lines.append(f"{kept}  # {comment}" if comment else kept)
     return "\n".join(lines)
 
@@ -201,3 +211,12 @@ def ancestors(graph: Graph, wanted: Sequence[Ref], stop: frozenset[Ref] = frozen
             found.append(op)
             needed |= {ref.name for ref in op.operands if ref not in stop}
     return tuple(reversed(found))
+
+
+def layout_of(graph: Graph, ref: Ref) -> Layout:
+    """Types of any value but a parameter; axes that are left out are R."""
+    producer = graph.producer(ref)
+    if producer is not None:
+        return producer.layouts[ref.index] if producer.layouts else ()
+    leaf = next((leaf for leaf in graph.inputs if leaf.name == ref.name), None)
+    return () if leaf is None or leaf.batch_dim is None else ((BATCH, S(leaf.batch_dim)),)

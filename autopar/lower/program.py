@@ -22,11 +22,15 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autopar.graph.ir import Block, Graph, Parameter, Ref
-from autopar.lower.emit import SEED, Emitter, ancestors, is_random, readable, str_name
+from autopar.graph.ir import Block, Graph, Layout, Parameter, Ref
+from autopar.layout import R
+from autopar.lower.emit import SEED, Emitter, ancestors, is_random, layout_of, readable, str_name
 from autopar.lower.typings import local_graph
 from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
+from autopar.rules.apply import BATCH
+
+_HEADER = "from autopar import ops, sharded_ops\nfrom torch.ops import aten"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +127,7 @@ class Program:
     @cached_property
     def code(self) -> str:
         """The program as PyTorch: sums, preludes, and every distinct block once."""
-        parts = [
-            f"# {self.graph.name} on {self.mesh}, micro-batch of {self.graph.batch_size}\n"
-            "from autopar import ops, sharded_ops\n"
-            "from torch.ops import aten"
-        ]
+        parts = [f"# {self.graph.name} on {self.mesh}, micro-batch of {self.graph.batch_size}\n{_HEADER}"]
         if self.sums is not None:
             parts.append(f"# sums over the global batch, before the first micro-batch\n{readable(self.sums.module)}")
         printed: dict[str, list[tuple[int, BlockProgram]]] = {}
@@ -206,7 +206,8 @@ class _Builder:
     def block(self, block: Block, shared: set[str]) -> BlockProgram:
         graph, ops = self.graph, self.graph.block_ops(block)
         emitter = Emitter(f"Block{block.index}", self.salts, self.device)
-        inputs = [emitter.input(ref) for ref in (*graph.block_inputs(block), *graph.block_prelude(block))]
+        reads = (*graph.block_inputs(block), *graph.block_prelude(block))
+        inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in reads]
         parameters = graph.block_parameters(block)
         inputs += [emitter.shared_parameter(p) for p in parameters if p.name in shared]
         if any(is_random(op) for op in ops):
@@ -231,6 +232,11 @@ class _Builder:
             kind=f"{block.hash} {len(inputs)} {len(outputs)} {shared_here}",
         )
 
+    def layout(self, ref: Ref) -> Layout:
+        """Types of a value where a block or the prelude reads it: a total is whole."""
+        found = layout_of(self.graph, ref)
+        return tuple((axis, R if axis == BATCH else kind) for axis, kind in found) if ref in self.graph.sums else found
+
     def prelude(self, name: str, wanted: Iterable[Ref], totals: frozenset[Ref]) -> PreludeProgram:
         """The operators behind ``wanted``; values of ``totals`` come from outside."""
         graph, outputs = self.graph, tuple(wanted)
@@ -238,7 +244,8 @@ class _Builder:
         reads = dict.fromkeys((*(ref for op in ops for ref in op.operands), *outputs))
         emitter = Emitter(name, self.salts, self.device)
         batch = {leaf.name for leaf in graph.inputs}
-        inputs = [emitter.input(ref) for ref in reads if ref.name in batch or ref in totals]
+        given = [ref for ref in reads if ref.name in batch or ref in totals]
+        inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in given]
         if any(is_random(op) for op in ops):
             inputs.append(emitter.seed_input())
         buffers = tuple(emitter.buffer(buffer) for buffer in graph.buffers if Ref(buffer.name) in reads)

@@ -234,9 +234,6 @@ class _Sharding:
         full = self.graph.spec(ref)
         local = self._local(full, wanted, place)
         producer = self.graph.producer(ref)
-        before: Layout = producer.layouts[ref.index] if producer is not None and producer.layouts else ()
-        if self.graph.is_parameter(ref):
-            before = self.graph.parameter(ref.name).layout
         section.ops.append(
             Op(
                 name=name,
@@ -244,11 +241,22 @@ class _Sharding:
                 args=(ref, *emitted_arguments(self.axis, found, wanted)),
                 outputs=(local,),
                 module=producer.module if producer is not None else "",
-                layouts=((*before, (self.axis, wanted)),),
+                layouts=((*self._layout_before(ref), (self.axis, wanted)),),
             )
         )
         self.types[Ref(name)], self.specs[Ref(name)] = wanted, local
         return Ref(name)
+
+    def _layout_before(self, ref: Ref) -> Layout:
+        """Types on the axes applied before, where the value is used: parameters are R over samples."""
+        producer = self.graph.producer(ref)
+        if producer is not None:
+            return producer.layouts[ref.index] if producer.layouts else ()
+        if self.graph.is_parameter(ref):
+            return tuple((a, R if a == BATCH else kind) for a, kind in self.graph.parameter(ref.name).layout)
+        by_samples = any(axis == BATCH for p in self.graph.parameters[:1] for axis, _ in p.layout)
+        leaf = next((leaf for leaf in self.graph.inputs if leaf.name == ref.name), None)
+        return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()
 
     def _check_batch(self, ref: Ref, found: Type, wanted: Type, place: str, op: Op) -> None:
         if self.graph.is_parameter(ref):
