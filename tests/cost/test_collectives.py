@@ -41,9 +41,7 @@ def test_more_bytes_never_take_less_time(kind: str, cluster: Cluster, mesh: Mesh
 
 
 @given(st.sampled_from(KINDS), clusters, meshes, st.integers(1, 2**34), st.floats(1.0, 10.0))
-def test_more_bandwidth_is_never_slower(
-    kind: str, cluster: Cluster, mesh: Mesh, num_bytes: int, factor: float
-) -> None:
+def test_more_bandwidth_is_never_slower(kind: str, cluster: Cluster, mesh: Mesh, num_bytes: int, factor: float) -> None:
     def faster(link: Link) -> Link:
         return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
 

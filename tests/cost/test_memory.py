@@ -1,0 +1,235 @@
+"""Memory by hand: states by precision and ZeRO stage, activations by schedule, the counts that surveys repeat."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from autopar.cluster import Cluster
+from autopar.cost.block import ParameterCost, block_cost
+from autopar.cost.collectives import CollectiveModel
+from autopar.cost.data_parallel import DataParallel
+from autopar.cost.memory import State, state_bytes
+from autopar.cost.model import CostModel, StageCost
+from autopar.cost.optimizer import optimizer_cost
+from autopar.errors import UsageError
+from autopar.graph import trace
+from autopar.mesh import Mesh
+from autopar.plan import BF16, FP32, Precision
+from tests.cost.blocks_by_hand import block, stage, step
+
+CLUSTER = Cluster.parse("h100-sxm5-80gb:4x8")
+N = 1024 * 1024
+GB = 10**9
+
+
+def state(
+    precision: Precision,
+    zero: int,
+    shards: int,
+    *,
+    numel: int = N,
+    pp: int = 1,
+    count: int = 4,
+    optimizer: str = "adamw",
+) -> State:
+    mesh = Mesh(pp=pp, dp_shard=shards)
+    data = DataParallel(mesh, zero, precision, pp > 1)
+    parameter = ParameterCost(name="w", shape=(numel // 16, 16), num_bytes=numel * 4)
+    unit = data.unit((parameter,), CollectiveModel(CLUSTER), CLUSTER.devices[0])
+    return state_bytes(unit, data, optimizer_cost(optimizer), count)
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero", "shards", "pp", "count", "expected"),
+    [
+        (FP32, 0, 1, 1, 4, (4, 4, 8)),
+        (BF16, 0, 1, 1, 4, (4 + 2, 4, 8)),  # whole gradients accumulate in fp32
+        (FP32, 1, 8, 1, 4, (4 / 8 + 4, 4, 8 / 8)),
+        (FP32, 1, 8, 1, 1, (4 / 8 + 4, 4 / 8, 8 / 8)),  # nothing to accumulate
+        (FP32, 2, 8, 1, 4, (4 / 8 + 4, 4 / 8, 8 / 8)),
+        (FP32, 3, 8, 1, 4, (4 / 8, 4 / 8, 8 / 8)),
+        (BF16, 1, 8, 1, 4, (4 / 8 + 2, 4, 8 / 8)),
+        (BF16, 2, 8, 1, 4, (4 / 8 + 2, 4 / 8, 8 / 8)),
+        (BF16, 3, 8, 1, 4, (4 / 8, 4 / 8, 8 / 8)),
+        (BF16, 3, 8, 2, 4, (4 / 8, 4, 8 / 8)),  # with a pipeline gradients are reduced at the end of the step
+    ],
+)
+def test_bytes_of_a_parameter(
+    precision: Precision, zero: int, shards: int, pp: int, count: int, expected: tuple[float, float, float]
+) -> None:
+    found = state(precision, zero, shards, pp=pp, count=count)
+    assert (found.parameters / N, found.gradients / N, found.optimizer / N) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "states"), [("adamw", 2), ("adam", 2), ("momentum", 1), ("sgd", 0)])
+def test_states_of_optimizers(name: str, states: int) -> None:
+    assert state(FP32, 0, 1, optimizer=name).optimizer == 4 * N * states
+
+
+def test_an_unknown_optimizer_is_named() -> None:
+    with pytest.raises(UsageError, match=r"lion.*known: adamw"):
+        optimizer_cost("lion")
+
+
+def test_llama_13b_as_every_survey_counts_it() -> None:
+    """26 GB of half precision parameters, 156 GB of fp32 parameters and moments; gradients 26 GB in half, 52 in fp32."""
+    numel = 13 * GB // 16 * 16
+    found = state(BF16, 0, 1, numel=numel)
+    half, whole = 2 * numel, 4 * numel
+    assert half == pytest.approx(26 * GB, rel=0.01)
+    assert found.parameters - whole == half
+    assert whole + found.optimizer == pytest.approx(156 * GB, rel=0.01)
+    assert found.gradients == pytest.approx(52 * GB, rel=0.01)
+
+
+def test_uneven_shards_count_the_fullest_rank() -> None:
+    odd = ParameterCost(name="w", shape=(10, 3), num_bytes=120)
+    assert [odd.shard_numel(n) for n in (1, 4, 8, 16)] == [30, 9, 6, 3]
+    assert ParameterCost(name="s", shape=(), num_bytes=4).shard_numel(8) == 1
+
+
+# --- activations
+
+
+class MegatronLayer(nn.Module):
+    """The layer of Korthikanti et al. 2022: unfused attention, dropout after scores, projection and MLP."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
+        self.out, self.up, self.down = (
+            nn.Linear(hidden, hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        y = self.norm(x)
+        q, k, v = (
+            f(y).view(b, s, self.heads, h // self.heads).transpose(1, 2) for f in (self.query, self.key, self.value)
+        )
+        scores = functional.dropout((q @ k.transpose(2, 3) * 0.125).softmax(dim=-1), 0.1)
+        x = x + functional.dropout(self.out((scores @ v).transpose(1, 2).reshape(b, s, h)), 0.1)
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm2(x)))), 0.1)
+
+
+class Stack(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MegatronLayer(hidden, heads) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()
+
+
+def megatron_bytes(b: int, s: int, h: int, a: int) -> float:
+    """Activations of a layer in half precision (Korthikanti et al. 2022, equation 1)."""
+    return s * b * h * (34 + 5 * a * s / h)
+
+
+def test_a_layer_keeps_what_megatron_counts() -> None:
+    b, s, h, a = 2, 128, 256, 4
+    x = torch.zeros(b, s, h, dtype=torch.bfloat16, requires_grad=True)
+    graph = trace(Stack(h, a).to(torch.bfloat16), (x,))
+    costs = [block_cost(graph, bl, Mesh(), CLUSTER.devices[0], CollectiveModel(CLUSTER)) for bl in graph.blocks]
+    layers = [cost for cost in costs if len(cost.parameters) == 16]
+    assert len(layers) >= 2
+    for cost in layers[1:]:
+        assert cost.saved_bytes == pytest.approx(megatron_bytes(b, s, h, a), rel=0.02)
+
+
+def test_llama_13b_activations_with_stored_scores() -> None:
+    """14.5 GB in the surveys, which count GiB here."""
+    assert 40 * megatron_bytes(1, 1024, 5120, 40) / 2**30 == pytest.approx(14.5, rel=0.01)
+
+
+def activations(stages: list[StageCost], *, mesh: Mesh, schedule: str, count: int) -> list[int]:
+    model = CostModel(CLUSTER, FP32, "adamw")
+    return [m.activations for m in model.memory(stages, step(mesh, schedule=schedule, count=count))]
+
+
+def test_activations_follow_the_schedule() -> None:
+    one = stage(block())
+    four = [stage(block(f"layer{i}")) for i in range(4)]
+    pipe = Mesh(pp=4)
+    assert activations([one], mesh=Mesh(), schedule="none", count=8) == [1000]
+    # 1000 kept by the block and 100 that the stage sends; the last stage sends nothing
+    assert activations(four, mesh=pipe, schedule="1F1B", count=8) == [4 * 1100, 3 * 1100, 2 * 1100, 1000]
+    assert activations(four, mesh=pipe, schedule="GPipe", count=8) == [8 * 1100] * 3 + [8000]
+    virtual = activations(four, mesh=Mesh(pp=2), schedule="Interleaved1F1B", count=4)
+    assert virtual == [3 * 1100 + 2 * 1100, 3 * 1100]  # the latter before stage 3 begins
+
+
+def test_recompute_keeps_inputs_and_pays_in_passing() -> None:
+    model = CostModel(CLUSTER, FP32, "sgd")
+    plain, again = (
+        model.memory([stage(*(block(f"l{i}") for i in range(8)), recompute=r)], step(Mesh()))[0] for r in (False, True)
+    )
+    assert (plain.activations, plain.transient) == (8000, 50)
+    assert again.activations == 8 * 100
+    assert again.transient == 1000 + 50
+
+
+def test_gathered_blocks_are_in_passing() -> None:
+    model = CostModel(CLUSTER, FP32, "sgd")
+    layers = stage(*(block(f"l{i}") for i in range(4)))
+    found = model.memory([layers], step(Mesh(dp_shard=8), zero=3))[0]
+    # two gathered blocks, the gradients of one and the buffer that is reduced
+    assert found.transient == pytest.approx(4 * N * 4 + 50, rel=0.01)
+    assert found.parameters == 4 * N * 4 // 8
+
+
+def test_tied_weights_are_held_once_a_stage() -> None:
+    tied = ParameterCost(name="embed", shape=(1024, 1024), num_bytes=4 * N, shared=True)
+    first, last = block("embed", parameters=(tied,)), block("head", parameters=(tied,))
+    model = CostModel(CLUSTER, FP32, "sgd")
+    whole = model.memory([stage(first, block(), last)], step(Mesh()))[0]
+    assert whole.parameters == 2 * 4 * N
+    apart = model.memory([stage(first, block()), stage(last)], step(Mesh(pp=2), schedule="1F1B"))
+    assert [m.parameters for m in apart] == [2 * 4 * N, 4 * N]
+
+
+@given(st.integers(1, 8), st.sampled_from([FP32, BF16]), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]))
+def test_higher_zero_stages_never_keep_more(layers: int, precision: Precision, shards: int, pp: int) -> None:
+    model = CostModel(CLUSTER, precision, "adamw")
+    stages = [stage(*(block(f"l{i}{j}") for i in range(layers))) for j in range(pp)]
+    schedule = "1F1B" if pp > 1 else "none"
+
+    def states(zero: int, mesh: Mesh) -> tuple[int, int]:
+        found = model.memory(stages, step(mesh, schedule=schedule, zero=zero))[0]
+        return found.parameters, found.parameters + found.gradients + found.optimizer
+
+    whole = states(0, Mesh(pp=pp, dp_replicate=shards))
+    stage_1, stage_2, stage_3 = (states(zero, Mesh(pp=pp, dp_shard=shards)) for zero in (1, 2, 3))
+    assert stage_3[0] <= whole[0]
+    assert stage_3[1] <= stage_2[1] <= stage_1[1]
+    assert stage_3[1] <= whole[1]
+
+
+@given(st.integers(1, 10**9), st.integers(0, 10**9), st.sampled_from(["GPipe", "1F1B"]))
+def test_more_saved_bytes_are_more_memory(saved: int, more: int, schedule: str) -> None:
+    model = CostModel(CLUSTER, FP32, "adamw")
+
+    def total(size: int) -> int:
+        stages = [stage(block(f"l{i}", saved_bytes=size, saved_input_bytes=0)) for i in range(2)]
+        return sum(m.total for m in model.memory(stages, step(Mesh(pp=2), schedule=schedule)))
+
+    assert total(saved) <= total(saved + more)
+
+
+def test_reserves_and_fragmentation_come_from_the_profile() -> None:
+    device = CLUSTER.devices[0]
+    found = CostModel(CLUSTER, FP32, "sgd").memory([stage(block())], step(Mesh()))[0]
+    tensors = found.total - found.reserved
+    assert found.reserved == device.reserved_bytes + round(device.fragmentation * tensors)
+    assert math.isclose(tensors, 8 * N + 1000, rel_tol=0.01)

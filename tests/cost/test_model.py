@@ -1,0 +1,205 @@
+"""Step times: the parts add up, data parallelism overlaps as the runtime does, and laws of any cost model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster
+from autopar.cost.block import BlockCost
+from autopar.cost.model import CostModel, StageCost
+from autopar.errors import UsageError
+from autopar.graph.ir import TensorSpec
+from autopar.layout import I, P, R, S
+from autopar.mesh import Mesh
+from autopar.plan import BF16, FP32, Prediction
+from tests.cost.blocks_by_hand import block, stage, step
+
+H100 = Cluster.parse("h100-sxm5-80gb:4x8")
+CPU = Cluster.parse("cpu:4x4")
+F, B = 1e-3, 2e-3
+SMALL = {"rows": 8, "width": 8}
+
+
+def layers(count: int, **changes: object) -> list[BlockCost]:
+    return [block(f"layer{i}", **changes) for i in range(count)]  # type: ignore[arg-type]
+
+
+def predict(
+    stages: list[StageCost],
+    mesh: Mesh,
+    *,
+    cluster: Cluster = H100,
+    schedule: str = "none",
+    count: int = 4,
+    zero: int = 0,
+) -> Prediction:
+    found = CostModel(cluster, FP32, "sgd").predict(stages, step(mesh, schedule=schedule, count=count, zero=zero))
+    assert found.breakdown.total_s == pytest.approx(found.step_time_s)
+    return found
+
+
+def test_one_device_adds_up_its_blocks() -> None:
+    found = predict([stage(*layers(6, **SMALL))], Mesh(), count=5)
+    assert found.breakdown.compute_s == pytest.approx(5 * 6 * (F + B))
+    assert found.step_time_s == pytest.approx(found.breakdown.compute_s + found.breakdown.optimizer_s)
+    assert found.stage_times == ((pytest.approx(6 * F), pytest.approx(6 * B)),)
+    low, high = found.step_time_interval_s
+    assert low < found.step_time_s < high
+    assert found.tokens_per_s == pytest.approx(5 * 128 / found.step_time_s)
+    peak = H100.devices[0].rate("float32").datasheet_flops_per_s
+    assert found.mfu == pytest.approx(5 * 3e9 / found.step_time_s / peak)
+
+
+def test_recompute_adds_the_forward_again() -> None:
+    blocks = layers(4, communication_forward_s=1e-4, **SMALL)
+    plain, again = (predict([stage(*blocks, recompute=r)], Mesh(), count=2).breakdown for r in (False, True))
+    assert plain.recompute_s == 0
+    assert again.recompute_s == pytest.approx(2 * 4 * F)
+    assert again.tensor_parallel_s == pytest.approx(2 * plain.tensor_parallel_s)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_pipeline_of_equal_stages_has_the_known_bubble(schedule: str) -> None:
+    pp, count = 4, 8
+    stages = [stage(b) for b in layers(pp, send_bytes=0, send_gradient_bytes=0, **SMALL)]
+    found = predict(stages, Mesh(pp=pp), schedule=schedule, count=count)
+    assert found.breakdown.compute_s == pytest.approx(count * (F + B))
+    assert found.breakdown.bubble_s == pytest.approx((pp - 1) * (F + B))
+    assert found.breakdown.pipeline_s == 0
+
+
+def test_messages_between_stages_are_exposed_in_part() -> None:
+    stages = [stage(b) for b in layers(4, send_bytes=10**7, send_gradient_bytes=10**7, **SMALL)]
+    found = predict(stages, Mesh(pp=4, dp_replicate=8), schedule="1F1B", count=8)
+    alone = predict(stages, Mesh(pp=4, dp_replicate=1), schedule="1F1B", count=8)
+    assert found.breakdown.pipeline_s > alone.breakdown.pipeline_s > 0  # across nodes, then within one
+
+
+def test_gathers_hide_behind_long_blocks_and_show_behind_short_ones() -> None:
+    mesh = Mesh(dp_shard=8)
+    model = CostModel(H100, FP32, "sgd")
+    gather = model.collectives.time_s("all_gather", 4 * 2**20, mesh, ("dp_shard",))
+    slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, zero=3).breakdown
+    interference = H100.devices[0].interference
+    assert slow.data_parallel_s < 4 * (2 + 24 * interference) * 4 * gather
+    fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, zero=3).breakdown
+    assert fast.data_parallel_s > 4 * 8 * 2 * gather
+
+
+def test_nothing_hides_where_communication_takes_the_core() -> None:
+    mesh = Mesh(dp_shard=4)
+    slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, cluster=CPU, zero=3).breakdown
+    fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, cluster=CPU, zero=3).breakdown
+    assert slow.data_parallel_s == pytest.approx(fast.data_parallel_s)
+
+
+def test_zero_stages_communicate_as_often_as_the_runtime() -> None:
+    """Gathers: once, once, twice a micro-batch; reductions: once, every micro-batch, every micro-batch."""
+    blocks = [stage(*layers(1, forward_s=0.0, backward_s=0.0))]
+    mesh, count = Mesh(dp_shard=4), 8
+    found = {
+        zero: predict(blocks, mesh, cluster=CPU, zero=zero, count=count).breakdown.data_parallel_s for zero in (1, 2, 3)
+    }
+    model = CostModel(CPU, FP32, "sgd")
+    data = model._data(step(mesh, zero=3))
+    unit = model._unit(blocks[0].blocks[0], data)
+    assert found[1] == pytest.approx(unit.gather_s + unit.reduce_s)
+    assert found[2] == pytest.approx(unit.gather_s + count * unit.reduce_s)
+    assert found[3] == pytest.approx(count * (unit.gather_s + unit.reduce_s))  # the last block stays gathered
+
+
+def test_replicas_sum_their_gradients_once() -> None:
+    one, many = (
+        predict([stage(*layers(3))], Mesh(dp_replicate=4), cluster=CPU, count=count).breakdown for count in (1, 9)
+    )
+    assert one.data_parallel_s > 0
+    assert many.data_parallel_s == pytest.approx(one.data_parallel_s)
+    assert predict([stage(*layers(3))], Mesh(), cluster=CPU).breakdown.data_parallel_s == 0
+
+
+def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None:
+    blocks = layers(2)
+    summed = [replace(b, parameters=tuple(replace(p, gradient_sum_axes=("tp",)) for p in b.parameters)) for b in blocks]
+    mesh = Mesh(tp=4)
+    plain, more = (predict([stage(*bs)], mesh).breakdown.tensor_parallel_s for bs in (blocks, summed))
+    model = CostModel(H100, FP32, "sgd")
+    assert more - plain == pytest.approx(model.collectives.time_s("all_reduce", 2 * 4 * 2**20, mesh, ("tp",)))
+
+
+def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
+    first, last = layers(2, send_bytes=0, send_gradient_bytes=0)
+    tied = replace(first.parameters[0], shared=True)
+    stages = [stage(replace(first, parameters=(tied,))), stage(replace(last, parameters=(tied,)))]
+    mesh = Mesh(pp=2)
+    with_tie = predict(stages, mesh, schedule="1F1B").breakdown.data_parallel_s
+    model = CostModel(H100, FP32, "sgd")
+    assert with_tie == pytest.approx(model.collectives.send_time_s(4 * 2**20, mesh))
+
+
+def test_changes_of_type_cost_what_the_table_says() -> None:
+    model, mesh = CostModel(H100, BF16, "adamw"), Mesh(tp=8)
+    spec = TensorSpec(shape=(4, 4096, 8192), dtype=torch.bfloat16, requires_grad=True)
+    times = {
+        name: model.conversion_time_s(source, target, spec, "tp", mesh)
+        for name, (source, target) in {"f": (I, R), "g": (P, I), "sp": (P, S(1)), "same": (S(1), S(1))}.items()
+    }
+    f, g, sequence, same = (times[name] for name in ("f", "g", "sp", "same"))
+    assert f is not None and g is not None and sequence is not None and same is not None
+    assert (f.forward_s, g.backward_s, same.forward_s) == (0, 0, 0)
+    assert f.backward_s == g.forward_s > 0
+    assert sequence.forward_s > 0
+    assert sequence.backward_s > 0
+    assert model.conversion_time_s(R, I, spec, "tp", mesh) is None
+
+
+def test_impossible_stages_are_refused() -> None:
+    with pytest.raises(UsageError, match="multiple of the pipeline ranks"):
+        predict([stage(block())], Mesh(pp=2), schedule="1F1B")
+    with pytest.raises(UsageError, match="float64"):
+        CostModel(H100, replace(FP32, compute="float64"), "sgd")
+
+
+@given(
+    st.sampled_from([Mesh(dp_shard=8), Mesh(dp_replicate=8), Mesh(dp_replicate=4, dp_shard=8), Mesh(pp=2, dp_shard=8)]),
+    st.integers(0, 3), st.floats(1.0, 8.0), st.floats(0, 1e-2),
+)  # fmt: skip
+def test_faster_links_never_make_a_slower_step(mesh: Mesh, zero: int, factor: float, forward_s: float) -> None:
+    zero = zero if mesh.dp_shard > 1 else 0
+    group = H100.groups[0]
+    intra = replace(group.intra_node, bandwidth_bytes_per_s=group.intra_node.bandwidth_bytes_per_s * factor)
+    nic = replace(group.nic, bandwidth_bytes_per_s=group.nic.bandwidth_bytes_per_s * factor)
+    better = replace(H100, groups=(replace(group, intra_node=intra, nic=nic),))
+    stages = [stage(*layers(2, forward_s=forward_s)) for _ in range(mesh.pp)]
+    schedule = "1F1B" if mesh.pp > 1 else "none"
+    slow, fast = (predict(stages, mesh, cluster=c, schedule=schedule, zero=zero).step_time_s for c in (H100, better))
+    assert fast <= slow * (1 + 1e-9)
+
+
+@given(st.floats(0, 1e-2), st.floats(0, 1e-2), st.sampled_from([0, 3]), st.booleans())
+def test_longer_blocks_never_make_a_faster_step(forward_s: float, more: float, zero: int, recompute: bool) -> None:
+    mesh = Mesh(dp_shard=8) if zero else Mesh(dp_replicate=8)
+    short, long = (
+        predict([stage(*layers(3, forward_s=seconds), recompute=recompute)], mesh, zero=zero).step_time_s
+        for seconds in (forward_s, forward_s + more)
+    )
+    assert long >= short * (1 - 1e-9)
+
+
+def test_a_prediction_takes_about_a_millisecond() -> None:
+    model = CostModel(H100, BF16, "adamw")
+    kinds = layers(3)
+    stages = [stage(kinds[0], *(kinds[1],) * 20, kinds[2]) for _ in range(4)]
+    how = step(Mesh(pp=4, dp_shard=8), schedule="1F1B", count=32, zero=3)
+    model.predict(stages, how)
+    times = []
+    for _ in range(10):
+        start = time.thread_time()
+        model.predict(stages, how)
+        times.append(time.thread_time() - start)
+    assert min(times) < 0.004
