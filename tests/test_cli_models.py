@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autopar.mesh import Mesh
+from autopar.models import resolve_model
+from autopar.plan import Plan
+from autopar.plan_io import save_plan
+from autopar.runtime.verify import RankErrors, VerifyReport
 from tests.cli_runner import Run, run_fixture
+from tests.distributed.plans import make_plan
 
 run = run_fixture
 
@@ -128,3 +135,63 @@ def test_bad_model_gives_one_message(model: str, expected: str, run: Run, user_m
     done = run("trace", model.replace("MODELS", user_models))
     assert done.code == 2
     assert expected in done.error
+
+
+def _save(path: Path, plan: Plan) -> Path:
+    save_plan(plan, path)
+    return path
+
+
+def _plan_of(model: str, mesh: Mesh) -> Plan:
+    plan = make_plan(resolve_model(model).trace(), mesh, global_batch_size=32, micro_batch_size=2)
+    return replace(plan, model=replace(plan.model, tokens_per_sample=16))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_verify_compares_every_rank_of_a_plan_file(run: Run, tmp_path: Path) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
+    done = run("verify", path, "--steps", "2", "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["passed"], found["mesh"]) == (0, True, "tp=2")
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert all(0 < rank["gradient"] < 1e-4 for rank in found["ranks"])
+
+
+def test_verify_fails_when_a_rank_differs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
+    rows = tuple(
+        RankErrors(
+            rank=rank, losses=(1.0,), loss=1e-7, gradient=gradient, gradient_name="lm_head.weight", parameter=0.0,
+            parameter_name="wte",
+        )
+        for rank, gradient in enumerate((1e-7, 0.5))
+    )  # fmt: skip
+    report = VerifyReport(steps=1, reference_losses=(1.0,), rows=rows)
+    monkeypatch.setattr("autopar.runtime.verify.verify", lambda *_args, **_options: report)
+    done = run("verify", path)
+    assert done.code == 1
+    assert "DIFFERS" in done.out.splitlines()[4]
+    assert "error: rank 1: gradients of the first step agree" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_plan_for_another_model_is_refused(run: Run, tmp_path: Path) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
+    done = run("verify", path, "--model", GPT.replace("hidden=32", "hidden=64"))
+    assert done.code == 1
+    assert "the plan is for this model" in done.error
+    assert f"but found a plan for {GPT}" in done.error
+
+
+def test_verify_of_a_large_plan_says_how_many_ranks_it_takes(run: Run, tmp_path: Path) -> None:
+    path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=4, dp_replicate=16)))
+    done = run("verify", path)
+    assert done.code == 2
+    assert "at most 32, but found 64" in done.error
+
+
+def test_verify_of_a_model_needs_a_cluster(run: Run) -> None:
+    done = run("verify", GPT)
+    assert done.code == 2
+    assert "--cluster cpu:1x4" in done.error

@@ -33,9 +33,9 @@ def render_verification(report: VerifyReport, plan: Plan, *, tolerances: tuple[f
     ]
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     schedule = "" if plan.schedule == "none" else f", {plan.schedule}"
+    batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
     lines = [
-        f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, "
-        f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}",
+        f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}",
         f"relative errors against one device over {report.steps} AdamW steps (losses {losses})",
         plain_table(head, rows, left=("worst gradient", "worst parameter", ""), width=120),
     ]
