@@ -15,9 +15,9 @@ slowest stage stands for that on the slowest rank. That is a heuristic; the even
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,14 +67,43 @@ class Cut:
     time_s: float
 
 
-@dataclass(slots=True)
-class _Entries:
-    """All choices of recompute of all distinct stages, one after the other; ``first``: where a stage's begin."""
+class CutShape:
+    """Which stages and choices of recompute there are; depends on which blocks are equal, not on their prices.
 
-    time: list[Array] = field(default_factory=list)
-    held: list[Array] = field(default_factory=list)
-    transient: list[Array] = field(default_factory=list)
-    counts: list[NDArray[np.int64]] = field(default_factory=list)
+    Args:
+        keys: of the blocks, in order.
+        choices: for each key how many options a block has.
+        fixed: pinned stage by block index.
+    """
+
+    def __init__(
+        self, keys: Sequence[int], choices: Mapping[int, int], *, fixed: Mapping[int, int] | None = None
+    ) -> None:
+        self.of_block, self.fixed = tuple(keys), dict(fixed or {})
+        self.keys = sorted(set(keys))
+        n = len(keys)
+        counts = np.zeros((n + 1, len(self.keys)), dtype=np.int64)
+        for i, key in enumerate(keys):
+            counts[i + 1] = counts[i]
+            counts[i + 1, self.keys.index(key)] += 1
+        upper = np.triu_indices(n + 1, 1)
+        spans = (counts[None, :, :] - counts[:, None, :])[upper]
+        self.distinct, which = np.unique(spans, axis=0, return_inverse=True)
+        self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
+        self.which[upper] = which.reshape(-1)
+        self.limits = self.distinct * np.array([choices[k] > 1 for k in self.keys])
+        self.is_small = bool(np.all(np.prod(self.limits + 1.0, axis=1) <= MAX_CHOICES))
+
+    @cached_property
+    def all_choices(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """:meth:`enumerate` where every choice is there, whatever it gains."""
+        return self.enumerate([0.0] * len(self.keys))
+
+    def enumerate(self, gains: Sequence[float]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For all distinct stages one after the other: blocks of each key that recompute, and where a stage begins."""
+        rows = [_choices(limits, gains) for limits in self.limits]
+        lengths = np.array([len(r) for r in rows])
+        return np.concatenate(rows), np.concatenate([[0], np.cumsum(lengths)[:-1]])
 
 
 class StageCutter:
@@ -82,64 +111,38 @@ class StageCutter:
 
     Args:
         blocks: in order.
+        shape: of these blocks' keys, where it is known already.
         fixed: pinned stage by block index.
     """
 
-    def __init__(self, blocks: Sequence[CutBlock], *, fixed: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[CutBlock], *, shape: CutShape | None = None, fixed: Mapping[int, int] | None = None
+    ) -> None:
         self.blocks = tuple(blocks)
-        self.fixed = dict(fixed or {})
-        self.keys = sorted({b.key for b in blocks})
-        self.of_key = {b.key: b for b in blocks}
-        n = len(self.blocks)
-        counts = np.zeros((n + 1, len(self.keys)), dtype=np.int64)
-        for i, block in enumerate(self.blocks):
-            counts[i + 1] = counts[i]
-            counts[i + 1, self.keys.index(block.key)] += 1
-        self.counts = counts
-        spans = (counts[None, :, :] - counts[:, None, :])[np.triu_indices(n + 1, 1)]
-        self.distinct, which = np.unique(spans, axis=0, return_inverse=True)
-        self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
-        self.which[np.triu_indices(n + 1, 1)] = which.reshape(-1)
-        self.static = self.distinct @ np.array([self.of_key[k].static_bytes for k in self.keys])
-        self._enumerate()
-
-    def _enumerate(self) -> None:
-        entries = _Entries()
-        first = []
-        total = 0
-        for row in self.distinct:
-            choices = _choices([self.of_key[k] for k in self.keys], row)
-            first.append(total)
-            total += len(choices)
-            self._price(choices, row, entries)
-        self.first = np.array(first, dtype=np.int64)
-        self.time = np.concatenate(entries.time)
-        self.held = np.concatenate(entries.held)
-        self.transient = np.concatenate(entries.transient)
-        self.chosen = entries.counts
-        lengths = np.diff(np.append(self.first, total))
-        self.static_of = np.repeat(self.static, lengths)
-
-    def _price(self, choices: NDArray[np.int64], row: NDArray[np.int64], entries: _Entries) -> None:
-        """``choices``: for each choice and key how many blocks take the second option."""
-        plain = [self.of_key[k].options[0] for k in self.keys]
-        other = [self.of_key[k].options[-1] for k in self.keys]
-        left = row - choices
-        entries.time.append(left @ [o.time_s for o in plain] + choices @ [o.time_s for o in other])
-        entries.held.append(left @ [o.held_bytes for o in plain] + choices @ [o.held_bytes for o in other])
-        peak = np.maximum(
-            (np.where(left > 0, [o.transient_bytes for o in plain], 0.0)).max(axis=1),
-            (np.where(choices > 0, [o.transient_bytes for o in other], 0.0)).max(axis=1),
+        one_of = {b.key: b for b in blocks}
+        counts = {key: len(b.options) for key, b in one_of.items()}
+        self.shape = shape or CutShape([b.key for b in blocks], counts, fixed=fixed)
+        ordered = [one_of[key] for key in self.shape.keys]
+        plain, other = [b.options[0] for b in ordered], [b.options[-1] for b in ordered]
+        if self.shape.is_small:
+            second, self.first = self.shape.all_choices
+        else:
+            second, self.first = self.shape.enumerate([_gain(b) for b in ordered])
+        self.second = second
+        lengths = np.diff(np.append(self.first, len(second)))
+        first = np.repeat(self.shape.distinct, lengths, axis=0) - second
+        self.time = first @ [o.time_s for o in plain] + second @ [o.time_s for o in other]
+        self.held = first @ [o.held_bytes for o in plain] + second @ [o.held_bytes for o in other]
+        self.transient = np.maximum(
+            np.where(first > 0, [o.transient_bytes for o in plain], 0.0).max(axis=1),
+            np.where(second > 0, [o.transient_bytes for o in other], 0.0).max(axis=1),
         )
-        entries.transient.append(peak)
-        entries.counts.append(choices)
+        self.static = np.repeat(self.shape.distinct @ [b.static_bytes for b in ordered], lengths)
 
-    def stage_times(self, in_flight: int, limit_bytes: float) -> tuple[Array, NDArray[np.int64]]:
-        """For each distinct stage its least time under the limit, and the position of the choice that has it."""
-        memory = self.static_of + in_flight * self.held + self.transient
-        time = np.where(memory <= limit_bytes, self.time, np.inf)
-        best = np.minimum.reduceat(time, self.first)
-        return best, np.zeros(0, dtype=np.int64)
+    def _allowed_times(self, in_flight: int, limit_bytes: float) -> Array:
+        """The time of every stage with every choice of recompute; inf where it does not fit."""
+        memory = self.static + in_flight * self.held + self.transient
+        return np.where(memory <= limit_bytes, self.time, np.inf)
 
     def cut(
         self, stages: int, *, in_flight: Sequence[int], limit_bytes: Sequence[float], num_micro_batches: int
@@ -183,10 +186,10 @@ class StageCutter:
         for s in range(stages):
             key = (in_flight[s], limits[s])
             if key not in known:
-                times, _ = self.stage_times(*key)
-                known[key] = np.where(self.which >= 0, times[self.which], np.inf)
+                times = np.minimum.reduceat(self._allowed_times(*key), self.first)
+                known[key] = np.where(self.shape.which >= 0, times[self.shape.which], np.inf)
             table = known[key]
-            if self.fixed:
+            if self.shape.fixed:
                 table = self._pinned(table, s)
             tables.append(table)
         return tables
@@ -194,8 +197,8 @@ class StageCutter:
     def _pinned(self, table: Array, stage: int) -> Array:
         """Stage ``stage`` holds every block pinned to it and none pinned elsewhere."""
         n = len(self.blocks)
-        own = np.array([self.fixed.get(i, stage) == stage for i in range(n)])
-        mine = [i for i, s in self.fixed.items() if s == stage]
+        own = np.array([self.shape.fixed.get(i, stage) == stage for i in range(n)])
+        mine = [i for i, s in self.shape.fixed.items() if s == stage]
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         wrong = np.concatenate([[0], np.cumsum(~own)])
         allowed = wrong[stop] == wrong[start]
@@ -204,12 +207,10 @@ class StageCutter:
         return np.where(allowed, table, np.inf)
 
     def _modes(self, start: int, stop: int, in_flight: int, limit_bytes: float) -> list[Recompute]:
-        kind = int(self.which[start, stop])
-        first, choices = int(self.first[kind]), self.chosen[kind]
-        span = slice(first, first + len(choices))
-        memory = self.static_of[span] + in_flight * self.held[span] + self.transient[span]
-        best = choices[int(np.argmin(np.where(memory <= limit_bytes, self.time[span], np.inf)))]
-        left = dict(zip(self.keys, (int(c) for c in best), strict=True))
+        kind = int(self.shape.which[start, stop])
+        begin, end = int(self.first[kind]), int(np.append(self.first, len(self.time))[kind + 1])
+        best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes)[begin:end]))
+        left = dict(zip(self.shape.keys, (int(c) for c in self.second[best]), strict=True))
         modes: list[Recompute] = []
         for block in self.blocks[start:stop]:
             second = left[block.key] > 0
@@ -218,20 +219,20 @@ class StageCutter:
         return modes
 
 
-def _choices(blocks: Sequence[CutBlock], row: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many blocks of each key recompute: every count where those are few, else a greedy order."""
-    limits = [int(c) if len(b.options) > 1 else 0 for b, c in zip(blocks, row, strict=True)]
-    if prod(c + 1 for c in limits) <= MAX_CHOICES:
-        return np.array(list(product(*(range(c + 1) for c in limits))), dtype=np.int64)
+def _gain(block: CutBlock) -> float:
+    """Bytes that recompute frees for each second it takes."""
+    plain, other = block.options[0], block.options[-1]
+    return (plain.held_bytes - other.held_bytes) / max(other.time_s - plain.time_s, 1e-12)
 
-    def gain(i: int) -> float:
-        plain, other = blocks[i].options[0], blocks[i].options[-1]
-        return (plain.held_bytes - other.held_bytes) / max(other.time_s - plain.time_s, 1e-12)
 
-    taken = np.zeros(len(blocks), dtype=np.int64)
+def _choices(limits: NDArray[np.int64], gains: Sequence[float]) -> NDArray[np.int64]:
+    """How many blocks of each key recompute: every count where those are few, else one after the other by gain."""
+    if np.prod(limits + 1.0) <= MAX_CHOICES:
+        return np.array(list(product(*(range(int(c) + 1) for c in limits))), dtype=np.int64)
+    taken = np.zeros(len(limits), dtype=np.int64)
     made = [taken.copy()]
-    for i in sorted(range(len(blocks)), key=gain, reverse=True):
-        for _ in range(limits[i]):
+    for i in sorted(range(len(limits)), key=lambda i: -gains[i]):
+        for _ in range(int(limits[i])):
             taken[i] += 1
             made.append(taken.copy())
     return np.array(made)

@@ -1,0 +1,250 @@
+"""One candidate evaluated: its layouts, the stage cut with recompute, the predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.work import work
+from autopar.errors import InfeasibleError
+from autopar.graph.ir import Graph
+from autopar.plan import Prediction, Recompute
+from autopar.schedule import live_peaks
+from autopar.search.candidates import Candidate
+from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
+from autopar.search.layouts import Layouts, Option
+from autopar.search.pins import Pins
+from autopar.search.space import Space
+
+MAX_CUTS = 4
+"""Times a cut is made again because the memory model finds more than the cut counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """A candidate that fits.
+
+    ``stops``: where each stage ends; ``modes``: recompute of each block.
+    """
+
+    candidate: Candidate
+    option: Option
+    stops: tuple[int, ...]
+    modes: tuple[Recompute, ...]
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """A candidate without a plan, and why; ``needs_bytes``: of the leanest that was tried, 0 where not known."""
+
+    candidate: Candidate
+    reason: str
+    needs_bytes: int = 0
+
+
+class Evaluator:
+    """Evaluates candidates for one model, cluster and batch; remembers what they share."""
+
+    def __init__(
+        self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space
+    ) -> None:
+        self.graph, self.model, self.space = graph, model, space
+        self.global_batch_size = global_batch_size
+        self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+        self.recompute, self.stages = pins.recompute(graph), pins.stages(graph)
+        self.flops_per_sample = sum(
+            (done.flops + done.backward_flops) * count / graph.batch_size for done, count in self._works()
+        )
+        self.tokens_per_sample = tokens_per_sample(graph)
+        self._shapes: dict[tuple[int, ...], CutShape] = {}
+        self._done: dict[Candidate, Evaluation | Misfit] = {}
+        devices = model.cluster.devices
+        self.limit_bytes = min(d.memory_bytes for d in devices)
+
+    def _works(self):  # type: ignore[no-untyped-def]
+        compact = self.layouts.compact
+        for i, block in enumerate(compact.graph.blocks):
+            for op in compact.graph.block_ops(block):
+                operands = [compact.graph.spec(ref) for ref in op.operands]
+                yield work(op, operands, self.model.device.kind), len(compact.members[i])
+
+    # --- bounds
+
+    def lower_bound_s(self, candidate: Candidate) -> float:
+        """No plan with these degrees is faster: the fastest layout's blocks, spread evenly over the pipeline ranks.
+
+        Before a rank's first forward and after its last backward a micro-batch passes the stages before it, so for
+        some rank r the step takes at least (time of the stages before r) + m * (its own). The split of the model that
+        makes the largest of these smallest is geometric and gives total / (1 - (1 - 1/m)^p). With virtual stages the
+        stages before are shorter; then only m * total / p holds.
+        """
+        m, pp = candidate.num_micro_batches, candidate.mesh.pp
+        total = self.layouts.least_time_s(candidate.micro_batch_size, candidate.mesh.tp)
+        if candidate.virtual_stages > 1:
+            return m * total / pp
+        return float(total / (1 - (1 - 1 / m) ** pp))
+
+    # --- evaluation
+
+    def evaluate(self, candidate: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
+        """The best plan of a candidate.
+
+        Args:
+            at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
+        """
+        if candidate in self._done:
+            return self._done[candidate]
+        best: Evaluation | None = None
+        needs: list[int] = []
+        cut_short = False
+        try:
+            front = self._front(candidate)
+        except InfeasibleError as error:
+            return self._remember(Misfit(candidate=candidate, reason=str(error)))
+        for option in front:
+            found, need = self._plan(candidate, option, min(at_most_s, best.prediction.step_time_s if best else at_most_s))
+            if found is not None and (best is None or found.prediction.step_time_s < best.prediction.step_time_s):
+                best = found
+            cut_short |= found is None and need == 0
+            needs += [need] if need else []
+        if best is not None:
+            return self._remember(best)
+        if cut_short:
+            return Misfit(candidate=candidate, reason="slower than the best plan by a bound")
+        least = min(needs)
+        reason = f"memory: needs {least / 2**30:.1f} GiB of {self.limit_bytes / 2**30:.1f} GiB"
+        return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least))
+
+    def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
+        self._done[found.candidate] = found
+        return found
+
+    def _front(self, candidate: Candidate) -> tuple[Option, ...]:
+        in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
+        return self.layouts.front(
+            candidate.micro_batch_size, candidate.mesh.tp, candidate.num_micro_batches, in_flight
+        )
+
+    def step(self, candidate: Candidate, option: Option) -> Step:
+        """How the cost model sees a candidate."""
+        return Step(
+            mesh=candidate.mesh,
+            schedule=candidate.schedule,
+            num_micro_batches=candidate.num_micro_batches,
+            zero_stage=candidate.zero_stage,
+            global_batch_size=self.global_batch_size,
+            flops_per_sample=self.flops_per_sample,
+            tokens_per_sample=self.tokens_per_sample,
+            prelude_s=option.prelude_s,
+        )
+
+    def _plan(self, candidate: Candidate, option: Option, at_most_s: float) -> tuple[Evaluation | None, int]:
+        """The best plan of one layout, or the bytes that the leanest one needs; (None, 0) where it is too slow."""
+        step = self.step(candidate, option)
+        cutter = self._cutter(option, step)
+        limits, in_flight = self._limits(candidate)
+        stages = candidate.mesh.pp * candidate.virtual_stages
+        needs = 0
+        for _ in range(MAX_CUTS):
+            cut = cutter.cut(
+                stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=candidate.num_micro_batches
+            )
+            if cut is None:
+                return None, needs or self._leanest(candidate, option, step, cutter)
+            if self._busy_s(cut, cutter, candidate) >= at_most_s:
+                return None, 0
+            memory = self.model.memory(self._stages(cut.stops, cut.modes, option), step)
+            needs = max(m.total for m in memory)
+            if needs <= self.limit_bytes:
+                return self._evaluation(candidate, option, cut, step), needs
+            for rank, found in enumerate(memory):
+                over = found.total - self.limit_bytes
+                for s in range(rank, stages, candidate.mesh.pp):
+                    if over > 0:
+                        limits[s] -= 1.01 * over / candidate.virtual_stages
+        return None, needs
+
+    def _busy_s(self, cut: Cut, cutter: StageCutter, candidate: Candidate) -> float:
+        """A bound from below: the busiest rank's micro-batches."""
+        times = {b.key: b for b in cutter.blocks}
+        ranks = [0.0] * candidate.mesh.pp
+        for s, (start, stop) in enumerate(zip((0, *cut.stops), cut.stops, strict=False)):
+            for block, mode in zip(cutter.blocks[start:stop], cut.modes[start:stop], strict=True):
+                own = next(o for o in times[block.key].options if o.mode == mode)
+                ranks[s % candidate.mesh.pp] += own.time_s
+        return candidate.num_micro_batches * max(ranks)
+
+    def _evaluation(self, candidate: Candidate, option: Option, cut: Cut, step: Step) -> Evaluation:
+        prediction = self.model.predict(self._stages(cut.stops, cut.modes, option), step)
+        return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
+
+    def _leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
+        """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
+        n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
+        stops = tuple(round((s + 1) * n / stages) for s in range(stages))
+        modes = tuple(block.options[-1].mode for block in cutter.blocks)
+        return max(m.total for m in self.model.memory(self._stages(stops, modes, option), step))
+
+    def _stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option) -> list[StageCost]:
+        class_of = self.layouts.compact.class_of
+        costs = [option.costs[k] for k in class_of]
+        return [
+            StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(m == "full" for m in modes[start:stop]))
+            for start, stop in zip((0, *stops), stops, strict=False)
+        ]
+
+    def _limits(self, candidate: Candidate) -> tuple[list[float], list[int]]:
+        """Bytes that each stage may fill, and the micro-batches that it holds."""
+        device = self.model.device
+        limit = (self.limit_bytes - device.reserved_bytes) / (1 + device.fragmentation)
+        pp, v = candidate.mesh.pp, candidate.virtual_stages
+        held = [0] * (pp * v)
+        for rank in range(pp):
+            for counts in live_peaks(candidate.schedule, pp, v, candidate.num_micro_batches, rank):
+                for turn, count in enumerate(counts):
+                    held[turn * pp + rank] = max(held[turn * pp + rank], count)
+        return [limit / v] * (pp * v), held
+
+    def _cutter(self, option: Option, step: Step) -> StageCutter:
+        """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
+        class_of = self.layouts.compact.class_of
+        made: dict[tuple[int, str], CutBlock] = {}
+        blocks = []
+        for index, k in enumerate(class_of):
+            pinned = self.recompute.get(index, "")
+            key = (option.keys[k], pinned)
+            if key not in made:
+                modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space.recompute
+                made[key] = self._cut_block(len(made), option, k, modes, step)
+            blocks.append(made[key])
+        sequence = tuple(b.key for b in blocks)
+        if sequence not in self._shapes:
+            counts = {b.key: len(b.options) for b in blocks}
+            self._shapes[sequence] = CutShape(sequence, counts, fixed=self.stages)
+        return StageCutter(blocks, shape=self._shapes[sequence])
+
+    def _cut_block(self, key: int, option: Option, k: int, modes: tuple[Recompute, ...], step: Step) -> CutBlock:
+        cost = option.costs[k]
+        options = []
+        for mode in modes:
+            again = mode == "full"
+            time = self.model.block_time_s(cost, step, recompute=again)
+            options.append(
+                BlockOption(
+                    mode=mode,
+                    time_s=time.forward_s + time.backward_s,
+                    held_bytes=cost.kept_bytes(again),
+                    transient_bytes=cost.passing_bytes(again),
+                )
+            )
+        return CutBlock(key=key, options=tuple(options), static_bytes=self.model.block_state(cost, step).total)
+
+
+def tokens_per_sample(graph: Graph) -> int:
+    """Elements of one sample of the first batch input where it is a sequence of ids, else 1."""
+    for leaf in graph.inputs:
+        if leaf.batch_dim is not None:
+            return leaf.spec.numel // graph.batch_size if not leaf.spec.dtype.is_floating_point else 1
+    return 1
