@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +55,7 @@ def find_blocks(
             last_use[ref] = max(i, last_use.get(ref, 0))
     position = {op.name: i for i, op in enumerate(ops)}
     ids: dict[object, int] = {}
-    tokens = [ids.setdefault(_token(op, specs, parameters, position), len(ids)) for op in ops]
+    tokens = [ids.setdefault(_token(op, specs, parameters), len(ids)) for op in ops]
     context = _Context(ops, specs, parameters, position, last_use, np.asarray(tokens, dtype=np.int64))
     spans = _partition(context, 0, len(ops))
     labels = _labels(ops, spans)
@@ -114,13 +115,11 @@ def _spec_text(spec: TensorSpec) -> str:
     return f"{spec.shape} {spec.dtype} {spec.requires_grad}"
 
 
-def _token(
-    op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str], position: Mapping[str, int]
-) -> tuple[object, ...]:
+def _token(op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str]) -> tuple[object, ...]:
     """What an operator is, its place and wiring aside."""
 
     def kind(ref: Ref) -> Argument:
-        place = "parameter" if ref.name in parameters else "live" if ref.name in position else "free"
+        place = "parameter" if ref.name in parameters else "value"
         return f"{place} {_spec_text(specs[ref])}"
 
     args = tuple(map_refs(arg, kind) for arg in _essential(op))
@@ -247,10 +246,10 @@ def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
     first = {owner: owners.index(owner) for owner in named}
     last = {owner: len(owners) - 1 - owners[::-1].index(owner) for owner in named}
     ordered = sorted(named, key=lambda owner: first[owner])
-    if any(last[a] >= first[b] for a, b in zip(ordered, ordered[1:], strict=False)):
+    if any(last[a] >= first[b] for a, b in pairwise(ordered)):
         return [(low, high)]
     edges = sorted({low, high, *(low + first[o] for o in named), *(low + last[o] + 1 for o in named)})
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(pairwise(edges))
     return [span for span in spans if span[0] < span[1]]
 
 

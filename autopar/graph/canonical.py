@@ -221,6 +221,19 @@ def _unbind(builder: Builder, call: Call) -> Value:
     return tuple(select_of(builder, call, source, dim, i) for i in range(len(call.outputs)))
 
 
+def _cat(builder: Builder, call: Call) -> Value:
+    """Without the parts that are empty."""
+    given = call.bound()
+    parts = given["tensors"]
+    assert isinstance(parts, tuple)
+    full = tuple(part for part in parts if isinstance(part, Ref) and builder.specs[part].numel)
+    if len(full) == 1 and builder.specs[full[0]].dtype == call.spec.dtype:
+        return full[0]
+    dim = given["dim"]
+    assert isinstance(dim, int)
+    return builder.emit(call, "aten.cat.default", (full or parts, dim % len(call.spec.shape)))
+
+
 def _t(builder: Builder, call: Call) -> Value:
     if len(call.spec.shape) < 2:
         return call.args[0]
@@ -358,6 +371,7 @@ HANDLERS: dict[str, Handler] = {
     "aten.chunk.default": _split,
     "aten.tensor_split.sections": _split,
     "aten.unbind.int": _unbind,
+    "aten.cat.default": _cat,
     "aten.t.default": _t,
     "aten._to_copy.default": _to_copy,
     "aten.to.dtype": _to_copy,

@@ -1,0 +1,107 @@
+"""Counts of FLOPs against torch's counter, and what backward keeps against what autograd saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.cost.work import work
+from autopar.graph import Graph, trace
+from autopar.graph.evaluate import evaluate
+from autopar.graph.ir import Ref
+from autopar.graph.stats import backward_flops, op_flops
+from autopar.graph.storage import contiguous, storage_roots
+from autopar.models import resolve_model
+from tests.graph.zoo import loss_of, subject
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "vit", "handwritten"])
+def test_forward_flops_are_those_of_torchs_counter(kind: str) -> None:
+    model, batch = subject(kind)
+    graph = trace(model, (), batch)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss_of(model(**batch))
+    assert sum(op_flops(graph, op) for op in graph.ops) == counter.get_total_flops()
+
+
+def test_backward_flops_are_those_of_torchs_counter_without_attention() -> None:
+    model, batch = subject("handwritten")
+    graph = trace(model, (), batch)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(model(**batch)).backward()
+    total = sum(op_flops(graph, op) + backward_flops(graph, op) for op in graph.ops)
+    assert total == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "vit", "handwritten"])
+def test_what_backward_keeps_is_what_autograd_saves(kind: str) -> None:
+    model, batch = subject(kind)
+    graph = trace(model, (), batch)
+    measured = _saved_by_autograd(graph, model, batch)
+    counted = _saved_by_count(graph)
+    assert counted == pytest.approx(measured, rel=0.01)
+
+
+def _saved_by_autograd(graph: Graph, model: torch.nn.Module, batch: dict[str, Tensor]) -> int:
+    whole = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    ours = {p.untyped_storage().data_ptr() for p in whole.values()}
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        evaluate(graph, batch, whole, dict(model.named_buffers()))
+    return sum(size for pointer, size in sizes.items() if pointer not in ours)
+
+
+def _saved_by_count(graph: Graph) -> int:
+    everything = (*graph.prelude, *graph.ops)
+    roots = storage_roots(everything, {ref: graph.spec(ref) for op in everything for ref in op.operands})
+    kept: set[Ref] = set()
+    inner = 0
+    for op in graph.ops:
+        done = work(op, [graph.spec(ref) for ref in op.operands])
+        refs = [op.operands[i] for i in done.saved] + ([Ref(op.name)] if done.saves_output else [])
+        kept |= {roots.get(ref, ref) for ref in refs}
+        inner += done.saved_bytes
+    return inner + sum(graph.spec(ref).num_bytes for ref in kept if not graph.is_parameter(ref))
+
+
+def test_views_share_storage_and_flattened_expansions_do_not() -> None:
+    model, batch = subject("llama")
+    graph = trace(model, (), batch)
+    everything = (*graph.prelude, *graph.ops)
+    roots = storage_roots(everything, {ref: graph.spec(ref) for op in everything for ref in op.operands})
+    for op in graph.ops:
+        if op.target == "aten.transpose.int":
+            assert roots[Ref(op.name)] == roots.get(op.operands[0], op.operands[0])
+        if op.target == "aten.view.default":
+            source = graph.producer(op.operands[0])
+            copied = source is not None and source.target == "aten.expand.default"
+            assert (roots[Ref(op.name)] == Ref(op.name)) == copied
+        if op.target == "aten.linear.default":
+            assert roots[Ref(op.name)] == Ref(op.name)
+
+
+def test_strides_of_a_dense_tensor() -> None:
+    for shape in [(), (3,), (2, 3, 4), (2, 0, 4)]:
+        assert contiguous(shape) == torch.empty(shape).stride()
+
+
+def test_a_big_llama_is_traced_in_seconds_and_cut_into_its_layers() -> None:
+    spec = "llama:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256"
+    graph = resolve_model(spec, sequence_length=4096, dtype=torch.bfloat16).trace()
+    assert len(graph.blocks) == 82
+    assert graph.num_parameters == 70_553_706_496
+    assert len({b.hash for b in graph.blocks}) == 3
+    per_token = sum(op_flops(graph, op) for op in graph.ops) / (2 * 4096)
+    matrices = 2 * (graph.num_parameters - 128256 * 8192 - (2 * 80 + 1) * 8192)
+    attention = 80 * 2 * 2 * 4096 * 8192
+    assert per_token == matrices + attention
