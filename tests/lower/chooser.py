@@ -35,9 +35,15 @@ def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
             )
         ]
         assert fitting, f"{op}: {[types[r] for r in op.operands]} in {[s.inputs for s in offered]}"
-        chosen[op.name] = max(fitting, key=lambda s: (any(t.is_split or t == P for t in s.outputs), s.outputs[0] != P))
+        chosen[op.name] = max(fitting, key=_batch_preference)
         types |= {Ref(op.name, i): t for i, t in enumerate(chosen[op.name].outputs)}
     return Typing(axis="batch", size=size, strategies=chosen, parameters={})
+
+
+def _batch_preference(strategy: Strategy) -> tuple[bool, ...]:
+    """Split what arrives split, add up nothing before it must be, and split nothing that is not."""
+    splits = any(t.is_split for t in strategy.inputs)
+    return splits, P in strategy.inputs, splits or not strategy.outputs[0].is_split, strategy.outputs[0] != P
 
 
 def axis_typing(graph: Graph, axis: str, size: int, seed: int, *, splits: float = 2.0) -> Typing:
