@@ -37,6 +37,7 @@ class MatmulRate:
         datasheet_flops_per_s: the published dense peak; what MFU divides by. Equal to the ceiling where none is published.
         curve: points by rising ``smallest_dim``; interpolated in log space, constant outside.
         calibrated: whether the curve was measured.
+        attention_fraction: of the ceiling that fused attention reaches, masked scores not counted; 1 where not known.
     """
 
     dtype: str
@@ -45,6 +46,7 @@ class MatmulRate:
     curve: tuple[CurvePoint, ...]
     calibrated: bool
     provenance: str
+    attention_fraction: float = 1.0
 
     def efficiency(self, smallest_dim: int) -> float:
         """The fraction of the ceiling that a matmul with this smallest dim reaches.
@@ -149,6 +151,7 @@ class Device:
                     "ceiling_flops_per_s": rate.ceiling_flops_per_s,
                     "datasheet_flops_per_s": rate.datasheet_flops_per_s,
                     "calibrated": rate.calibrated,
+                    "attention_fraction": rate.attention_fraction,
                     "curve": [
                         {"smallest_dim": point.smallest_dim, "efficiency": point.efficiency} for point in rate.curve
                     ],
@@ -216,6 +219,7 @@ def _rate(dtype: str, table: Table) -> MatmulRate:
         datasheet_flops_per_s=table.number("datasheet_flops_per_s", ceiling),
         curve=tuple(curve),
         calibrated=table.flag("calibrated"),
+        attention_fraction=table.number("attention_fraction", 1.0),
         provenance=table.text("provenance"),
     )
     table.finish()

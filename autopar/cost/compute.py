@@ -36,7 +36,10 @@ def time_of_work(done: Work, op: Op, device: Device) -> OpTime:
     forward = done.num_bytes / device.memory_bandwidth_bytes_per_s
     backward = done.backward_bytes / device.memory_bandwidth_bytes_per_s
     if done.flops:
-        rate = device.rate(str(op.spec.dtype).removeprefix("torch.")).flops_per_s(done.smallest_dim)
+        matmul = device.rate(str(op.spec.dtype).removeprefix("torch."))
+        rate = matmul.flops_per_s(done.smallest_dim)
+        if done.is_attention:
+            rate = matmul.ceiling_flops_per_s * matmul.attention_fraction
         forward = max(forward, done.flops / rate)
         backward = max(backward, done.backward_flops / rate)
     return OpTime(forward + done.launches * device.launch_s, backward + done.backward_launches * device.launch_s)

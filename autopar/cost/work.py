@@ -28,6 +28,7 @@ class Work:
     Attributes:
         flops, backward_flops: of matrix products; elementwise work counts as bytes alone.
         smallest_dim: of the products' m, n, k; where efficiency curves are read.
+        is_attention: the products are those of fused attention, which has a rate of its own.
         num_bytes, backward_bytes: read and written.
         launches, backward_launches: kernels; 0 for a view.
         saved: positions of the operands that backward needs.
@@ -39,6 +40,7 @@ class Work:
     flops: float = 0.0
     backward_flops: float = 0.0
     smallest_dim: int = 1
+    is_attention: bool = False
     num_bytes: int = 0
     backward_bytes: int = 0
     launches: int = 1
@@ -250,14 +252,14 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
     statistic = query.numel // query.shape[-1] * _FLOAT
     passes = (_total(operands) + op.spec.num_bytes, 3 * _total(operands) + 2 * op.spec.num_bytes)
     common = Work(
-        flops=flops, smallest_dim=min(rows, columns, query.shape[-1]), num_bytes=passes[0], backward_bytes=passes[1],
+        flops=flops, smallest_dim=min(rows, columns, query.shape[-1]), is_attention=True, num_bytes=passes[0], backward_bytes=passes[1],
         backward_launches=2, saved=tuple(range(len(operands))), saves_output=True, saved_bytes=statistic,
     )  # fmt: skip
     if kind == "cpu" and _argument(op, 4, "dropout_p", 0.0):
         whole = scores * _FLOAT
         kept = 3 * whole + sum(spec.numel for spec in operands[:3]) * _FLOAT
         return replace(
-            common, backward_flops=2 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 6 * whole,
+            common, is_attention=False, backward_flops=2 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 6 * whole,
             launches=8, backward_launches=8, saved=(), saves_output=False, saved_bytes=kept, workspace_bytes=whole,
         )  # fmt: skip
     return replace(common, backward_flops=2.5 * flops)
