@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench
 
 # A GPU machine may have no network: there the python3 that already has torch runs it from the checkout.
 gpu:

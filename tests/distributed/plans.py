@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec
+from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import (
     FP32,
@@ -30,13 +31,16 @@ from autopar.search.problem import Cost, Weights
 
 
 class SimplePrices:
-    """Seconds: an element made costs 1, one moved 0.1, a launch of a collective 10."""
+    """Seconds: an element read or made costs 1, a byte moved ``byte_price``, a launch of a collective 10."""
+
+    def __init__(self, byte_price: float) -> None:
+        self.byte_price = byte_price
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         return Cost(time_s=float(sum(prod(spec.shape) for spec in (*operands, *op.outputs))))
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:
-        return 10.0 + 0.1 * num_bytes
+        return 10.0 + self.byte_price * num_bytes
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
         return op.operands
@@ -60,6 +64,8 @@ def make_plan(
     recompute: Recompute = "none",
     precision: Precision = FP32,
     memory_price: float = 10.0,
+    byte_price: float = 0.1,
+    rests: Mapping[str, Sequence[Type]] | None = None,
 ) -> Plan:
     """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split."""
     small = compact(graph)
@@ -75,7 +81,7 @@ def make_plan(
     typings = [[_typing(small.graph, batch, i)] for i in range(len(small.graph.blocks))]
     if mesh.tp > 1:
         local_compact = type(small)(graph=local, members=small.members, alike=small.alike)
-        solver = AxisSolver(local_compact, axis="tp", size=mesh.tp, pricing=SimplePrices())
+        solver = AxisSolver(local_compact, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price), rests=rests)
         solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
         for i, found in enumerate(solution.blocks):
             typings[i].append(found)
