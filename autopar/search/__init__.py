@@ -1,20 +1,23 @@
-"""The search: exact inside (layouts of a block, stage cut), Optuna or branch and bound outside.
+"""The search: exact inside (layouts of a block, stage cut), branch and bound or Optuna outside.
 
-``autopar.search`` is also the public function: importing this package would hide a function of the same name, so the
-package itself can be called and passes everything on to :func:`autopar.api.search`.
+``autopar.search`` is this package and a function at once: calling it is :func:`autopar.api.search`.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import Any
 
 
-class _CallablePackage(ModuleType):
+class _Callable(ModuleType):
+    """A package that can be called; a function of its name in ``autopar`` would hide it, and it the function."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return importlib.import_module("autopar.api").search(*args, **kwargs)  # api joins both wings: not imported here
+        """See :func:`autopar.api.search`."""
+        from autopar.api import search
+
+        return search(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _CallablePackage
+sys.modules[__name__].__class__ = _Callable

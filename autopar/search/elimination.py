@@ -81,23 +81,68 @@ def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum
 
 def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginal:
     """The minimum over all variables but ``keep``, for every combination of those."""
-    table = np.full([energy.sizes[k] for k in keep], np.inf)
-    energy, states = _prune(energy)
-    if any(len(s) == 0 for s in states):
-        return Marginal(table=table, decode=lambda _: ())
-    order, largest = elimination_order(energy, keep)
-    if largest <= max_entries:
-        small, decode_small = _eliminate(energy, order, keep)
-    else:
-        small, decode_small = _by_milp(energy, keep)
-    table[np.ix_(*(states[k] for k in keep))] = small
-    back = [{int(full): i for i, full in enumerate(states[k])} for k in keep]
+    return prepare(energy, keep, max_entries=max_entries).solve([f.table for f in energy.factors])
 
-    def decode(index: tuple[int, ...]) -> tuple[int, ...]:
-        found = decode_small(tuple(lookup[i] for lookup, i in zip(back, index, strict=True)))
-        return tuple(int(s[i]) for s, i in zip(states, found, strict=True))
 
-    return Marginal(table=table, decode=decode)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """What solving an energy needs to know apart from its finite costs: worked out once for a whole sweep of prices.
+
+    Attributes:
+        sizes, scopes: of the energy.
+        states: for each variable the states that some assignment may take.
+        order: of elimination; None where the tables would grow too large.
+        keep: variables that stay.
+    """
+
+    sizes: tuple[int, ...]
+    scopes: tuple[tuple[int, ...], ...]
+    states: tuple[NDArray[np.intp], ...]
+    order: tuple[int, ...] | None
+    keep: tuple[int, ...]
+
+    def solve(self, tables: Sequence[Table]) -> Marginal:
+        """The marginal of the energy with these tables, which forbid what those it was prepared for forbid."""
+        full = np.full([self.sizes[k] for k in self.keep], np.inf)
+        if any(len(s) == 0 for s in self.states):
+            return Marginal(table=full, decode=lambda _: ())
+        factors = tuple(
+            Factor(scope=scope, table=self.restrict(scope, table))
+            for scope, table in zip(self.scopes, tables, strict=True)
+        )
+        energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
+        if self.order is not None:
+            small, decode_small = _eliminate(energy, self.order, self.keep)
+        else:
+            small, decode_small = _by_milp(energy, self.keep)
+        full[np.ix_(*(self.states[k] for k in self.keep))] = small
+        back = [{int(state): i for i, state in enumerate(self.states[k])} for k in self.keep]
+
+        def decode(index: tuple[int, ...]) -> tuple[int, ...]:
+            found = decode_small(tuple(lookup[i] for lookup, i in zip(back, index, strict=True)))
+            return tuple(int(s[i]) for s, i in zip(self.states, found, strict=True))
+
+        return Marginal(table=full, decode=decode)
+
+    def restrict(self, scope: tuple[int, ...], table: Table) -> Table:
+        """A table over the states that are left; one that is restricted already stays as it is."""
+        for axis, v in enumerate(scope):
+            if len(self.states[v]) != table.shape[axis]:
+                table = table.take(self.states[v], axis=axis)
+        return table
+
+
+def prepare(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Prepared:
+    """Drops states that cannot be, and finds an order."""
+    small, states = _prune(energy)
+    order, largest = elimination_order(small, keep)
+    return Prepared(
+        sizes=energy.sizes,
+        scopes=tuple(f.scope for f in energy.factors),
+        states=tuple(states),
+        order=order if largest <= max_entries else None,
+        keep=keep,
+    )
 
 
 def elimination_order(energy: Energy, keep: Iterable[int] = ()) -> tuple[tuple[int, ...], int]:

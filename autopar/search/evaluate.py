@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.model import CostModel, StageCost, Step
@@ -12,6 +12,7 @@ from autopar.graph.ir import Graph
 from autopar.plan import Prediction, Recompute
 from autopar.schedule import live_peaks
 from autopar.search.candidates import Candidate
+from autopar.search.classes import Compact
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts, Option
 from autopar.search.pins import Pins
@@ -44,47 +45,38 @@ class Misfit:
     needs_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """Why a layout gave no plan: too slow to matter, or too large; ``is_hopeless``: far too large, in any cut.
+
+    Layouts are tried from the leanest on, so where one is hopeless those after it are not tried.
+    """
+
+    needs_bytes: int = 0
+    is_slow: bool = False
+    is_hopeless: bool = False
+
+
 class Evaluator:
     """Evaluates candidates for one model, cluster and batch; remembers what they share."""
 
-    def __init__(
-        self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space
-    ) -> None:
+    def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
         self.graph, self.model, self.space = graph, model, space
         self.global_batch_size = global_batch_size
         self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self.recompute, self.stages = pins.recompute(graph), pins.stages(graph)
-        self.flops_per_sample = sum(
-            (done.flops + done.backward_flops) * count / graph.batch_size for done, count in self._works()
-        )
+        self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
         self._shapes: dict[tuple[int, ...], CutShape] = {}
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         devices = model.cluster.devices
         self.limit_bytes = min(d.memory_bytes for d in devices)
 
-    def _works(self):  # type: ignore[no-untyped-def]
-        compact = self.layouts.compact
-        for i, block in enumerate(compact.graph.blocks):
-            for op in compact.graph.block_ops(block):
-                operands = [compact.graph.spec(ref) for ref in op.operands]
-                yield work(op, operands, self.model.device.kind), len(compact.members[i])
-
     # --- bounds
 
     def lower_bound_s(self, candidate: Candidate) -> float:
-        """No plan with these degrees is faster: the fastest layout's blocks, spread evenly over the pipeline ranks.
-
-        Before a rank's first forward and after its last backward a micro-batch passes the stages before it, so for
-        some rank r the step takes at least (time of the stages before r) + m * (its own). The split of the model that
-        makes the largest of these smallest is geometric and gives total / (1 - (1 - 1/m)^p). With virtual stages the
-        stages before are shorter; then only m * total / p holds.
-        """
-        m, pp = candidate.num_micro_batches, candidate.mesh.pp
-        total = self.layouts.least_time_s(candidate.micro_batch_size, candidate.mesh.tp)
-        if candidate.virtual_stages > 1:
-            return m * total / pp
-        return float(total / (1 - (1 - 1 / m) ** pp))
+        """No plan with these degrees is faster: the fastest layout's blocks, see :func:`bound_s`."""
+        return bound_s(candidate, self.layouts.least_time_s(candidate.micro_batch_size, candidate.mesh.tp))
 
     # --- evaluation
 
@@ -97,23 +89,26 @@ class Evaluator:
         if candidate in self._done:
             return self._done[candidate]
         best: Evaluation | None = None
-        needs: list[int] = []
-        cut_short = False
+        failures: list[_Failure] = []
         try:
-            front = self._front(candidate)
+            for option in self._front(candidate):
+                found = self._plan(
+                    candidate, option, min(at_most_s, best.prediction.step_time_s if best else at_most_s)
+                )
+                if isinstance(found, _Failure):
+                    failures.append(found)
+                    if found.is_hopeless:
+                        break
+                elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
+                    best = found
         except InfeasibleError as error:
             return self._remember(Misfit(candidate=candidate, reason=str(error)))
-        for option in front:
-            found, need = self._plan(candidate, option, min(at_most_s, best.prediction.step_time_s if best else at_most_s))
-            if found is not None and (best is None or found.prediction.step_time_s < best.prediction.step_time_s):
-                best = found
-            cut_short |= found is None and need == 0
-            needs += [need] if need else []
+        cut_short = any(failure.is_slow for failure in failures)
         if best is not None:
-            return self._remember(best)
+            return best if cut_short and best.prediction.step_time_s >= at_most_s else self._remember(best)
         if cut_short:
             return Misfit(candidate=candidate, reason="slower than the best plan by a bound")
-        least = min(needs)
+        least = min(failure.needs_bytes for failure in failures)
         reason = f"memory: needs {least / 2**30:.1f} GiB of {self.limit_bytes / 2**30:.1f} GiB"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least))
 
@@ -121,11 +116,9 @@ class Evaluator:
         self._done[found.candidate] = found
         return found
 
-    def _front(self, candidate: Candidate) -> tuple[Option, ...]:
+    def _front(self, candidate: Candidate) -> Iterator[Option]:
         in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
-        return self.layouts.front(
-            candidate.micro_batch_size, candidate.mesh.tp, candidate.num_micro_batches, in_flight
-        )
+        return self.layouts.front(candidate.micro_batch_size, candidate.mesh.tp, candidate.num_micro_batches, in_flight)
 
     def step(self, candidate: Candidate, option: Option) -> Step:
         """How the cost model sees a candidate."""
@@ -140,31 +133,45 @@ class Evaluator:
             prelude_s=option.prelude_s,
         )
 
-    def _plan(self, candidate: Candidate, option: Option, at_most_s: float) -> tuple[Evaluation | None, int]:
-        """The best plan of one layout, or the bytes that the leanest one needs; (None, 0) where it is too slow."""
+    def _plan(self, candidate: Candidate, option: Option, at_most_s: float) -> Evaluation | _Failure:
+        """The best plan of one layout, or why there is none."""
         step = self.step(candidate, option)
-        cutter = self._cutter(option, step)
+        blocks = self._cut_blocks(option, step)
         limits, in_flight = self._limits(candidate)
         stages = candidate.mesh.pp * candidate.virtual_stages
+        least_bytes = self._least_bytes(blocks, candidate)
+        if least_bytes > limits[0] * candidate.virtual_stages:
+            total = round(least_bytes * (1 + self.model.device.fragmentation)) + self.model.device.reserved_bytes
+            return _Failure(needs_bytes=total, is_hopeless=True)
+        least = sum(min(o.time_s for o in block.options) for block in blocks)
+        if bound_s(candidate, least) >= at_most_s:
+            return _Failure(is_slow=True)
+        cutter = self._cutter(blocks)
         needs = 0
         for _ in range(MAX_CUTS):
             cut = cutter.cut(
                 stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=candidate.num_micro_batches
             )
             if cut is None:
-                return None, needs or self._leanest(candidate, option, step, cutter)
+                return _Failure(needs_bytes=needs or self._leanest(candidate, option, step, cutter))
             if self._busy_s(cut, cutter, candidate) >= at_most_s:
-                return None, 0
+                return _Failure(is_slow=True)
             memory = self.model.memory(self._stages(cut.stops, cut.modes, option), step)
             needs = max(m.total for m in memory)
             if needs <= self.limit_bytes:
-                return self._evaluation(candidate, option, cut, step), needs
+                return self._evaluation(candidate, option, cut, step)
             for rank, found in enumerate(memory):
                 over = found.total - self.limit_bytes
                 for s in range(rank, stages, candidate.mesh.pp):
                     if over > 0:
                         limits[s] -= 1.01 * over / candidate.virtual_stages
-        return None, needs
+        return _Failure(needs_bytes=needs)
+
+    def _least_bytes(self, blocks: Sequence[CutBlock], candidate: Candidate) -> float:
+        """Tensors of the fullest rank at least: the average rank, or a single block."""
+        own = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
+        alone = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
+        return max(sum(own) / candidate.mesh.pp, *alone)
 
     def _busy_s(self, cut: Cut, cutter: StageCutter, candidate: Candidate) -> float:
         """A bound from below: the busiest rank's micro-batches."""
@@ -200,25 +207,33 @@ class Evaluator:
         device = self.model.device
         limit = (self.limit_bytes - device.reserved_bytes) / (1 + device.fragmentation)
         pp, v = candidate.mesh.pp, candidate.virtual_stages
+        if v == 1:
+            m = candidate.num_micro_batches
+            return [limit] * pp, [m if candidate.schedule == "GPipe" else min(m, pp - s) for s in range(pp)]
+        m = candidate.num_micro_batches
+        if m % pp == 0:  # rounds of pp micro-batches repeat: a few show the peak
+            m = min(m, 4 * pp)
         held = [0] * (pp * v)
         for rank in range(pp):
-            for counts in live_peaks(candidate.schedule, pp, v, candidate.num_micro_batches, rank):
+            for counts in live_peaks(candidate.schedule, pp, v, m, rank):
                 for turn, count in enumerate(counts):
                     held[turn * pp + rank] = max(held[turn * pp + rank], count)
         return [limit / v] * (pp * v), held
 
-    def _cutter(self, option: Option, step: Step) -> StageCutter:
+    def _cut_blocks(self, option: Option, step: Step) -> list[CutBlock]:
         """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
-        class_of = self.layouts.compact.class_of
         made: dict[tuple[int, str], CutBlock] = {}
         blocks = []
-        for index, k in enumerate(class_of):
+        for index, k in enumerate(self.layouts.compact.class_of):
             pinned = self.recompute.get(index, "")
             key = (option.keys[k], pinned)
             if key not in made:
                 modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space.recompute
                 made[key] = self._cut_block(len(made), option, k, modes, step)
             blocks.append(made[key])
+        return blocks
+
+    def _cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
         sequence = tuple(b.key for b in blocks)
         if sequence not in self._shapes:
             counts = {b.key: len(b.options) for b in blocks}
@@ -240,6 +255,28 @@ class Evaluator:
                 )
             )
         return CutBlock(key=key, options=tuple(options), static_bytes=self.model.block_state(cost, step).total)
+
+
+def bound_s(candidate: Candidate, total_s: float) -> float:
+    """The shortest step of a model whose blocks take ``total_s`` a micro-batch, however it is cut into stages.
+
+    Before a rank's first forward and after its last backward a micro-batch passes the stages before it, so for some
+    rank r the step takes at least (time of the stages before r) + m * (its own). The split of the model that makes the
+    largest of these smallest is geometric and gives total / (1 - (1 - 1/m)^p). With virtual stages those before are
+    shorter; then only m * total / p holds.
+    """
+    m, pp = candidate.num_micro_batches, candidate.mesh.pp
+    return m * total_s / pp if candidate.virtual_stages > 1 else total_s / (1 - (1 - 1 / m) ** pp)
+
+
+def flops_per_sample(compact: Compact, model: CostModel) -> float:
+    """Products of matrices, forward and backward."""
+    total, graph = 0.0, compact.graph
+    for block, members in zip(graph.blocks, compact.members, strict=True):
+        for op in graph.block_ops(block):
+            done = work(op, [graph.spec(ref) for ref in op.operands], model.device.kind)
+            total += (done.flops + done.backward_flops) * len(members)
+    return total / graph.batch_size
 
 
 def tokens_per_sample(graph: Graph) -> int:

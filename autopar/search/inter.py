@@ -67,6 +67,24 @@ class Cut:
     time_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choices:
+    """Choices of recompute of all distinct stages, one stage after the other.
+
+    Attributes:
+        plain, second: for each choice how many blocks of each key take their first and their second option.
+        lengths, first: how many choices a stage has, and where they begin.
+        has_plain, has_second: for each key 1 where there are such blocks.
+    """
+
+    plain: Array
+    second: Array
+    lengths: NDArray[np.int64]
+    first: NDArray[np.int64]
+    has_plain: tuple[Array, ...]
+    has_second: tuple[Array, ...]
+
+
 class CutShape:
     """Which stages and choices of recompute there are; depends on which blocks are equal, not on their prices.
 
@@ -95,15 +113,24 @@ class CutShape:
         self.is_small = bool(np.all(np.prod(self.limits + 1.0, axis=1) <= MAX_CHOICES))
 
     @cached_property
-    def all_choices(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def all_choices(self) -> Choices:
         """:meth:`enumerate` where every choice is there, whatever it gains."""
         return self.enumerate([0.0] * len(self.keys))
 
-    def enumerate(self, gains: Sequence[float]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For all distinct stages one after the other: blocks of each key that recompute, and where a stage begins."""
+    def enumerate(self, gains: Sequence[float]) -> Choices:
+        """All choices of all distinct stages."""
         rows = [_choices(limits, gains) for limits in self.limits]
         lengths = np.array([len(r) for r in rows])
-        return np.concatenate(rows), np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        second = np.concatenate(rows).astype(np.float64)
+        plain = np.repeat(self.distinct, lengths, axis=0) - second
+        return Choices(
+            plain=plain,
+            second=second,
+            lengths=lengths,
+            first=np.concatenate([[0], np.cumsum(lengths)[:-1]]),
+            has_plain=tuple((plain[:, k] > 0).astype(np.float64) for k in range(len(self.keys))),
+            has_second=tuple((second[:, k] > 0).astype(np.float64) for k in range(len(self.keys))),
+        )
 
 
 class StageCutter:
@@ -124,20 +151,15 @@ class StageCutter:
         self.shape = shape or CutShape([b.key for b in blocks], counts, fixed=fixed)
         ordered = [one_of[key] for key in self.shape.keys]
         plain, other = [b.options[0] for b in ordered], [b.options[-1] for b in ordered]
-        if self.shape.is_small:
-            second, self.first = self.shape.all_choices
-        else:
-            second, self.first = self.shape.enumerate([_gain(b) for b in ordered])
-        self.second = second
-        lengths = np.diff(np.append(self.first, len(second)))
-        first = np.repeat(self.shape.distinct, lengths, axis=0) - second
-        self.time = first @ [o.time_s for o in plain] + second @ [o.time_s for o in other]
-        self.held = first @ [o.held_bytes for o in plain] + second @ [o.held_bytes for o in other]
-        self.transient = np.maximum(
-            np.where(first > 0, [o.transient_bytes for o in plain], 0.0).max(axis=1),
-            np.where(second > 0, [o.transient_bytes for o in other], 0.0).max(axis=1),
-        )
-        self.static = np.repeat(self.shape.distinct @ [b.static_bytes for b in ordered], lengths)
+        choices = self.shape.all_choices if self.shape.is_small else self.shape.enumerate([_gain(b) for b in ordered])
+        self.choices, self.first = choices, choices.first
+        self.time = choices.plain @ [o.time_s for o in plain] + choices.second @ [o.time_s for o in other]
+        self.held = choices.plain @ [o.held_bytes for o in plain] + choices.second @ [o.held_bytes for o in other]
+        self.static = np.repeat(self.shape.distinct @ [b.static_bytes for b in ordered], choices.lengths)
+        self.transient = np.zeros(len(self.time))
+        for k in range(len(ordered)):
+            for has, option in ((choices.has_plain[k], plain[k]), (choices.has_second[k], other[k])):
+                np.maximum(self.transient, has * option.transient_bytes, out=self.transient)
 
     def _allowed_times(self, in_flight: int, limit_bytes: float) -> Array:
         """The time of every stage with every choice of recompute; inf where it does not fit."""
@@ -210,7 +232,7 @@ class StageCutter:
         kind = int(self.shape.which[start, stop])
         begin, end = int(self.first[kind]), int(np.append(self.first, len(self.time))[kind + 1])
         best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes)[begin:end]))
-        left = dict(zip(self.shape.keys, (int(c) for c in self.second[best]), strict=True))
+        left = dict(zip(self.shape.keys, (int(c) for c in self.choices.second[best]), strict=True))
         modes: list[Recompute] = []
         for block in self.blocks[start:stop]:
             second = left[block.key] > 0

@@ -5,7 +5,8 @@ Everything happens on the compact graph and is kept: many candidates of the oute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -65,10 +66,13 @@ class Layouts:
         ]
         self.compact = compact(graph, keys=keys)
         self.batch = solve_batch(self.compact)
+        self._owners = Counter(
+            p.name for block in self.compact.graph.blocks for p in self.compact.graph.block_parameters(block)
+        )
         self._micro: dict[int, Compact] = {}
         self._solvers: dict[tuple[int, int], AxisSolver] = {}
         self._options: dict[tuple[int, int, object], Option] = {}
-        self._fronts: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
+        self._solutions: dict[tuple[tuple[int, int, int, int], float], AxisSolution] = {}
         self._least: dict[tuple[int, int], float] = {}
 
     @property
@@ -92,8 +96,8 @@ class Layouts:
     def _batch_typing(self, micro_batch_size: int) -> Typing:
         return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
 
-    def front(self, micro_batch_size: int, tp: int, num_micro_batches: int, in_flight: int) -> tuple[Option, ...]:
-        """The layouts that some price of memory makes best, from fast to lean.
+    def front(self, micro_batch_size: int, tp: int, num_micro_batches: int, in_flight: int) -> Iterator[Option]:
+        """The layouts that some price of memory makes best, from lean to fast, each made when it is asked for.
 
         Args:
             num_micro_batches: over which a gradient sum is spread; only its order of magnitude counts.
@@ -102,22 +106,23 @@ class Layouts:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        key = (micro_batch_size, tp, _round(num_micro_batches), _round(in_flight))
-        if key not in self._fronts:
-            if tp == 1:
-                found = [self._option(micro_batch_size, 1, None)]
-            else:
-                solver = self._solver(micro_batch_size, tp)
-                scale = self.least_time_s(micro_batch_size, tp) / self.model.device.memory_bytes
-                solutions: dict[object, AxisSolution] = {}
-                for ratio in self.space.price_ratios:
-                    price = ratio * scale
-                    weights = Weights(per_step_s=1 / key[2], saved_byte=price * key[3], state_byte=price)
-                    solution = solver.solve(weights)
-                    solutions.setdefault(solution.signature, solution)
-                found = [self._option(micro_batch_size, tp, s) for s in solutions.values()]
-            self._fronts[key] = tuple(found)
-        return self._fronts[key]
+        if tp == 1:
+            yield self._option(micro_batch_size, 1, None)
+            return
+        seen = set()
+        for ratio in sorted(self.space.price_ratios, reverse=True):
+            solution = self._solution((micro_batch_size, tp, _round(num_micro_batches), _round(in_flight)), ratio)
+            if solution.signature not in seen:
+                seen.add(solution.signature)
+                yield self._option(micro_batch_size, tp, solution)
+
+    def _solution(self, key: tuple[int, int, int, int], ratio: float) -> AxisSolution:
+        if (key, ratio) not in self._solutions:
+            micro_batch_size, tp, num_micro_batches, in_flight = key
+            price = ratio * self.least_time_s(micro_batch_size, tp) / self.model.device.memory_bytes
+            weights = Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
+            self._solutions[key, ratio] = self._solver(micro_batch_size, tp).solve(weights)
+        return self._solutions[key, ratio]
 
     def least_time_s(self, micro_batch_size: int, tp: int) -> float:
         """Seconds of one micro-batch through the whole model, forward and backward, in the fastest of all layouts.
@@ -188,11 +193,10 @@ class Layouts:
             made: dict[object, BlockCost] = {}
             costs, keys = [], []
             for i, block in enumerate(graph.blocks):
-                cost = self.model.block_cost(graph, block, mesh)
-                alike = (block.hash, _shared(cost), cost.send_bytes, cost.send_gradient_bytes, cost.saved_bytes)
-                alike = (*alike, self.compact.members[i] if self.pinned else ())
-                cost = made.setdefault(alike, cost)
-                costs.append(cost)
+                alike = self._alike(graph, i)
+                if alike not in made:
+                    made[alike] = self.model.block_cost(graph, block, mesh)
+                costs.append(made[alike])
                 keys.append(list(made).index(alike))
             self._options[key] = Option(
                 solution=solution,
@@ -201,6 +205,14 @@ class Layouts:
                 prelude_s=self.model.prelude_time_s(graph),
             )
         return self._options[key]
+
+    def _alike(self, graph: Graph, index: int) -> object:
+        """Equal for blocks of equal cost: equal operators at equal shapes that neither share parameters nor differ
+        in what they send."""
+        block = graph.blocks[index]
+        shared = tuple(p.name for p in graph.block_parameters(block) if self._owners[p.name] > 1)
+        sent = tuple(graph.spec(ref) for ref in graph.block_outputs(block))
+        return block.hash, shared, sent, graph.loss.name in {op.name for op in graph.block_ops(block)}
 
     def block_layouts(self, option: Option) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
         """The distinct layouts of the plan, and for each original block which of them it has."""
@@ -239,7 +251,7 @@ class Layouts:
         return tuple(p.key.removeprefix(prefix) for p in self.compact.graph.block_parameters(block))
 
 
-def unsplittable_heads(graph: Graph) -> tuple[int, ...]:
+def attention_heads(graph: Graph) -> tuple[int, ...]:
     """Head counts of the model's attentions: degrees of ``tp`` must divide them."""
     found = set()
     for op in graph.ops:
@@ -258,11 +270,9 @@ def operators_without_rule(graph: Graph) -> tuple[str, ...]:
     for op in graph.ops:
         if not has_rule(op.target):
             targets[op.target] = targets.get(op.target, 0) + 1
-    return tuple(f"{target} has no rule: its {n} calls are repeated on every rank of tp" for target, n in targets.items())
-
-
-def _shared(cost: BlockCost) -> tuple[str, ...]:
-    return tuple(p.name for p in cost.parameters if p.shared)
+    return tuple(
+        f"{target} has no rule: its {n} calls are repeated on every rank of tp" for target, n in targets.items()
+    )
 
 
 def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:
@@ -275,17 +285,11 @@ def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:
 
 
 def _round(n: int) -> int:
-    """The power of 4 at or below: layouts change with the order of magnitude alone."""
-    power = 1
-    while power * 4 <= n:
-        power *= 4
-    return power
+    """The power of 8 at or below: layouts change with the order of magnitude alone."""
+    return 8 ** ((n.bit_length() - 1) // 3)
 
 
 def _itemsize(dtype: str) -> int:
     from autopar.cost.data_parallel import itemsize
 
     return itemsize(dtype)
-
-
-

@@ -26,7 +26,7 @@ import numpy as np
 from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
 from autopar.rules.types import Strategy
-from autopar.search.elimination import Energy, Factor, Marginal, Table, marginalise
+from autopar.search.elimination import Energy, Factor, Marginal, Prepared, Table, prepare
 
 MAX_EXTRAS = 2
 """Further types that one value may be changed to inside a block."""
@@ -85,13 +85,17 @@ class _Parted:
     parts: tuple[Table, ...]
     """Seconds, seconds a step, saved bytes, state bytes; later ones may be missing."""
 
-    def weighed(self, weights: Weights) -> Factor:
+    def weighed(self, weights: Weights) -> Table:
         scale = (1.0, weights.per_step_s, weights.saved_byte, weights.state_byte)
         table = self.parts[0]
         for part, weight in zip(self.parts[1:], scale[1:], strict=False):
             if weight:
                 table = table + weight * part
-        return Factor(scope=self.scope, table=table)
+        return table
+
+    def within(self, prepared: Prepared) -> _Parted:
+        """Over the states alone that are left."""
+        return _Parted(self.scope, tuple(prepared.restrict(self.scope, part) for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,8 @@ class Problem:
         self.rests: dict[str, int] = {}
         self._readers: dict[Ref, list[tuple[Op, tuple[int, ...]]]] = {}
         self._saved: set[Ref] = set()
+        self._prepared: Prepared | None = None
+        self._left: list[_Parted] = []
         self._specs = graph._index.specs
 
     # --- building
@@ -189,10 +195,15 @@ class Problem:
 
     def solve(self, keep: tuple[int, ...], weights: Weights) -> Marginal:
         """The least energy for every combination of the variables ``keep``."""
-        return marginalise(self.energy(weights), keep)
+        if self._prepared is None or self._prepared.keep != keep:
+            self._prepared = prepare(self.energy(Weights()), keep)
+            self._left = [factor.within(self._prepared) for factor in self.factors]
+        return self._prepared.solve([factor.weighed(weights) for factor in self._left])
 
     def energy(self, weights: Weights) -> Energy:
-        return Energy(sizes=tuple(len(s) for s in self.states), factors=tuple(f.weighed(weights) for f in self.factors))
+        """All tables, weighted."""
+        factors = tuple(Factor(scope=f.scope, table=f.weighed(weights)) for f in self.factors)
+        return Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
 
     def choice(self, assignment: Sequence[int], value: float) -> Choice:
         """An assignment by name."""

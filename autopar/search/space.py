@@ -56,7 +56,9 @@ def load_space(name: str) -> Space:
     elif name in shipped:
         path = shipped[name]
     else:
-        raise UsageError("the space is shipped with autopar or a TOML file", value=repr(name), remedy=closest(name, shipped))
+        raise UsageError(
+            "the space is shipped with autopar or a TOML file", value=repr(name), remedy=closest(name, shipped)
+        )
     table = Table.load(path)
     schedules = _texts(table, "schedules", SCHEDULES)
     space = Space(

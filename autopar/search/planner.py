@@ -1,0 +1,240 @@
+"""From a graph to a plan: the pieces of the search put together, and an account of why it chose as it did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.graph.ir import Graph
+from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, StagePlan
+from autopar.search.candidates import Candidate, Problem, candidates, conflict
+from autopar.search.evaluate import Evaluation, Evaluator, Misfit
+from autopar.search.layouts import attention_heads, operators_without_rule
+from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
+from autopar.search.pins import ChoicePin, NumberPin, Pin, Pins
+from autopar.search.reasons import explain
+from autopar.search.space import Space
+
+MAX_CONFLICT_TRIALS = 24
+"""Candidates tried, leanest first, before a set of pins counts as too large for the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a plan is wanted for."""
+
+    graph: Graph
+    cluster: Cluster
+    global_batch_size: int
+    precision: Precision
+    optimizer: str
+    pins: Pins
+    space: Space
+
+
+class Planner:
+    """Plans for one task.
+
+    Raises:
+        UsageError: pins that name nothing of the model; a global batch below one.
+        RuleError: an operator mixes samples.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.start = task, time.monotonic()
+        if task.global_batch_size < 1:
+            raise UsageError("the global batch has at least one sample", value=task.global_batch_size)
+        task.pins.check(task.graph)
+        if not task.pins.allows("precision", task.precision.name):
+            raise InfeasibleError(
+                "pins and options agree",
+                value=f"precision {task.precision.name} and {', '.join(_texts_on(task.pins, 'precision'))}",
+                remedy="change one of them",
+            )
+        self.model = CostModel(task.cluster, task.precision, task.optimizer)
+        self.problem = Problem(
+            world_size=task.cluster.world_size,
+            devices_per_node=task.cluster.devices_per_node,
+            global_batch_size=task.global_batch_size,
+            num_blocks=len(task.graph.blocks),
+            heads=attention_heads(task.graph),
+            space=task.space,
+        )
+        self.pool = candidates(self.problem, task.pins)
+        if not self.pool:
+            raise self._structural()
+        self.evaluator = self._evaluator(task.pins)
+
+    def _evaluator(self, pins: Pins) -> Evaluator:
+        task = self.task
+        return Evaluator(task.graph, self.model, global_batch_size=task.global_batch_size, pins=pins, space=task.space)
+
+    # --- verbs
+
+    def search(
+        self,
+        *,
+        limits: Limits,
+        seed: int = 0,
+        storage: str | None = None,
+        progress: Progress | None = None,
+    ) -> Plan:
+        """The fastest plan that fits.
+
+        Raises:
+            InfeasibleError: there is none; names the smallest set of constraints that conflict.
+        """
+        search = OuterSearch(
+            self.evaluator,
+            self.pool,
+            exhaustive=self.task.space.exhaustive,
+            trials=self.task.space.trials,
+            limits=limits,
+            seed=seed,
+            storage=storage,
+            name=f"{self.task.graph.name} {self.task.graph.fingerprint} on {self.task.cluster.name}",
+            progress=progress,
+        )
+        outcome = search.run()
+        if outcome.best is None:
+            if not outcome.finished:
+                raise InfeasibleError(
+                    "a plan is found within the trials and the time that were given",
+                    value=f"none of {outcome.evaluated} of {outcome.candidates} candidates fits",
+                    remedy="raise trials or timeout_s",
+                )
+            raise self._too_large(outcome.misfits)
+        return self._plan(outcome.best, outcome)
+
+    def estimate(self) -> Plan:
+        """The plan that the pins describe; what they leave open is as usual (see ``outer.usual``), as far as it fits.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        misfits: list[Misfit] = []
+        for candidate in sorted(self.pool, key=usual):
+            found = self.evaluator.evaluate(candidate)
+            if isinstance(found, Evaluation):
+                bound = self.evaluator.lower_bound_s(candidate)
+                outcome = Outcome(
+                    best=found,
+                    candidates=1,
+                    evaluated=len(misfits) + 1,
+                    lower_bound_s=bound,
+                    misfits=tuple(misfits),
+                    finished=True,
+                )
+                return self._plan(found, outcome)
+            misfits.append(found)
+        raise self._too_large(misfits)
+
+    # --- the plan
+
+    def _plan(self, best: Evaluation, outcome: Outcome) -> Plan:
+        task, candidate = self.task, best.candidate
+        graph = task.graph
+        layouts, of_block = self.evaluator.layouts.block_layouts(best.option)
+        reasons = explain(self.evaluator, self.pool, best)
+        # a layout's bound is by the sum of its parts; what rounding leaves must not make the gap negative
+        lower = min(outcome.lower_bound_s, best.prediction.step_time_s)
+        return Plan(
+            model=ModelInfo(
+                name=graph.name,
+                fingerprint=graph.fingerprint,
+                num_parameters=graph.num_parameters,
+                flops_per_sample=self.evaluator.flops_per_sample,
+                tokens_per_sample=self.evaluator.tokens_per_sample,
+            ),
+            cluster=task.cluster.name,
+            mesh=candidate.mesh,
+            global_batch_size=task.global_batch_size,
+            micro_batch_size=candidate.micro_batch_size,
+            schedule=candidate.schedule,
+            virtual_stages=candidate.virtual_stages,
+            zero_stage=candidate.zero_stage,
+            precision=task.precision,
+            optimizer=task.optimizer,
+            prelude=self.evaluator.layouts.prelude,
+            layouts=layouts,
+            blocks=tuple(
+                BlockPlan(index=block.index, label=block.label, layout=layout, recompute=mode)
+                for block, layout, mode in zip(graph.blocks, of_block, best.modes, strict=True)
+            ),
+            stages=tuple(
+                StagePlan(index=i, start=start, stop=stop, pp_rank=i % candidate.mesh.pp)
+                for i, (start, stop) in enumerate(zip((0, *best.stops), best.stops, strict=False))
+            ),
+            predicted=best.prediction,
+            search=SearchRecord(
+                wall_time_s=time.monotonic() - self.start,
+                candidates=outcome.candidates,
+                evaluated=outcome.evaluated,
+                lower_bound_s=lower,
+                gap=best.prediction.step_time_s / lower - 1.0 if lower else 0.0,
+                reasons=reasons,
+            ),
+            pins=task.pins.texts,
+            notes=(*graph.notes, *(operators_without_rule(graph) if candidate.mesh.tp > 1 else ())),
+        )
+
+    # --- no plan
+
+    def _structural(self) -> InfeasibleError:
+        names = conflict(self.problem, self.task.pins)
+        return InfeasibleError(
+            "the pins leave a choice of degrees",
+            value="this conflict: " + "; ".join(names) if names else "no candidate in the space",
+            remedy="drop one of the pins named" if names else "widen the space",
+        )
+
+    def _too_large(self, misfits: Iterable[Misfit]) -> AutoparError:
+        """Deletion-based: a pin is named if without it (and those already found needless) something fits."""
+        found = [m for m in misfits if m.needs_bytes]
+        if not found:
+            reasons = sorted({m.reason for m in misfits})
+            return InfeasibleError("some candidate has a layout", value="; ".join(reasons[:3]), remedy="drop a pin")
+        left = self.task.pins
+        for pin in self.task.pins.pins:
+            without = left.without(pin.text)
+            if not self._anything_fits(without):
+                left = without
+        gib = 2**30
+        least = min(m.needs_bytes for m in found)
+        memory = f"memory of {self.evaluator.limit_bytes / gib:.2f} GiB a device (the leanest plan needs {least / gib:.2f} GiB)"
+        samples = f"a global batch of {self.task.global_batch_size}"
+        world = f"{self.problem.world_size} devices"
+        return InfeasibleError(
+            "a plan fits into the memory of the devices",
+            value="this conflict: " + "; ".join((*left.texts, memory, world, samples)),
+            remedy="drop one of the pins named, or take more devices" if left.texts else "take more or larger devices",
+        )
+
+    def _anything_fits(self, pins: Pins) -> bool:
+        pool = sorted(candidates(self.problem, pins), key=_leanness)
+        evaluator = self._evaluator(pins)
+        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[:MAX_CONFLICT_TRIALS])
+
+
+def _leanness(candidate: Candidate) -> tuple[int, ...]:
+    mesh = candidate.mesh
+    return (
+        -candidate.zero_stage,
+        candidate.micro_batch_size,
+        mesh.dp_replicate,
+        -mesh.tp,
+        candidate.num_micro_batches if candidate.schedule == "GPipe" else 0,
+        -mesh.pp,
+        candidate.virtual_stages,
+    )
+
+
+def _texts_on(pins: Pins, key: str) -> list[str]:
+    def named(pin: Pin) -> str:
+        return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
+
+    return [pin.text for pin in pins.pins if named(pin) == key]

@@ -1,0 +1,77 @@
+"""Why this plan: its neighbours, what each would cost, and where the difference lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.plan import Prediction
+from autopar.search.candidates import Candidate
+from autopar.search.evaluate import Evaluation, Evaluator
+
+MAX_REASONS = 10
+
+_CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
+    ("tp", lambda c: c.mesh.tp),
+    ("pp", lambda c: c.mesh.pp),
+    ("zero", lambda c: c.zero_stage),
+    ("dp_shard", lambda c: c.mesh.dp_shard),
+    ("micro_batch", lambda c: c.micro_batch_size),
+    ("schedule", lambda c: f"{c.schedule} v={c.virtual_stages}" if c.virtual_stages > 1 else c.schedule),
+)
+_PARTS = (
+    ("compute", "compute_s"),
+    ("recompute", "recompute_s"),
+    ("tensor-parallel communication", "tensor_parallel_s"),
+    ("data-parallel communication", "data_parallel_s"),
+    ("pipeline sends", "pipeline_s"),
+    ("pipeline bubble", "bubble_s"),
+    ("optimizer", "optimizer_s"),
+)
+
+
+def explain(evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation) -> tuple[str, ...]:
+    """One sentence for each neighbour: a candidate with another value of one choice and as little else changed as can be."""
+    sentences = []
+    for name, value in _CHOICES:
+        for other in _neighbours(pool, best.candidate, value):
+            sentences.append(f"{name}={value(other)}: {_compare(evaluator, best, other)}")
+    return tuple(sentences[:MAX_REASONS])
+
+
+def _neighbours(pool: Sequence[Candidate], best: Candidate, value: Callable[[Candidate], object]) -> list[Candidate]:
+    """For the values below and above (or beside) that of ``best`` the candidate that differs least."""
+    mine = value(best)
+    nearest: dict[object, tuple[float, Candidate]] = {}
+    for candidate in pool:
+        if value(candidate) != mine:
+            far = sum(v(candidate) != v(best) for _, v in _CHOICES) + _spread(candidate, best)
+            key = value(candidate)
+            if key not in nearest or far < nearest[key][0]:
+                nearest[key] = (far, candidate)
+    numbers = sorted(k for k in nearest if isinstance(k, int))
+    if isinstance(mine, int):
+        beside = [k for k in numbers if k < mine][-1:] + [k for k in numbers if k > mine][:1]
+        return [nearest[k][1] for k in beside]
+    return [nearest[k][1] for k in sorted(nearest, key=str)][:2]
+
+
+def _spread(candidate: Candidate, best: Candidate) -> float:
+    a, b = (*candidate.mesh.degrees, candidate.micro_batch_size), (*best.mesh.degrees, best.micro_batch_size)
+    return sum(max(x, y) / min(x, y) for x, y in zip(a, b, strict=True)) / 1e6
+
+
+def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
+    found = evaluator.evaluate(other)
+    if not isinstance(found, Evaluation):
+        return f"no plan ({other}); {found.reason}"
+    slower = found.prediction.step_time_s - best.prediction.step_time_s
+    share = 100 * slower / best.prediction.step_time_s
+    word = "slower" if slower >= 0 else "faster"
+    return f"{abs(slower):.3g} s ({abs(share):.1f}%) {word} ({other}); {_difference(best.prediction, found.prediction)}"
+
+
+def _difference(mine: Prediction, theirs: Prediction) -> str:
+    """The two parts of the step that differ most."""
+    changes = [(getattr(theirs.breakdown, key) - getattr(mine.breakdown, key), name) for name, key in _PARTS]
+    largest = sorted(changes, key=lambda change: -abs(change[0]))[:2]
+    return ", ".join(f"{name} {change:+.3g} s" for change, name in largest if change)
