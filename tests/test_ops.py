@@ -87,6 +87,19 @@ def test_tensors_of_any_dtype_move(dtype: torch.dtype) -> None:
         assert all(torch.equal(tensor, whole) for tensor in moved)
 
 
+def test_gradients_of_half_precision_are_summed_in_it() -> None:
+    def work(rank: int) -> Tensor:
+        x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+        y = ops.all_gather(ops.shard(ops.invariant_to_replicate(x, "tp"), "tp", 0, "R"), "tp", 0, "R")
+        z = ops.all_reduce(ops.all_gather(ops.reduce_scatter(y, "tp", 1), "tp", 1, "R"), "tp", "R")
+        z.sum().backward()
+        assert x.grad is not None and x.grad.dtype == z.dtype == torch.bfloat16
+        return x.grad.float()
+
+    first, second = run_ranks(Mesh(tp=2), work)
+    assert torch.equal(first, second)
+
+
 def test_an_uneven_split_is_refused() -> None:
     with pytest.raises(RuleError, match="divides by the axis"):
         run_ranks(Mesh(tp=2), lambda rank: ops.shard(torch.ones(3), "tp", 0, "R"))

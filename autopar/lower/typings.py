@@ -65,9 +65,7 @@ def _read_blocks(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
         place = f"block {block.index} ({block.label})"
         chosen = _chosen(plan, planned.layout, reader.axis, place)
         if chosen is None:
-            if reader.axis != BATCH:
-                raise PlanError(f"each block has a typing on axis {reader.axis}", place=place)
-            raise PlanError("each block has a typing on axis batch", place=place)
+            raise PlanError(f"each block has a typing on axis {reader.axis}", place=place)
         reader.read(graph.block_ops(block), chosen.strategies, place)
         owned = graph.block_parameters(block)
         if len(owned) != len(chosen.parameters):
