@@ -203,14 +203,14 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "mpt": (
-        "mpt",
+        "gpt2",
         {
-            "layers": "n_layers",
-            "hidden": "d_model",
-            "heads": "n_heads",
+            "layers": "n_layer",
+            "hidden": "n_embd",
+            "heads": "n_head",
             "vocab": "vocab_size",
-            "expansion": "expansion_ratio",
-            "seq": "max_seq_len",
+            "ffn": "n_inner",
+            "seq": "n_positions",
         },
     ),
     "bloom": ("bloom", {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"}),
@@ -229,14 +229,19 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
-"""The Hugging Face type of each family, and the keys of ours by theirs; ``dropout`` (0) is common to all."""
+"""The Hugging Face type of each family, and the keys of ours by theirs; ``dropout`` (0) is common to all.
+
+MPT as MosaicML trains it (fused attention, exact GELU, learned positions) is a GPT of PyTorch's fused
+operators; Hugging Face's class of that name holds all attention scores: ``hf:mpt`` gives that one.
+"""
+
+_FIXED = {"mpt": {"activation_function": "gelu"}}
 
 _DROPOUTS = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bloom": ("hidden_dropout", "attention_dropout"),
     "llama": ("attention_dropout",),
     "mixtral": ("attention_dropout",),
-    "mpt": ("emb_pdrop", "resid_pdrop"),
 }
 
 
@@ -261,6 +266,7 @@ def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Cal
         raise UsageError("the heads divide the hidden size", value=f"hidden={hidden}, heads={heads}", place=name)
     transformers = _transformers()
     values = {keys[key]: value for key, value in given.items() if key != "dropout"}
+    values |= _FIXED.get(name, {})
     values |= dict.fromkeys(_DROPOUTS[kind], given.get("dropout", 0.0))
     if "kv_heads" in keys and "kv_heads" not in given and heads:
         values["num_key_value_heads"] = heads

@@ -28,7 +28,7 @@ GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
             "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=1",
             64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
         ),
-        ("mpt:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32),
+        ("mpt:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
         ("bloom:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 4 * 32),
         (
             "mixtral:layers=1,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,experts=4,top_k=2",

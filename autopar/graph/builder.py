@@ -9,17 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
 
+if TYPE_CHECKING:
+    from autopar.graph.masks import Lazy
+
 Value: TypeAlias = "Argument"
 """What a call gives: a tensor, a tuple of tensors (list outputs), or None for an output that nobody may read."""
 
-FOLD_LIMIT = 2**30
+FOLD_LIMIT = 2**26
 """Elements beyond which a constant is not evaluated while tracing."""
+
+LAZY_SIZE = 2**22
+"""Elements beyond which an elementwise operator on constants is evaluated only if something needs it."""
 
 SKIPPED_KWARGS = ("device", "pin_memory", "layout", "non_blocking")
 
@@ -64,6 +70,7 @@ class Builder:
 
     Attributes:
         values: constants, compact.
+        lazies: constants too large to hold.
         hints: values of model buffers and of what they determine, for recognising masks alone.
         masks: for each known attention mask whether it is causal, and whether it hides nothing.
     """
@@ -73,6 +80,7 @@ class Builder:
     producers: dict[str, Op] = field(default_factory=dict)
     values: dict[Ref, torch.Tensor] = field(default_factory=dict)
     hints: dict[Ref, torch.Tensor] = field(default_factory=dict)
+    lazies: dict[Ref, Lazy] = field(default_factory=dict)
     masks: dict[Ref, tuple[bool, bool]] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -139,6 +147,13 @@ class Builder:
         ref = Ref(self.unique(call.name))
         self.specs[ref] = TensorSpec(shape=spec.shape, dtype=spec.dtype)
         self.values[ref] = compact(value)
+        return ref
+
+    def lazy(self, call: Call, value: Lazy) -> Ref:
+        """A constant that is evaluated when it is needed."""
+        ref = Ref(self.unique(call.name))
+        self.specs[ref] = TensorSpec(shape=call.spec.shape, dtype=call.spec.dtype)
+        self.lazies[ref] = value
         return ref
 
     def known(self, ref: Argument) -> torch.Tensor | None:

@@ -9,13 +9,13 @@ from typing import TypeAlias
 import torch
 
 from autopar.graph.builder import SKIPPED_KWARGS, Builder, Call, Value
-from autopar.graph.fold import allows_all, is_causal
+from autopar.graph.fold import LOGICAL
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
+from autopar.graph.masks import allows_all, is_causal
 
 Handler: TypeAlias = Callable[[Builder, Call], Value]
 
 _DIM_NAMES = ("dim", "dim0", "dim1", "dims", "axis", "start_dim", "end_dim")
-_LOGICAL = {"aten.__and__.Tensor": "aten.bitwise_and.Tensor", "aten.__or__.Tensor": "aten.bitwise_or.Tensor"}
 _SCALAR_FORMS = {"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor", "aten.div.Tensor"}
 LINEAR_TARGETS = ("aten.linear.default", "autopar.linear_t")
 
@@ -24,7 +24,7 @@ def generic(builder: Builder, call: Call) -> Value:
     """The call as it is: dims counted from the front, devices dropped, constants of one value as numbers."""
     args = tuple(_normal_args(builder, call))
     kwargs = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
-    target = _LOGICAL.get(call.target, call.target)
+    target = LOGICAL.get(call.target, call.target)
     if target in _SCALAR_FORMS:
         args = _scalars(builder, call, args)
     ref = builder.emit(call, target, args, kwargs=kwargs)
@@ -280,7 +280,7 @@ def _attention(builder: Builder, call: Call) -> Value:
     given = call.bound()
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     causal, p = given["is_causal"], given["dropout_p"]
-    value = builder.known(mask)
+    value = builder.lazies.get(mask) if isinstance(mask, Ref) and mask in builder.lazies else builder.known(mask)
     if value is not None and not causal:
         assert isinstance(mask, Ref)
         if mask not in builder.masks:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from autopar.graph.blocks import find_blocks
-from autopar.graph.builder import Builder
+from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
+from autopar.graph.fold import LOGICAL
+from autopar.graph.fuse import fuse_gelu
 from autopar.graph.ir import Argument, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest, map_refs
 from autopar.graph.unfuse import unfuse
 
@@ -34,6 +36,7 @@ def finish(
     """
     builder.ops = alive(builder.ops, loss)
     parameters = unfuse(builder, parameters, loss)
+    fuse_gelu(builder, loss)
     drop_identities(builder, loss)
     ops = alive(builder.ops, loss)
     ops, constants = _with_constants(builder, ops)
@@ -118,7 +121,11 @@ def _with_constants(builder: Builder, ops: list[Op]) -> tuple[list[Op], list[Buf
     expands: list[Op] = []
 
     def materialise(ref: Ref) -> Argument:
-        value = builder.values.get(ref)
+        if ref in builder.lazies and ref not in made and builder.lazies[ref].numel > FOLD_LIMIT:
+            made[ref] = _emitted(builder, ref, expands, materialise)
+        if ref in made:
+            return made[ref]
+        value = builder.lazies[ref].whole() if ref in builder.lazies else builder.values.get(ref)
         if value is None:
             return ref
         if ref not in made:
@@ -139,6 +146,31 @@ def _with_constants(builder: Builder, ops: list[Op]) -> tuple[list[Op], list[Buf
         kwargs = tuple((key, map_refs(arg, materialise)) for key, arg in op.kwargs)
         result.append(replace(op, args=args, kwargs=kwargs))
     return [*expands, *result], buffers
+
+
+def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[Ref], Argument]) -> Ref:
+    """A constant too large to hold becomes an operator again."""
+    call = builder.lazies[ref].call
+    args = tuple(map_refs(arg, materialise) for arg in call.args)
+    kwargs = tuple(sorted((k, v) for k, v in call.kwargs.items() if k not in SKIPPED_KWARGS))
+    spec = TensorSpec(shape=builder.specs[ref].shape, dtype=builder.specs[ref].dtype)
+    source = Op(
+        name=builder.unique(call.name),
+        target=LOGICAL.get(call.target, call.target),
+        args=args,
+        kwargs=kwargs,
+        outputs=(replace(spec, shape=call.spec.shape),),
+        module=call.module,
+        source=call.source,
+    )
+    made.append(source)
+    builder.specs[Ref(source.name)] = source.spec
+    if source.spec.shape != spec.shape:
+        name = builder.unique(f"{source.name}_full")
+        expanded: tuple[Argument, ...] = (Ref(source.name), spec.shape)
+        made.append(Op(name=name, target="aten.expand.default", args=expanded, outputs=(spec,)))
+        builder.specs[Ref(name)] = spec
+    return Ref(made[-1].name)
 
 
 def _held(

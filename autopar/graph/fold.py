@@ -6,8 +6,9 @@ from math import prod
 
 import torch
 
-from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
+from autopar.graph.builder import FOLD_LIMIT, LAZY_SIZE, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
 from autopar.graph.ir import Argument, Ref, TensorSpec
+from autopar.graph.masks import Known, Lazy
 
 _FILLS = {
     "zeros": 0,
@@ -25,6 +26,9 @@ _FILLS = {
     "full_like": None,
     "new_full": None,
 }
+
+LOGICAL = {"aten.__and__.Tensor": "aten.bitwise_and.Tensor", "aten.__or__.Tensor": "aten.bitwise_or.Tensor"}
+"""Python's operators by the elementwise operators that they are."""
 
 CONVERSIONS = {
     "aten._to_copy.default",
@@ -55,10 +59,45 @@ def fold(builder: Builder, call: Call) -> Value | None:
     if len(call.outputs) != 1 or call.outputs[0] is None or any(tag in call.overload.tags for tag in _RANDOM_TAGS):
         return None
     refs = _refs((*call.args, *call.kwargs.values()))
-    if any(ref not in builder.values for ref in refs):
+    if any(ref not in builder.values and ref not in builder.lazies for ref in refs):
         return None
+    if _is_pointwise(call):
+        shape = broadcast(*(tuple(_constant(builder, ref).shape) for ref in refs))
+        if any(ref in builder.lazies for ref in refs) or (prod(shape) > LAZY_SIZE and len(shape) > 1):
+            return _lazy(builder, call, shape)
+    if any(ref in builder.lazies for ref in refs):
+        return _same_lazy(builder, call)
     value = evaluate(builder, call)
     return None if value is None else builder.constant(call, value)
+
+
+def _lazy(builder: Builder, call: Call, shape: tuple[int, ...]) -> Value:
+    """An elementwise operator on constants whose value is too large to hold."""
+    args = tuple(_constant(builder, arg) if isinstance(arg, Ref) else arg for arg in call.args)
+    kwargs: dict[str, object] = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
+    return builder.lazy(call, Lazy(call, args, kwargs, shape))
+
+
+def _same_lazy(builder: Builder, call: Call) -> Value | None:
+    """Copies and expansions of such a value."""
+    source = call.args[0]
+    held = builder.lazies.get(source) if isinstance(source, Ref) else None
+    same = call.target in _SAME_VALUE or call.target == "aten.expand.default"
+    same = same or (
+        call.target in CONVERSIONS and isinstance(source, Ref) and builder.specs[source].dtype == call.spec.dtype
+    )
+    if held is None or not same or len(held.shape) != len(call.spec.shape):
+        return None
+    return builder.lazy(call, held)
+
+
+def _is_pointwise(call: Call) -> bool:
+    return torch.Tag.pointwise in call.overload.tags or call.target in LOGICAL
+
+
+def _constant(builder: Builder, ref: Ref) -> Known:
+    held = builder.lazies.get(ref)
+    return builder.values[ref] if held is None else held
 
 
 def hint(builder: Builder, call: Call, ref: Value) -> None:
@@ -75,7 +114,7 @@ def hint(builder: Builder, call: Call, ref: Value) -> None:
 def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
     """Runs ``call`` on known values; None when that would be too large."""
     spec = call.spec
-    pointwise = torch.Tag.pointwise in call.overload.tags
+    pointwise = _is_pointwise(call)
     if call.target in _SAME_VALUE:
         return builder.known(call.args[0])
     if call.target in CONVERSIONS:
@@ -104,38 +143,6 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
         return None
     result = call.overload(*args, **kwargs)
     return result if isinstance(result, torch.Tensor) else None
-
-
-def is_causal(value: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """True when an attention mask of ``shape`` with compact ``value`` is the square lower triangle.
-
-    Bool: True where attention is allowed. Float: 0 where allowed and the lowest number elsewhere.
-    """
-    if len(shape) < 2 or shape[-1] != shape[-2] or any(size != 1 for size in value.shape[:-2]):
-        return False
-    if tuple(value.shape[-2:]) != shape[-2:]:
-        return False
-    allowed = _allowed(value.reshape(shape[-2:]))
-    if allowed is None:
-        return False
-    # Row by row: the count of allowed keys, then that they come first.
-    count = torch.arange(1, shape[-1] + 1)
-    return bool((allowed.sum(-1) == count).all()) and not bool(allowed.triu(1).any())
-
-
-def allows_all(value: torch.Tensor) -> bool:
-    """True when a mask hides nothing."""
-    allowed = _allowed(value)
-    return allowed is not None and bool(allowed.all())
-
-
-def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
-    if mask.dtype == torch.bool:
-        return mask
-    if not mask.is_floating_point():
-        return None
-    allowed = mask == 0
-    return allowed if bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()) else None
 
 
 def _fill(builder: Builder, call: Call, name: str) -> Value | None:

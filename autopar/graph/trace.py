@@ -394,7 +394,7 @@ def _loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bu
         if spec.kind == OutputKind.BUFFER_MUTATION:
             builder.notes.append(f"the buffer {(spec.target or '').removeprefix(WRAPPER)} is not updated by training")
         if spec.kind == OutputKind.USER_OUTPUT:
-            if isinstance(value, Ref) and value not in builder.values:
+            if isinstance(value, Ref) and value not in builder.values and value not in builder.lazies:
                 return value
             break
     raise TraceError(

@@ -152,6 +152,48 @@ def test_only_the_exact_lower_triangle_is_causal(mask: Tensor, causal: bool, kep
     assert (op.args[5], op.args[3] is not None) == (causal, kept)
 
 
+class Positions(nn.Module):
+    """A mask of comparisons of positions, far too large to hold."""
+
+    def __init__(self, length: int, offset: int, window: int | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.length, self.offset, self.window = length, offset, window
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(self.length, device=x.device)
+        rows, columns = places[None, None, :, None], places[None, None, None, :]
+        mask = columns <= rows + self.offset
+        if self.window is not None:
+            mask = mask & (columns > rows - self.window)
+        mask = mask.expand(x.shape[0], 1, -1, -1)
+        return F.scaled_dot_product_attention(x * self.weight, x, x, attn_mask=mask).sum()
+
+
+@pytest.mark.parametrize("length", [3000, 40_000])
+@pytest.mark.parametrize(
+    ("offset", "window", "causal"),
+    [(0, None, True), (1, None, False), (-1, None, False), (0, 99, False), (0, 10**6, True)],
+)
+def test_large_masks_are_told_without_holding_them(length: int, offset: int, window: int | None, causal: bool) -> None:
+    x = torch.ones(2, 1, length, 4, device="meta")
+    graph = trace(Positions(length, offset, window), (x,))
+    (op,) = attention(graph)
+    assert op.args[5] is causal
+    assert (op.args[3] is None) is causal
+    assert all(buffer.spec.numel <= 2**26 for buffer in graph.buffers)
+    if not causal:
+        assert graph.spec(op.args[3]).shape == (2, 1, length, length)
+
+
+def test_gelu_written_out_is_one_operator() -> None:
+    graph = resolve_model(HUGGING_FACE["gpt2"], sequence_length=LENGTH).trace()
+    gelus = [op for op in graph.ops if op.target == "aten.gelu.default"]
+    assert len(gelus) == 3
+    assert all(op.kwargs == (("approximate", "tanh"),) for op in gelus)
+    assert not any(op.target == "aten.tanh.default" for op in graph.ops)
+
+
 def test_fused_projections_become_linears_over_parts() -> None:
     graph = resolve_model(HUGGING_FACE["gpt2"], sequence_length=LENGTH).trace()
     parts = [p for p in graph.parameters if p.fqn == "transformer.h.1.attn.c_attn.weight"]
@@ -308,7 +350,7 @@ class Broken(nn.Module):
 
 
 def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
-    with pytest.raises(TraceError, match="self.linear") as caught:
+    with pytest.raises(TraceError, match=r"self\.linear") as caught:
         trace(Broken(), (torch.ones(2, 4),))
     assert "test_trace.py" in caught.value.place
 
