@@ -207,15 +207,9 @@ class Evaluator:
         device = self.model.device
         limit = (self.limit_bytes - device.reserved_bytes) / (1 + device.fragmentation)
         pp, v = candidate.mesh.pp, candidate.virtual_stages
-        if v == 1:
-            m = candidate.num_micro_batches
-            return [limit] * pp, [m if candidate.schedule == "GPipe" else min(m, pp - s) for s in range(pp)]
-        m = candidate.num_micro_batches
-        if m % pp == 0:  # rounds of pp micro-batches repeat: a few show the peak
-            m = min(m, 4 * pp)
         held = [0] * (pp * v)
         for rank in range(pp):
-            for counts in live_peaks(candidate.schedule, pp, v, m, rank):
+            for counts in live_peaks(candidate.schedule, pp, v, candidate.num_micro_batches, rank):
                 for turn, count in enumerate(counts):
                     held[turn * pp + rank] = max(held[turn * pp + rank], count)
         return [limit / v] * (pp * v), held

@@ -155,16 +155,18 @@ class StageCutter:
         self.choices, self.first = choices, choices.first
         self.time = choices.plain @ [o.time_s for o in plain] + choices.second @ [o.time_s for o in other]
         self.held = choices.plain @ [o.held_bytes for o in plain] + choices.second @ [o.held_bytes for o in other]
-        self.static = np.repeat(self.shape.distinct @ [b.static_bytes for b in ordered], choices.lengths)
-        self.transient = np.zeros(len(self.time))
+        transient = np.zeros(len(self.time))
         for k in range(len(ordered)):
             for has, option in ((choices.has_plain[k], plain[k]), (choices.has_second[k], other[k])):
-                np.maximum(self.transient, has * option.transient_bytes, out=self.transient)
+                np.maximum(transient, has * option.transient_bytes, out=transient)
+        static = self.shape.distinct @ [b.static_bytes for b in ordered]
+        self.resident = np.repeat(static, choices.lengths) + transient
 
-    def _allowed_times(self, in_flight: int, limit_bytes: float) -> Array:
+    def _allowed_times(self, in_flight: int, limit_bytes: float, span: slice = slice(None)) -> Array:
         """The time of every stage with every choice of recompute; inf where it does not fit."""
-        memory = self.static + in_flight * self.held + self.transient
-        return np.where(memory <= limit_bytes, self.time, np.inf)
+        memory = self.held[span] * in_flight
+        memory += self.resident[span]
+        return np.where(memory <= limit_bytes, self.time[span], np.inf)
 
     def cut(
         self, stages: int, *, in_flight: Sequence[int], limit_bytes: Sequence[float], num_micro_batches: int
@@ -230,8 +232,9 @@ class StageCutter:
 
     def _modes(self, start: int, stop: int, in_flight: int, limit_bytes: float) -> list[Recompute]:
         kind = int(self.shape.which[start, stop])
-        begin, end = int(self.first[kind]), int(np.append(self.first, len(self.time))[kind + 1])
-        best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes)[begin:end]))
+        begin = int(self.first[kind])
+        span = slice(begin, begin + int(self.choices.lengths[kind]))
+        best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes, span)))
         left = dict(zip(self.shape.keys, (int(c) for c in self.choices.second[best]), strict=True))
         modes: list[Recompute] = []
         for block in self.blocks[start:stop]:
