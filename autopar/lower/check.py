@@ -34,7 +34,7 @@ from autopar import ops
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.ir import Layout, TensorSpec
 from autopar.layout import Type
-from autopar.lower.emit import DATA_AXES, SEED, layout_of, str_name
+from autopar.lower.emit import DATA_AXES, SEED, TARGETS, layout_of, str_name
 from autopar.lower.program import Program
 from autopar.mesh import MESH_AXES, Mesh
 from autopar.rules.apply import BATCH
@@ -148,7 +148,7 @@ class _Check:
         pending = [axis for axis in self.axes if any(self.kind(n, axis) == "P" for n in operands)]
         partial = bool(pending) and all(self.kind(node, axis) in ("P", None) for axis in pending)
         call = _linear(node.target) if partial else cast("Callable[..., Any]", node.target)
-        if node.target is operator.getitem or (partial and call is node.target and not _is_collective(node)):
+        if node.target is operator.getitem or (partial and not _is_known(call)):
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
             self.operands(node, operands, place)
@@ -260,8 +260,9 @@ def _text(layout: Layout) -> str:
     return ", ".join(f"{axis}: {kind}" for axis, kind in layout) or "no type"
 
 
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "__module__", "") in ("autopar.ops", "autopar.sharded_ops")
+def _is_known(call: Callable[..., Any]) -> bool:
+    """Whether the checker can tell that a pending sum may pass."""
+    return call in _checker._OP_REGISTRY or call.__module__ in ("autopar.ops", "autopar.sharded_ops", __name__)
 
 
 def _linear(target: Any) -> Callable[..., Any]:
@@ -307,6 +308,8 @@ def _target(node: fx.Node) -> str:
 
 
 def _target_name(target: Any) -> str:
+    if target in TARGETS:
+        return TARGETS[target]
     if isinstance(target, torch._ops.OpOverload):
         return str(target)  # as graphs name it
     return f"autopar.{target.__name__}" if callable(target) else str(target)

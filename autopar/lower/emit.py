@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from autopar import ops as emitted
@@ -20,8 +21,32 @@ SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-_ROBUST = {"aten.view.default": "aten.reshape.default"}
-"""Strides depend on kernels, which differ between devices and shapes: a view is a copy where it must be."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "sub", "mul", "div")},
+    **{
+        f"aten.{name}.default": getattr(torch, name)
+        for name in (
+            "bmm", "cat", "clone", "cos", "embedding", "exp", "layer_norm", "matmul", "neg", "permute", "relu",
+            "reshape", "rsqrt", "sigmoid", "sin", "sqrt", "sum", "tanh", "unsqueeze",
+        )
+    },
+    "aten.mean.dim": torch.mean,
+    "aten.pow.Tensor_Scalar": torch.pow,
+    "aten.softmax.int": torch.softmax,
+    "aten.sum.dim_IntList": torch.sum,
+    "aten.transpose.int": torch.transpose,
+    "aten.gelu.default": F.gelu,
+    "aten.linear.default": F.linear,
+    "aten.scaled_dot_product_attention.default": F.scaled_dot_product_attention,
+    "aten.silu.default": F.silu,
+    "aten.view.default": torch.reshape,
+}  # fmt: skip
+"""Functions with the arguments of the operator: as people write them, and quicker to call than overloads.
+
+Strides depend on kernels, which differ between devices and shapes: a view is a copy where it must be.
+"""
+
+TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -90,12 +115,11 @@ class Emitter:
             args = args[:2] if target == "autopar.dropout" else args
             target = "autopar.attention" if target == _ATTENTION else target
             kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
-        target = _ROBUST.get(target, target)
         if not op.operands and target.startswith("aten.") and _has_device(target):
             kwargs["device"] = self.device
         node = self.graph.create_node(
             "call_function",
-            emitted.resolve(target),
+            _FUNCTIONS.get(target) or emitted.resolve(target),
             tuple(self._argument(arg) for arg in args),
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
@@ -175,11 +199,17 @@ def _has_device(target: str) -> bool:
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
-_SHORT = (("torch.ops.aten.", "aten."), ("autopar_sharded_ops_", "sharded_ops."), ("autopar_ops_", "ops."))
+_SHORT = (
+    ("torch.ops.aten.", "aten."),
+    ("torch._C._nn.", "F."),
+    ("torch.nn.functional.", "F."),
+    ("autopar_sharded_ops_", "sharded_ops."),
+    ("autopar_ops_", "ops."),
+)
 
 
 def readable(module: fx.GraphModule) -> str:
-    """The module's code with ``aten = torch.ops.aten`` and ``from autopar import ops, sharded_ops``.
+    """The module's code with short names of modules.
 
     Clean-up statements are left out, attributes stand where they are read, and each line says shape
     and types of its result.

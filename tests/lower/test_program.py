@@ -71,7 +71,7 @@ def test_printed_code(golden: Callable[[str, str], None]) -> None:
 def test_equal_blocks_are_printed_once_and_lines_say_their_layout() -> None:
     code = mlp_program(mlp.mlp_graph(), Mesh(tp=2), sequence=True).code
     assert code.count("def forward(") == 1 + 1 + 3  # sums, prelude; first layer (from x, not split), layer, head
-    assert "h1 = aten.linear.default(" in code
+    assert "h1 = F.linear(" in code
     assert "[2, 8, 16] batch: S(0), tp: S(2)" in code
     assert "ops.reduce_scatter(y1, 'tp', 1)" in code
 
@@ -142,7 +142,7 @@ def test_attention_dropout_draws_from_the_stream_of_the_program() -> None:
     batch = chooser.batch_typing(graph, 2)
     program = lower(plan_of(graph, Mesh(), 2, (batch,)), graph)
     code = program.code
-    assert "ops.attention(" in code and "scaled_dot_product_attention.default" not in code
+    assert "ops.attention(" in code and "F.scaled_dot_product_attention" not in code
     whole = whole_tensors(graph)
 
     def losses(rank: int) -> list[float]:
