@@ -131,5 +131,7 @@ def check_model(plan: Plan, graph: Graph, *, place: str = "plan") -> None:
             f"the plan is for this model ({graph.name}, fingerprint {graph.fingerprint})",
             value=f"a plan for {plan.model.name}, fingerprint {plan.model.fingerprint}",
             place=place,
-            remedy="search a plan for this model",
+            remedy="search a plan for this model"
+            if plan.model.name != graph.name
+            else "its code, autopar or a library has changed since: search again",
         )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.console import print_json, print_text, progress
-from autopar.cli.options import Json, Model, Pin, Sequence_, split_pins
-from autopar.cli.planning import make_plan, model_of, sequence_of
+from autopar.cli.options import Json, Model, Pin, Sequence_, is_factory, parse_cluster, split_pins
+from autopar.cli.planning import model_of, sequence_of
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 32
 """Processes that ``verify`` starts at most."""
+
+DEFAULT_TOKENS, DEFAULT_SAMPLES = 32, 4
+"""Length of a sample and samples a rank of ``verify``: what is compared does not get righter with more."""
 
 
 def trace(
@@ -117,43 +120,29 @@ class VerifiedModel:
 
 
 def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Graph]:
-    """A plan, and the model that it is for, with or without a padding mask as the plan was made.
+    """A plan and the model that it is for, traced as the plan was: with or without a padding mask, in its dtype.
 
     Raises:
         PlanError: the plan is for another model.
     """
+    import torch
+
     from autopar.models import resolve_model
     from autopar.plan_check import check_model
     from autopar.plan_io import load_plan
 
     plan = load_plan(path)
     name = model or model_of(plan, path)
+    sequence = sequence_of(plan, name)
     with progress("tracing the model"):
-        source = resolve_model(name, sequence_length=sequence_of(plan, name))
-        found = [VerifiedModel(source, masked) for masked in (False, True)]
-        graphs = [subject.trace() for subject in found]
-    for subject, graph in zip(found, graphs, strict=True):
+        source = resolve_model(name, sequence_length=sequence)
+        traced = resolve_model(name, sequence_length=sequence, dtype=getattr(torch, plan.precision.compute))
+        graphs = {masked: VerifiedModel(traced, masked).trace() for masked in (False, True)}
+    for masked, graph in graphs.items():
         if graph.fingerprint == plan.model.fingerprint:
-            return plan, subject, graph
-    if plan.precision.name != "fp32":
-        return _as_fp32(plan, path, name, found[0], graphs[0])
-    check_model(plan, graphs[0], place=str(path))
+            return plan, VerifiedModel(source, masked), graph
+    check_model(plan, graphs[False], place=str(path))
     raise AssertionError("no fingerprint is equal")
-
-
-def _as_fp32(
-    plan: Plan, path: Path, name: str, subject: VerifiedModel, graph: Graph
-) -> tuple[Plan, VerifiedModel, Graph]:
-    """A plan for another precision, carried over to fp32, in which the comparison is made."""
-    import torch
-
-    from autopar.models import resolve_model
-    from autopar.plan_check import check_model
-
-    compute = getattr(torch, plan.precision.compute)
-    source = resolve_model(name, sequence_length=subject.source.sequence_length, dtype=compute)
-    check_model(plan, VerifiedModel(source, masked=False).trace(), place=str(path))
-    return replace(plan, model=replace(plan.model, fingerprint=graph.fingerprint)), subject, graph
 
 
 def _from_model(
@@ -168,4 +157,21 @@ def _from_model(
             value=repr(name),
             remedy="write for example --cluster cpu:1x4",
         )
-    raise AssertionError(resolve_model, make_plan)
+    found = parse_cluster(cluster)
+    with progress("tracing the model") as advance:
+        from autopar import api
+
+        source = resolve_model(name, sequence_length=seq)
+        tokens = source.example_inputs.get("input_ids")
+        if seq is None and not is_factory(name) and tokens is not None and tokens.shape[1] > DEFAULT_TOKENS:
+            source = resolve_model(name, sequence_length=DEFAULT_TOKENS)
+        subject = VerifiedModel(source, masked=True)
+        graph = subject.trace()
+        plan = api.search(
+            graph,
+            cluster=found,
+            global_batch_size=global_batch or DEFAULT_SAMPLES * found.world_size,
+            pins=pins,
+            progress=advance,
+        )
+    return plan, subject, graph

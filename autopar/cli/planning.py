@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -94,14 +96,14 @@ def explain(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     why_not: Annotated[
         list[str] | None,
-        typer.Option("--why-not", metavar="K=V,...", help="Compare with the plan that has these pins."),
+        typer.Option("--why-not", metavar="K=V,...", help="Compare with the best plan under these pins."),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="The model, where the plan's name does not say it.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say why a plan was chosen, and how the plan with other pins would compare."""
+    """Say why a plan was chosen, and how the best plan with other pins would compare."""
     from autopar.plan_io import load_plan
     from autopar.report.compare import comparison, render_comparison
 
@@ -114,21 +116,31 @@ def explain(
         return
     pins = split_pins(why_not)
     name = model or model_of(plan, plan_file)
+    changed = {pin_key(pin) for pin in pins}
     other = make_plan(
-        "estimate",
+        "search",
         name,
         cluster=plan.cluster,
         global_batch_size=plan.global_batch_size,
         sequence=sequence_of(plan, name),
         precision=plan.precision.name,
         optimizer=plan.optimizer,
-        pins=pins,
+        pins=[*(pin for pin in plan.pins if pin_key(pin) not in changed), *pins],
         options={},
     )
     if as_json:
         print_json({"why_not": pins, **comparison(plan, other)})
     else:
         print_text(render_comparison(plan, other, names=(str(plan_file), ", ".join(pins))))
+
+
+def pin_key(pin: str) -> str:
+    """What a pin is about.
+
+    >>> pin_key("tp<=4"), pin_key("recompute=full@layers.0-3")
+    ('tp', 'recompute')
+    """
+    return re.split(r"[<>=!]", pin, maxsplit=1)[0].strip()
 
 
 def model_of(plan: Plan, plan_file: Path) -> str:
@@ -150,7 +162,7 @@ def sequence_of(plan: Plan, model: str) -> int | None:
 
 
 def make_plan(
-    verb: str,
+    verb: Literal["search", "estimate"],
     model: str,
     *,
     cluster: str,
@@ -173,7 +185,7 @@ def make_plan(
 
         resolved = resolve_model(model, sequence_length=sequence)
         advance("tracing the model", 0, 0)
-        call = api.search if verb == "search" else api.estimate
+        call: Callable[..., Plan] = api.search if verb == "search" else api.estimate
         return call(
             resolved.model,
             example_inputs=resolved.example_inputs,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import VerificationError
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.lower.program import lower
 from autopar.plan import FP32, Plan
 from autopar.runtime.materialize import ModelWeights
@@ -30,6 +30,9 @@ TENSOR_TOLERANCE = 1e-4
 LEARNING_RATE = 1e-3
 ADAM_EPSILON = 1e-5
 """Larger than rounding noise: a gradient that is zero but for rounding (of a key's bias) must not become a step."""
+
+_DROPOUT_ARGUMENT = {"autopar.dropout": 1, "aten.scaled_dot_product_attention.default": 4}
+"""Position of the probability among the arguments."""
 
 PRELOAD = ("torch", "transformers", "autopar.runtime.verify")
 
@@ -124,7 +127,9 @@ def verify(
     Raises:
         AutoparError: a rank failed, or the time is up.
     """
+    graph = _in_fp32(_without_dropout(graph), getattr(torch, plan.precision.compute))
     plan = replace(plan, precision=FP32)
+    lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank
     batches = [subject.make_batch(plan.global_batch_size, seed=step, padded=padded) for step in range(steps)]
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         path = Path(folder) / "reference.pt"
@@ -149,6 +154,50 @@ def loss_of(output: Any) -> Tensor:
         return output
     loss = getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else loss_of(output[0])
+
+
+def _without_dropout(graph: Graph) -> Graph:
+    """The same graph, fingerprint included, that drops nothing."""
+    return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
+
+
+def _in_fp32(graph: Graph, compute: torch.dtype) -> Graph:
+    """The same graph, fingerprint included, with float32 wherever it has the dtype ``compute``."""
+    if compute == torch.float32:
+        return graph
+
+    def spec(old: TensorSpec) -> TensorSpec:
+        return replace(old, dtype=torch.float32) if old.dtype == compute else old
+
+    def argument(old: Argument) -> Argument:
+        if isinstance(old, tuple):
+            return tuple(argument(item) for item in old)
+        return torch.float32 if old is compute else old
+
+    def op(old: Op) -> Op:
+        kwargs = tuple((key, argument(value)) for key, value in old.kwargs)
+        outputs = tuple(spec(output) for output in old.outputs)
+        return replace(old, args=tuple(argument(a) for a in old.args), kwargs=kwargs, outputs=outputs)
+
+    def value(old: Tensor | None) -> Tensor | None:
+        return old.float() if old is not None and old.dtype == compute else old
+
+    return replace(
+        graph,
+        inputs=tuple(replace(one, spec=spec(one.spec)) for one in graph.inputs),
+        parameters=tuple(replace(one, spec=spec(one.spec)) for one in graph.parameters),
+        buffers=tuple(replace(one, spec=spec(one.spec), value=value(one.value)) for one in graph.buffers),
+        prelude=tuple(op(one) for one in graph.prelude),
+        ops=tuple(op(one) for one in graph.ops),
+    )
+
+
+def _muted(op: Op) -> Op:
+    position = _DROPOUT_ARGUMENT.get(op.target)
+    if position is None:
+        return op
+    args = tuple(0.0 if i == position else arg for i, arg in enumerate(op.args))
+    return replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
 
 
 def _save_reference(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], path: Path) -> tuple[float, ...]:
