@@ -1,15 +1,17 @@
-"""The verbs of autopar, where its wings are put together: search and estimate."""
+"""The verbs of autopar, where its wings are put together: search, estimate, parallelize, verify."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from autopar.cluster import Cluster
-from autopar.errors import UsageError
+from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import BF16, FP32, Plan, Precision
 from autopar.search.outer import Limits, Progress
@@ -18,10 +20,17 @@ from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
 from autopar.table import closest
 
+if TYPE_CHECKING:
+    from autopar.runtime.parallel import Parallel
+    from autopar.runtime.verify import Subject, VerifyReport
+
+SAMPLES_PER_RANK = 8
+"""Of the global batch of :func:`parallelize` where neither it nor example inputs are given."""
+
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 
 
-def search(
+def search(  # noqa: PLR0913  keywords of the public call
     model: torch.nn.Module | Graph,
     *,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
@@ -61,13 +70,16 @@ def search(
         InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
     """
     planner = _planner(
-        model, example_inputs, cluster, global_batch_size, pins, precision, optimizer, space, name, progress
+        model,
+        cluster,
+        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name),
+        progress,
     )
     limits = Limits(trials=trials, timeout_s=timeout_s)
     return planner.search(limits=limits, seed=seed, storage=storage, progress=progress)
 
 
-def estimate(
+def estimate(  # noqa: PLR0913  keywords of the public call
     model: torch.nn.Module | Graph,
     *,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
@@ -86,9 +98,137 @@ def estimate(
         InfeasibleError: it does not exist or does not fit.
     """
     planner = _planner(
-        model, example_inputs, cluster, global_batch_size, pins, precision, optimizer, space, name, progress
+        model,
+        cluster,
+        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name),
+        progress,
     )
     return planner.estimate()
+
+
+def parallelize(
+    model: torch.nn.Module,
+    *,
+    cluster: Cluster | str | None = None,
+    plan: Plan | str | Path | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    global_batch_size: int | None = None,
+    pins: Sequence[str] = (),
+    precision: Literal["fp32", "bf16"] = "fp32",
+    optimizer: str = "adamw",
+    space: str = "default",
+    trials: int | None = None,
+    search_timeout_s: float | None = None,
+    weights: str | Path | None = None,
+    seed: int = 0,
+    timeout_s: float = 600.0,
+) -> Parallel:
+    """This rank's part of ``model`` under the best plan, or a given one; called on every rank of a torchrun job.
+
+    Args:
+        model: with weights (those of rank 0 count) or on meta: then initialised or read part by part.
+        cluster: the machine; this one, measured, when None.
+        plan: a plan or its file, instead of a search.
+        example_inputs: a batch; made from its config for a Hugging Face model.
+        global_batch_size: samples of one step over all ranks; those of ``example_inputs``, or 8 a
+            rank, when None.
+        pins, precision, optimizer, space, trials: as in :func:`search`.
+        search_timeout_s: of the search.
+        weights: folder of safetensors files, read slice by slice.
+        seed: of dropout, and of the initialisation of a model on meta.
+        timeout_s: of every collective, the wait for the search included.
+
+    Raises:
+        RuntimeMismatchError: the job has another number of ranks than the cluster or the plan.
+        PlanError: the plan is for another model.
+        InfeasibleError: no plan satisfies the constraints.
+    """
+    import torch.distributed as dist
+
+    from autopar.runtime.launch import launch
+    from autopar.runtime.world import choose_device_type, start
+
+    if isinstance(plan, str | Path):
+        from autopar.plan_io import load_plan
+
+        plan = load_plan(Path(plan))
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if plan is not None:
+        device_type = choose_device_type(plan.cluster)
+    else:
+        on_cpu = where is not None and where.devices[0].kind == "cpu"
+        device_type = choose_device_type("cpu" if on_cpu else "")
+    start(device_type, timeout_s=timeout_s)
+    if plan is None and where is not None and where.world_size != dist.get_world_size():
+        raise RuntimeMismatchError(
+            f"the job has as many ranks as the cluster ({where.name}: {where.world_size})",
+            value=dist.get_world_size(),
+            remedy=f"start {where.world_size} ranks or describe a cluster of {dist.get_world_size()}",
+        )
+
+    def make() -> tuple[Plan, Graph]:
+        recipe = PRECISIONS.get(precision, FP32) if plan is None else plan.precision
+        graph = trace_model(model, example_inputs, recipe, name=plan.model.name if plan is not None else "")
+        if plan is not None:
+            return plan, graph
+        found = search(
+            graph,
+            cluster=where or Cluster.detect(num_ranks=dist.get_world_size()),
+            global_batch_size=global_batch_size or _samples(example_inputs) or SAMPLES_PER_RANK * dist.get_world_size(),
+            pins=pins,
+            precision=precision,
+            optimizer=optimizer,
+            space=space,
+            trials=trials,
+            timeout_s=search_timeout_s,
+            seed=seed,
+        )
+        return found, graph
+
+    return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s)
+
+
+def verify(
+    subject: Subject, plan: Plan, graph: Graph | None = None, *, steps: int = 3, timeout_s: float = 300.0
+) -> VerifyReport:
+    """Runs ``plan`` on local gloo processes and compares losses, gradients and parameters with one process, in fp32.
+
+    Args:
+        subject: what ``autopar.models.resolve_model`` gives, or anything else that builds the model
+            and makes batches.
+        plan: for the subject's model.
+        graph: the traced model; made from ``subject`` when None.
+        steps: of AdamW.
+        timeout_s: processes are killed after it.
+    """
+    from autopar.runtime.verify import verify as compare
+
+    if graph is None:
+        batch = subject.make_batch(2, seed=0, padded=True)
+        graph = trace_model(subject.build(), batch, FP32, name=plan.model.name)
+    return compare(subject, plan, graph, steps=steps, timeout_s=timeout_s)
+
+
+def _samples(example_inputs: Mapping[str, Any] | Sequence[Any] | None) -> int | None:
+    """Samples in example inputs: the size of dim 0 that most tensors share."""
+    if example_inputs is None:
+        return None
+    values = example_inputs.values() if isinstance(example_inputs, Mapping) else example_inputs
+    sizes = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+    return max(sizes, key=sizes.count) if sizes else None
+
+
+def _two_samples(inputs: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any] | Sequence[Any]:
+    """Two samples of a batch: graphs, and so plans, do not depend on the size of the example."""
+    size = _samples(inputs)
+
+    def cut(value: Any) -> Any:
+        is_batch = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
+        return value[:2] if is_batch else value
+
+    if isinstance(inputs, Mapping):
+        return {key: cut(value) for key, value in inputs.items()}
+    return [cut(value) for value in inputs]
 
 
 def trace_model(
@@ -110,7 +250,7 @@ def trace_model(
         from autopar.models import example_batch_for
 
         example_inputs = example_batch_for(model)
-    inputs: Mapping[str, Any] | Sequence[Any] = example_inputs
+    inputs = _two_samples(example_inputs)
     if precision.compute != "float32":
         dtype = getattr(torch, precision.compute)
         model = on_meta(model, dtype)
@@ -138,37 +278,39 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _planner(
-    model: torch.nn.Module | Graph,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
-    cluster: Cluster | str,
-    global_batch_size: int,
-    pins: Sequence[str],
-    precision: str,
-    optimizer: str,
-    space: str,
-    name: str,
-    progress: Progress | None,
-) -> Planner:
-    if precision not in PRECISIONS:
-        raise UsageError("the precision is known", value=repr(precision), remedy=closest(precision, PRECISIONS))
-    parsed, found = Pins.parse(pins), load_space(space)
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What the verbs were called with, apart from the model and the cluster."""
+
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None
+    global_batch_size: int
+    pins: tuple[str, ...]
+    precision: str
+    optimizer: str
+    space: str
+    name: str
+
+
+def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Planner:
+    if wish.precision not in PRECISIONS:
+        raise UsageError(
+            "the precision is known", value=repr(wish.precision), remedy=closest(wish.precision, PRECISIONS)
+        )
+    pins, space, recipe = Pins.parse(wish.pins), load_space(wish.space), PRECISIONS[wish.precision]
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    recipe = PRECISIONS[precision]
     if not isinstance(model, Graph):
         if progress is not None:
             progress("tracing the model", 0, 0)
-        model = trace_model(model, example_inputs, recipe, name=name)
+        model = trace_model(model, wish.example_inputs, recipe, name=wish.name)
     if progress is not None:
         progress("laying out blocks", 0, 0)
-    return Planner(
-        Task(
-            graph=model,
-            cluster=where,
-            global_batch_size=global_batch_size,
-            precision=recipe,
-            optimizer=optimizer,
-            pins=parsed,
-            space=found,
-        )
+    task = Task(
+        graph=model,
+        cluster=where,
+        global_batch_size=wish.global_batch_size,
+        precision=recipe,
+        optimizer=wish.optimizer,
+        pins=pins,
+        space=space,
     )
+    return Planner(task)

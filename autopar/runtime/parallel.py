@@ -51,6 +51,11 @@ class Parallel:
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
         self._runner: Runner = self._single or Pipeline(stages, program, world)
 
+    @property
+    def is_first_rank(self) -> bool:
+        """True on the one rank of the job that should print and log."""
+        return self._world.rank == 0
+
     # --- parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
