@@ -282,18 +282,17 @@ def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
 
 
 def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
-    """cross_entropy_vocabulary: maximum, difference, exponential (kept), sums; gradients of three uses are added."""
+    """cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
     logits = operands[0]
     whole = logits.numel * max(_FLOAT, logits.dtype.itemsize)
     cast_bytes = 0 if logits.dtype.itemsize >= _FLOAT else logits.num_bytes + whole
     return Work(
-        num_bytes=cast_bytes + 6 * whole,
-        backward_bytes=cast_bytes + 8 * whole,
+        num_bytes=2 * logits.num_bytes + 4 * whole,
+        backward_bytes=2 * whole + cast_bytes,
         launches=12,
-        backward_launches=10,
+        backward_launches=4 + (cast_bytes > 0),
         saved_bytes=whole,
-        workspace_bytes=whole * (2 if cast_bytes else 1),
-        backward_workspace_bytes=2 * whole,
+        backward_workspace_bytes=whole if cast_bytes else 0,
     )
 
 

@@ -21,7 +21,7 @@ from autopar.profile.store import MachineProfile, known_devices, load_library, l
 from autopar.table import Table
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 
 
 def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
@@ -99,10 +99,10 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
                 "bytes_per_s": measured["copy_bandwidth_bytes_per_s"],
                 "provenance": f"{where}: large copy, read plus write",
             },
-            "launch": {"time_s": measured["launch_s"], "provenance": f"{where}: addition of eight numbers"},
+            "launch": {"time_s": measured["launch_s"], "provenance": f"{where}: one of a chain of four small operators"},
             "fragmentation": {"fraction": 0.05, "provenance": "assumed: not measured"},
             "interference": {"fraction": 0.15 if cuda else 1.0, "provenance": "assumed: as in the shipped profiles"},
-            "uncertainty": {"fraction": 0.3, "provenance": "assumed: as in the shipped profiles"},
+            "uncertainty": {"fraction": 0.25 if cuda else 0.6, "provenance": "assumed: as in the shipped profiles"},
             "reserve": [_reserve(cuda)],
             "matmul": {dtype: _rate(points, where) for dtype, points in measured["matmul"].items()},
         },

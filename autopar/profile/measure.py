@@ -89,7 +89,17 @@ def copy_bandwidth_bytes_per_s(device: torch.device, *, repeats: int = 5) -> flo
     return 2 * source.numel() / median_time_s(lambda: target.copy_(source), device, repeats=repeats)
 
 
+_CHAINED = 40
+
+
 def launch_s(device: torch.device, *, repeats: int = 5) -> float:
-    """The time of an operator that has next to nothing to do, recorded for backward as in training."""
-    one = torch.ones(8, device=device, requires_grad=True)
-    return median_time_s(lambda: one + one, device, repeats=repeats, min_time_s=5e-3)
+    """The time of an operator that has next to nothing to do, recorded for backward as in training: of a chain of four."""
+    start, weight = (torch.full((8, 8), 0.1, device=device, requires_grad=True) for _ in range(2))
+
+    def chain() -> torch.Tensor:
+        x = start
+        for _ in range(_CHAINED // 4):
+            x = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight) * x + start)
+        return x
+
+    return median_time_s(chain, device, repeats=repeats, min_time_s=5e-3) / _CHAINED
