@@ -106,7 +106,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     return planner.estimate()
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913  keywords of the public call
     model: torch.nn.Module,
     *,
     cluster: Cluster | str | None = None,

@@ -119,7 +119,8 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
 
     def rounds(t: Table) -> NDArray[np.bool_]:
         m = t["num_micro_batches"]
-        return m % np.maximum(1, m // t["pp"]) == 0
+        even: NDArray[np.bool_] = m % np.maximum(1, m // t["pp"]) == 0
+        return even
 
     return (
         Constraint(
@@ -185,8 +186,9 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
 
 def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:
     """Sharding over none or all data ranks, or (HSDP) over those of one node."""
-    whole = (t["dp_replicate"] == 1) | (t["dp_shard"] == 1)
-    return whole | (hsdp & (t["dp_shard"] * t["tp"] == per_node))
+    whole: NDArray[np.bool_] = (t["dp_replicate"] == 1) | (t["dp_shard"] == 1)
+    node: NDArray[np.bool_] = t["dp_shard"] * t["tp"] == per_node
+    return whole | node if hsdp else whole
 
 
 def pin_constraints(pins: Pins) -> tuple[Constraint, ...]:
@@ -236,7 +238,8 @@ def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
         ]
     else:
         usual = divisors(world) if world <= 64 else (1, 2, world)
-        degrees = list(product(*(_values(pins, key, usual) for key in _DEGREES)))
+        pp, replicate, shard, tp = (_values(pins, key, usual) for key in _DEGREES)
+        degrees = list(product(pp, replicate, shard, tp))
     zero = _values(pins, "zero", space.zero_stages)
     micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= problem.global_batch_size])
     data = np.unique(np.array([d[1] * d[2] for d in degrees]))

@@ -21,7 +21,7 @@ from autopar.plan import AxisTyping
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact
 from autopar.search.elimination import Energy, Factor, marginalise
-from autopar.search.intra import AxisCosts, BlockProblem, Pricing, boundary_of, crossing_types
+from autopar.search.intra import AxisCosts, BlockProblem, Boundary, Pricing, boundary_of, crossing_types
 from autopar.search.problem import Choice, Weights
 
 
@@ -96,7 +96,7 @@ class AxisSolver:
         factors: list[Factor] = []
         for i, boundary in enumerate(self.boundaries):
             table = tables[id(self.of_block[i])].table
-            keys: list[Ref | str] = [*boundary.inputs, *boundary.outputs, *boundary.shared]
+            keys = _keys(boundary)
             for key, count in zip(keys, table.shape, strict=True):
                 if key not in variables:
                     variables[key] = len(sizes)
@@ -112,7 +112,7 @@ class AxisSolver:
         chosen = best.decode(())
         choices = []
         for i, boundary in enumerate(self.boundaries):
-            index = tuple(chosen[variables[k]] for k in (*boundary.inputs, *boundary.outputs, *boundary.shared))
+            index = tuple(chosen[variables[k]] for k in _keys(boundary))
             problem = self.of_block[i]
             choices.append(problem.choice(tables[id(problem)], index))
         return self._solution(choices, float(best.table))
@@ -148,3 +148,8 @@ class AxisSolver:
             )
         typing = Typing(axis=self.axis, size=Fraction(self.size), strategies=strategies, parameters=parameters)
         return AxisSolution(typing=typing, blocks=tuple(blocks), value=value)
+
+
+def _keys(boundary: Boundary) -> list[Ref | str]:
+    """What a block's table is over: values by their reference, parameters by name."""
+    return [*boundary.inputs, *boundary.outputs, *boundary.shared]

@@ -109,7 +109,7 @@ class Evaluator:
         if cut_short:
             return Misfit(candidate=candidate, reason="slower than the best plan by a bound")
         least = min(failure.needs_bytes for failure in failures)
-        reason = f"memory: needs {least / 2**30:.1f} GiB of {self.limit_bytes / 2**30:.1f} GiB"
+        reason = f"memory: needs {readable(least)} of {readable(self.limit_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least))
 
     def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
@@ -153,6 +153,8 @@ class Evaluator:
                 stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=candidate.num_micro_batches
             )
             if cut is None:
+                if self.stages and not self._can_be_cut(cutter, stages):
+                    raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
                 return _Failure(needs_bytes=needs or self._leanest(candidate, option, step, cutter))
             if self._busy_s(cut, cutter, candidate) >= at_most_s:
                 return _Failure(is_slow=True)
@@ -166,6 +168,11 @@ class Evaluator:
                     if over > 0:
                         limits[s] -= 1.01 * over / candidate.virtual_stages
         return _Failure(needs_bytes=needs)
+
+    def _can_be_cut(self, cutter: StageCutter, stages: int) -> bool:
+        """Whether the pinned stages alone allow a cut."""
+        unlimited = [float("inf")] * stages
+        return cutter.cut(stages, in_flight=[1] * stages, limit_bytes=unlimited, num_micro_batches=1) is not None
 
     def _least_bytes(self, blocks: Sequence[CutBlock], candidate: Candidate) -> float:
         """Tensors of the fullest rank at least: the average rank, or a single block."""
@@ -216,10 +223,10 @@ class Evaluator:
 
     def _cut_blocks(self, option: Option, step: Step) -> list[CutBlock]:
         """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
-        made: dict[tuple[int, str], CutBlock] = {}
+        made: dict[tuple[int, Recompute | None], CutBlock] = {}
         blocks = []
         for index, k in enumerate(self.layouts.compact.class_of):
-            pinned = self.recompute.get(index, "")
+            pinned = self.recompute.get(index)
             key = (option.keys[k], pinned)
             if key not in made:
                 modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space.recompute
@@ -261,6 +268,18 @@ def bound_s(candidate: Candidate, total_s: float) -> float:
     """
     m, pp = candidate.num_micro_batches, candidate.mesh.pp
     return m * total_s / pp if candidate.virtual_stages > 1 else total_s / (1 - (1 - 1 / m) ** pp)
+
+
+def readable(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> readable(3 * 2**29)
+    '1.5 GiB'
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def flops_per_sample(compact: Compact, model: CostModel) -> float:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Parameter
 from autopar.layout import I, Type
 from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, BlockLayout
+from autopar.rules import has_rule
 from autopar.rules.apply import shard
 from autopar.rules.types import Typing
 from autopar.search.batch import BATCH, solve_batch
@@ -166,9 +168,7 @@ class Layouts:
     def _pricing(self, tp: int) -> AxisPricing:
         """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
         precision = self.model.precision
-        storage, compute, reduce = (
-            _itemsize(name) for name in (precision.storage, precision.compute, precision.reduce)
-        )
+        storage, compute, reduce = (itemsize(name) for name in (precision.storage, precision.compute, precision.reduce))
         copies = compute if compute != storage else 0
         return AxisPricing(
             device=self.model.device,
@@ -207,8 +207,7 @@ class Layouts:
         return self._options[key]
 
     def _alike(self, graph: Graph, index: int) -> object:
-        """Equal for blocks of equal cost: equal operators at equal shapes that neither share parameters nor differ
-        in what they send."""
+        """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
         block = graph.blocks[index]
         shared = tuple(p.name for p in graph.block_parameters(block) if self._owners[p.name] > 1)
         sent = tuple(graph.spec(ref) for ref in graph.block_outputs(block))
@@ -264,8 +263,6 @@ def attention_heads(graph: Graph) -> tuple[int, ...]:
 
 def operators_without_rule(graph: Graph) -> tuple[str, ...]:
     """A note for each kind of operator that runs whole on every rank of ``tp`` because no rule says how to split it."""
-    from autopar.rules import has_rule
-
     targets: dict[str, int] = {}
     for op in graph.ops:
         if not has_rule(op.target):
@@ -286,10 +283,4 @@ def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:
 
 def _round(n: int) -> int:
     """The power of 8 at or below: layouts change with the order of magnitude alone."""
-    return 8 ** ((n.bit_length() - 1) // 3)
-
-
-def _itemsize(dtype: str) -> int:
-    from autopar.cost.data_parallel import itemsize
-
-    return itemsize(dtype)
+    return int(8 ** ((n.bit_length() - 1) // 3))

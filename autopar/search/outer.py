@@ -13,12 +13,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from autopar.errors import InfeasibleError
 from autopar.schedule import SCHEDULES
 from autopar.search.candidates import Candidate
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit
-from autopar.search.study import Study
+
+if TYPE_CHECKING:
+    from autopar.search.study import Study
 
 Progress = Callable[[str, int, int], None]
 """``(what, done, total)``; ``total`` 0 while it is not known."""
@@ -60,8 +62,8 @@ class OuterSearch:
         evaluator: evaluates them.
         pool: the candidates.
         exhaustive: up to so many are searched to the end.
-        storage: of an Optuna study; None keeps it in memory, and only where it is needed.
-        seed: of the sampler.
+        trials: of a larger pool, where ``limits`` says nothing.
+        study: where trials are recorded; a pool that is not searched to the end needs one.
     """
 
     def __init__(
@@ -72,22 +74,19 @@ class OuterSearch:
         exhaustive: int,
         trials: int,
         limits: Limits,
-        seed: int = 0,
-        storage: str | None = None,
-        name: str = "autopar",
+        study: Study | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.evaluator, self.pool = evaluator, tuple(pool)
         self.limits, self.progress = limits, progress
-        self.is_exhaustive = len(self.pool) <= exhaustive
+        self.is_exhaustive = len(self.pool) <= exhaustive or study is None
         self.trials = limits.trials or (len(self.pool) if self.is_exhaustive else trials)
         self.start = time.monotonic()
         self.best: Evaluation | None = None
         self.seen: dict[Candidate, None] = {}
         self.misfits: list[Misfit] = []
         self.finished = True
-        needs_study = storage is not None or not self.is_exhaustive
-        self.study = Study(self.pool, storage=storage, seed=seed, name=name) if needs_study else None
+        self.study = study
 
     def run(self) -> Outcome:
         """Search until the end or a limit."""
@@ -160,8 +159,10 @@ class OuterSearch:
 
 
 def defaults(pool: Sequence[Candidate]) -> Iterator[Candidate]:
-    """What practice starts from: ZeRO-1 with the smallest micro-batch under every tensor and pipeline degree, then
-    ZeRO-3 over everything."""
+    """What practice starts from.
+
+    ZeRO-1 with the smallest micro-batch under every tensor and pipeline degree, then ZeRO-3 over everything.
+    """
     best: dict[tuple[int, int], Candidate] = {}
     for candidate in pool:
         key = (candidate.mesh.tp, candidate.mesh.pp)
@@ -188,10 +189,3 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
         mesh.dp_replicate,
         SCHEDULES.index(candidate.schedule),
     )
-
-
-def require(outcome: Outcome, explain: Callable[[], InfeasibleError]) -> Evaluation:
-    """The best plan, or the error that says why there is none."""
-    if outcome.best is None:
-        raise explain()
-    return outcome.best

@@ -12,10 +12,10 @@ from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, StagePlan
 from autopar.search.candidates import Candidate, Problem, candidates, conflict
-from autopar.search.evaluate import Evaluation, Evaluator, Misfit
+from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
 from autopar.search.layouts import attention_heads, operators_without_rule
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
-from autopar.search.pins import ChoicePin, NumberPin, Pin, Pins
+from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
 from autopar.search.space import Space
 
@@ -88,15 +88,20 @@ class Planner:
         Raises:
             InfeasibleError: there is none; names the smallest set of constraints that conflict.
         """
+        space = self.task.space
+        study = None
+        if storage is not None or len(self.pool) > space.exhaustive:
+            from autopar.search.study import Study  # optuna is slow to import
+
+            name = f"{self.task.graph.name} {self.task.graph.fingerprint} on {self.task.cluster.name}"
+            study = Study(self.pool, storage=storage, seed=seed, name=name)
         search = OuterSearch(
             self.evaluator,
             self.pool,
-            exhaustive=self.task.space.exhaustive,
-            trials=self.task.space.trials,
+            exhaustive=space.exhaustive,
+            trials=space.trials,
             limits=limits,
-            seed=seed,
-            storage=storage,
-            name=f"{self.task.graph.name} {self.task.graph.fingerprint} on {self.task.cluster.name}",
+            study=study,
             progress=progress,
         )
         outcome = search.run()
@@ -197,15 +202,19 @@ class Planner:
         found = [m for m in misfits if m.needs_bytes]
         if not found:
             reasons = sorted({m.reason for m in misfits})
-            return InfeasibleError("some candidate has a layout", value="; ".join(reasons[:3]), remedy="drop a pin")
+            pins = ", ".join(pin.text for pin in self.task.pins.pins if isinstance(pin, StagePin | ParameterPin))
+            return InfeasibleError(
+                "the pins leave a plan",
+                value=f"this conflict: {pins}; {'; '.join(reasons[:3])}",
+                remedy="drop one of them",
+            )
         left = self.task.pins
         for pin in self.task.pins.pins:
             without = left.without(pin.text)
             if not self._anything_fits(without):
                 left = without
-        gib = 2**30
         least = min(m.needs_bytes for m in found)
-        memory = f"memory of {self.evaluator.limit_bytes / gib:.2f} GiB a device (the leanest plan needs {least / gib:.2f} GiB)"
+        memory = f"{readable(self.evaluator.limit_bytes)} of memory a device (the leanest plan needs {readable(least)})"
         samples = f"a global batch of {self.task.global_batch_size}"
         world = f"{self.problem.world_size} devices"
         return InfeasibleError(

@@ -33,8 +33,8 @@ def explain(evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation) -
     """One sentence for each neighbour: a candidate with another value of one choice and as little else changed as can be."""
     sentences = []
     for name, value in _CHOICES:
-        for other in _neighbours(pool, best.candidate, value):
-            sentences.append(f"{name}={value(other)}: {_compare(evaluator, best, other)}")
+        near = _neighbours(pool, best.candidate, value)
+        sentences += [f"{name}={value(other)}: {_compare(evaluator, best, other)}" for other in near]
     return tuple(sentences[:MAX_REASONS])
 
 

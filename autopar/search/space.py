@@ -8,7 +8,7 @@ from typing import cast
 
 from autopar import resources
 from autopar.errors import UsageError
-from autopar.plan import ScheduleName
+from autopar.plan import Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
@@ -38,7 +38,7 @@ class Space:
     schedules: tuple[ScheduleName, ...]
     virtual_stages: tuple[int, ...]
     hsdp: bool
-    recompute: tuple[str, ...]
+    recompute: tuple[Recompute, ...]
     price_ratios: tuple[float, ...]
     exhaustive: int
     trials: int
@@ -71,7 +71,7 @@ def load_space(name: str) -> Space:
         schedules=cast("tuple[ScheduleName, ...]", schedules),
         virtual_stages=_integers(table, "virtual_stages", 1),
         hsdp=table.flag("hsdp"),
-        recompute=_texts(table, "recompute", ("none", "full")),
+        recompute=cast("tuple[Recompute, ...]", _texts(table, "recompute", ("none", "full"))),
         price_ratios=tuple(_numbers(table, "price_ratios")),
         exhaustive=table.integer("exhaustive"),
         trials=table.integer("trials"),

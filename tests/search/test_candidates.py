@@ -61,7 +61,11 @@ def test_pins_are_kept() -> None:
         (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * tp"}),
         (["zero=2", "pp=2"], 8, {"zero=2", "pp=2", "zero=2 has pp=1"}),
         (["tp<=2", "tp>=4", "pp=1"], 8, {"tp<=2", "tp>=4"}),
-        (["schedule=1F1B", "pp=1"], 8, {"schedule=1F1B", "pp=1", "a pipeline (pp > 1) has a schedule, and one stage has none"}),
+        (
+            ["schedule=1F1B", "pp=1"],
+            8,
+            {"schedule=1F1B", "pp=1", "a pipeline (pp > 1) has a schedule, and one stage has none"},
+        ),
     ],
 )
 def test_the_smallest_conflict_is_named(pins: list[str], world: int, expected: set[str]) -> None:

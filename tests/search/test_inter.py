@@ -25,9 +25,7 @@ def block(key: int, rng: np.random.Generator) -> CutBlock:
     )
 
 
-def brute_force(
-    blocks: Sequence[CutBlock], stages: int, in_flight: Sequence[int], limit: float, m: int
-) -> float:
+def brute_force(blocks: Sequence[CutBlock], stages: int, in_flight: Sequence[int], limit: float, m: int) -> float:
     best = np.inf
     for inner in combinations(range(1, len(blocks)), stages - 1):
         edges = [0, *inner, len(blocks)]
@@ -96,8 +94,6 @@ def test_an_80_layer_model_is_cut_in_milliseconds() -> None:
     layer, end = block(0, np.random.default_rng(0)), block(1, np.random.default_rng(1))
     cutter = StageCutter([end, *[layer] * 80, end])
     start = time.thread_time()
-    found = cutter.cut(
-        16, in_flight=list(range(16, 0, -1)), limit_bytes=[1e9] * 16, num_micro_batches=64
-    )
+    found = cutter.cut(16, in_flight=list(range(16, 0, -1)), limit_bytes=[1e9] * 16, num_micro_batches=64)
     assert found is not None
     assert time.thread_time() - start < 1.0

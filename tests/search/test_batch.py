@@ -1,0 +1,81 @@
+"""The typing that splits samples: found, applied, and refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from autopar.errors import RuleError
+from autopar.graph.ir import Block, Graph, Ref
+from autopar.graph.trace import trace
+from autopar.layout import P, R, S
+from autopar.rules.apply import shard
+from autopar.search.batch import solve_batch
+from autopar.search.classes import compact
+
+from .graphs import mlp, op
+
+
+def test_samples_are_split_and_the_loss_is_partial() -> None:
+    small = compact(mlp(layers=6))
+    typing = solve_batch(small)
+    assert typing.inputs == {"x": S(0)}
+    assert all(typing.strategies[o.name].outputs == (S(0),) for o in small.graph.ops[:-1])
+    assert typing.strategies["loss"].outputs == (P,)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_one_typing_serves_every_micro_batch(micro_batch: int) -> None:
+    small = compact(mlp(layers=2, batch=2))
+    typing = solve_batch(small)
+    local = shard(
+        small.graph,
+        replace(typing, size=Fraction(2, micro_batch)),
+        global_batch_size=16,
+        micro_batch_size=micro_batch,
+    )
+    assert local.batch_size == micro_batch
+    assert local.spec(Ref("r1")).shape[0] == micro_batch
+
+
+def test_a_count_of_tokens_is_totalled_before_the_step() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 4)
+            self.head = torch.nn.Linear(4, 8)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.table(ids))
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    graph = trace(Model(), (), {"ids": ids, "labels": ids})
+    typing = solve_batch(compact(graph))
+    local = shard(graph, replace(typing, size=Fraction(2)), global_batch_size=8, micro_batch_size=1)
+    assert local.sums
+    assert all(typing.strategies[graph.producer(ref).name].outputs == (P,) for ref in local.sums)  # type: ignore[union-attr]
+
+
+def test_an_operator_that_mixes_samples_is_named() -> None:
+    graph = mlp(layers=1)
+    ops = list(graph.ops)
+    mixing = replace(op("mixed", "aten.softmax.int", (Ref("start"), 0), 4, 8), source="model.py:7", module="gate")
+    ops[1:1] = [mixing]
+    ops[2] = ops[2].with_operands((Ref("mixed"), Ref("up0")))
+    mixed: Graph = replace(
+        graph, ops=tuple(ops), blocks=(Block(index=0, start=0, stop=len(ops), hash="all", label="all"),)
+    )
+    with pytest.raises(RuleError) as caught:
+        solve_batch(compact(mixed))
+    assert "samples are independent" in str(caught.value)
+    assert "mixed (aten.softmax.int)" in str(caught.value)
+    assert "model.py:7" in str(caught.value)
+
+
+def test_parameters_stay_whole() -> None:
+    typing = solve_batch(compact(mlp()))
+    assert all(s.inputs[1] == R for name, s in typing.strategies.items() if name in ("start", "a0", "b0"))

@@ -1,0 +1,208 @@
+"""The whole search on a small model: best of all, deterministic, within memory, refused by the smallest conflict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph.ir import Graph
+from autopar.layout import S
+from autopar.plan import FP32, Plan, SearchRecord
+from autopar.search.candidates import Problem, candidates
+from autopar.search.evaluate import Evaluation, Evaluator
+from autopar.search.outer import Limits, OuterSearch
+from autopar.search.pins import Pins
+from autopar.search.space import Space, load_space
+from autopar.search.study import Study
+
+from .graphs import mlp
+
+CLUSTER = "cpu:1x4"
+RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return mlp(layers=6, batch=2, width=64, hidden=256)
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return load_space("quick")
+
+
+def outer(graph: Graph, space: Space, *, study_seed: int | None = None, trials: int | None = None) -> OuterSearch:
+    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
+    evaluator = Evaluator(graph, model, global_batch_size=16, pins=Pins(), space=space)
+    problem = Problem(
+        world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
+    )
+    pool = candidates(problem, Pins())
+    study = None if study_seed is None else Study(pool, storage=None, seed=study_seed, name="test")
+    return OuterSearch(
+        evaluator,
+        pool,
+        exhaustive=10_000 if study is None else 0,
+        trials=12,
+        limits=Limits(trials=trials),
+        study=study,
+    )
+
+
+def test_branch_and_bound_finds_the_best_of_all(graph: Graph, space: Space) -> None:
+    search = outer(graph, space)
+    found = search.run()
+    assert found.best is not None
+    alone = Evaluator(graph, search.evaluator.model, global_batch_size=16, pins=Pins(), space=space)
+    times = [e.prediction.step_time_s for c in search.pool if isinstance(e := alone.evaluate(c), Evaluation)]
+    assert found.best.prediction.step_time_s == min(times)
+    assert found.lower_bound_s <= min(times)
+    assert found.finished
+
+
+def test_bounds_hold(graph: Graph, space: Space) -> None:
+    search = outer(graph, space)
+    for candidate in search.pool:
+        found = search.evaluator.evaluate(candidate)
+        if isinstance(found, Evaluation):
+            assert search.evaluator.lower_bound_s(candidate) <= found.prediction.step_time_s * (1 + 1e-9)
+
+
+def test_optuna_asks_for_candidates_and_is_deterministic(graph: Graph, space: Space) -> None:
+    runs = [outer(graph, space, study_seed=3, trials=12) for _ in range(2)]
+    found = [run.run() for run in runs]
+    assert found[0].best is not None
+    assert found[1].best is not None
+    assert list(runs[0].seen) == list(runs[1].seen)
+    assert len(runs[0].seen) <= 12
+    assert runs[0].study is not None
+    assert len(runs[0].study.study.trials) >= len(runs[0].seen)
+
+
+def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Path) -> None:
+    import optuna
+
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    pins = ["tp=1", "micro_batch=4"]
+    plan = api.search(graph, cluster=f"{CLUSTER}?memory=500MB", global_batch_size=16, pins=pins, trials=4, storage=url)
+    (summary,) = optuna.get_all_study_summaries(url)
+    trials = optuna.load_study(study_name=summary.study_name, storage=url).trials
+    assert len(trials) == plan.search.evaluated
+    values = [t.value for t in trials if t.value is not None]
+    assert min(values) == pytest.approx(plan.predicted.step_time_s)
+    assert all(t.user_attrs.get("reason") for t in trials if t.value is None)
+
+
+def test_the_package_is_the_verb(graph: Graph) -> None:
+    plan = autopar.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick")
+    assert isinstance(plan, Plan)
+    assert plan.mesh.world_size == 4
+    assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
+    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
+    assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
+    assert plan.search.reasons
+    assert [s.start for s in plan.stages] + [len(graph.blocks)] == [0, *(s.stop for s in plan.stages)]
+
+
+def test_equal_arguments_give_equal_plans(graph: Graph) -> None:
+    first, second = (api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick") for _ in range(2))
+    assert replace(first, search=RECORD) == replace(second, search=RECORD)
+    assert first.search.reasons == second.search.reasons
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        ["tp=2", "pp=2", "dp_replicate=1", "dp_shard=1", "zero=0", "micro_batch=2", "schedule=1F1B"],
+        ["tp=1", "pp=1", "dp_replicate=2", "dp_shard=2", "zero=3", "micro_batch=4"],
+        ["pp=2", "virtual_stages=3", "tp=1", "zero=1", "micro_batch=1"],
+    ],
+)
+def test_an_estimate_has_exactly_the_degrees_pinned(graph: Graph, pins: list[str]) -> None:
+    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
+    values = {key: getattr(plan.mesh, key) for key in ("pp", "tp", "dp_replicate", "dp_shard")}
+    values |= {"zero": plan.zero_stage, "micro_batch": plan.micro_batch_size, "virtual_stages": plan.virtual_stages}
+    for pin in pins:
+        key, value = pin.split("=")
+        assert str(values.get(key, plan.schedule)) == value
+    assert plan.pins == tuple(pins)
+
+
+def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> None:
+    pins = ["recompute=full@layers.1-2", "stage@layers.0-4=0", "layers.*.up=tp:S(1)", "tp=2", "pp=2"]
+    plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
+    assert [b.recompute for b in plan.blocks] == ["none", "none", "full", "full", "none", "none", "none", "none"]
+    assert plan.stages[0].stop >= 6
+    for block in plan.blocks[1:7]:
+        (tp,) = (t for t in plan.layouts[block.layout].typings if t.axis == "tp")
+        assert tp.parameters[tp.parameter_names.index("up")] == S(1)
+
+
+def test_memory_is_respected_and_recompute_bought_where_it_must_be(graph: Graph) -> None:
+    pins = ["tp=1", "pp=2", "zero=1", "micro_batch=4", "schedule=1F1B"]
+    big = mlp(layers=12, batch=2, width=256, hidden=4096)
+    roomy = api.estimate(big, cluster=CLUSTER, global_batch_size=4096, pins=["micro_batch=512", *pins[:3], pins[4]])
+    assert roomy.recompute == "none"
+    limit = roomy.predicted.peak_memory_bytes - 20_000_000
+    tight = api.estimate(
+        big, cluster=f"{CLUSTER}?memory={limit}", global_batch_size=4096, pins=["micro_batch=512", *pins[:3], pins[4]]
+    )
+    assert tight.recompute != "none"
+    assert tight.predicted.peak_memory_bytes <= limit
+    assert tight.predicted.step_time_s > roomy.predicted.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "said", "unsaid"),
+    [
+        ("cpu:1x4", ["tp=2", "pp=4", "zero!=2"], ["tp=2", "pp=4", "4 devices"], ["zero"]),
+        ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 devices"], ["micro_batch"]),
+        ("cpu:1x2", ["stage@layers.0=1", "stage@layers.1=0", "pp=2"], ["stage@layers.0=1", "stage@layers.1=0"], []),
+        ("cpu:1x2", ["layers.*.up=tp:S(1)", "precision=bf16"], ["precision=bf16"], []),
+    ],
+)
+def test_what_cannot_be_names_the_conflict(
+    graph: Graph, cluster: str, pins: list[str], said: list[str], unsaid: list[str]
+) -> None:
+    for verb in (api.search, api.estimate):
+        with pytest.raises(InfeasibleError) as caught:
+            verb(graph, cluster=cluster, global_batch_size=16, pins=pins)
+        assert caught.value.exit_code == 3
+        assert all(text in str(caught.value) for text in said), str(caught.value)
+        assert not any(text in str(caught.value) for text in unsaid), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"space": "defualt"}, "did you mean 'default'"),
+        ({"precision": "fp8"}, "fp32"),
+        ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
+        ({"global_batch_size": 0}, "at least one sample"),
+    ],
+)
+def test_malformed_wishes_are_refused(graph: Graph, options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        api.search(graph, **{"cluster": CLUSTER, "global_batch_size": 16, **options})  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+def test_limits_stop_a_search(graph: Graph) -> None:
+    plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, trials=3)
+    assert plan.search.evaluated == 3
+    with pytest.raises(InfeasibleError, match="timeout_s"):
+        api.search(graph, cluster=CLUSTER, global_batch_size=16, timeout_s=0.0)
+
+
+def test_progress_is_told(graph: Graph) -> None:
+    told: list[tuple[str, int, int]] = []
+    api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick", progress=lambda *event: told.append(event))
+    assert told[-1][1] >= 3
+    assert any("best" in what for what, _, _ in told)
