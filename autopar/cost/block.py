@@ -213,6 +213,7 @@ class _Storages:
     def __init__(self, graph: Graph, block: Block, works: list[Work]) -> None:
         self.graph, self.block, self.works = graph, block, works
         self.ops = graph.block_ops(block)
+        self.operands = [op.operands for op in self.ops]
         self._roots = storage_roots(self.ops, graph._index.specs)
         self.saved: dict[Ref, int] = {}
         """Kept storages by the position of the first operator that keeps them."""
@@ -253,7 +254,8 @@ class _Storages:
         """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
         last: dict[Ref, int] = {}
         for i, op in enumerate(self.ops):
-            last |= {self.root(ref): i for ref in op.operands} | {Ref(op.name, k): i for k in range(len(op.outputs))}
+            for ref in (*self.operands[i], *(Ref(op.name, k) for k in range(len(op.outputs)))):
+                last[self.root(ref)] = i
         outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
         alive: dict[Ref, int] = {}
         kept = peak = 0
@@ -283,8 +285,7 @@ class _Storages:
         for i in reversed(range(len(self.ops))):
             op = self.ops[i]
             if op.target not in VIEWS or self.copies(op):
-                for ref in op.operands:
-                    root = self.root(ref)
+                for root in map(self.root, self.operands[i]):
                     if self.graph.spec(root).requires_grad and not self.graph.is_parameter(root):
                         gradients.setdefault(root, self.size(root))
                 peak = max(peak, kept + sum(gradients.values()) + self.works[i].backward_workspace_bytes)

@@ -130,3 +130,9 @@ def test_large_pipelines_take_milliseconds() -> None:
         simulate("1F1B", 16, 512, stages)
         times.append(time.thread_time() - start)
     assert min(times) < 0.02
+
+
+def test_a_longer_first_forward_delays_everything_behind_it() -> None:
+    stages = [StageTimes(forward_s=F, backward_s=B, first_forward_s=0.5), *equal(3)]
+    assert simulate("1F1B", 4, 8, stages).time_s == pytest.approx((8 + 3) * (F + B) + 0.5)
+    assert simulate("none", 1, 3, stages[:1]).time_s == pytest.approx(3 * (F + B) + 0.5)
