@@ -21,6 +21,7 @@ RANKS, STEPS, WARM_UP = 4, 60, 5
 
 
 def search_plan() -> autopar.Plan:
+    """A plan for this machine, measured."""
     cluster = autopar.Cluster.detect(num_ranks=RANKS)
     batch = train_gpt2.make_batch(0)
     return autopar.search(
@@ -29,6 +30,7 @@ def search_plan() -> autopar.Plan:
 
 
 def train_parallel(plan: Path, record: Path) -> dict[str, list[float]]:
+    """Losses and step times of the training script under torchrun."""
     script = Path(train_gpt2.__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(script)]
     command += [f"--plan={plan}", f"--steps={STEPS}", f"--record={record}"]
@@ -53,6 +55,7 @@ def train_alone() -> list[float]:
 
 
 def main() -> int:
+    """The demo; 0 when both runs agree and the loss falls."""
     print(f"1. Measuring this machine, searching a plan for {RANKS} ranks")
     plan = search_plan()
     print(plan)
