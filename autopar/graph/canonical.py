@@ -292,34 +292,6 @@ def _attention(builder: Builder, call: Call) -> Value:
     return builder.emit(call, call.target, (query, key, given["value"], mask, p, causal), call.spec, kwargs=kwargs)
 
 
-def _addmm(builder: Builder, call: Call) -> Value:
-    bias, source, weight = call.args
-    plain = call.kwargs.get("beta", 1) == 1 and call.kwargs.get("alpha", 1) == 1
-    if not plain or not _is_weight(builder, weight) or len(builder.shape(bias)) != 1:
-        return generic(builder, call)
-    return builder.emit(call, "autopar.linear_t", (source, weight, bias))
-
-
-def _mm(builder: Builder, call: Call) -> Value:
-    source, weight = call.args
-    if isinstance(weight, Ref) and len(builder.shape(weight)) == 2:
-        producer = builder.producers.get(weight.name)
-        if producer is not None and producer.target == "aten.transpose.int" and _is_weight(builder, producer.args[0]):
-            return builder.emit(call, "aten.linear.default", (source, producer.args[0], None))
-        if _is_weight(builder, weight):
-            return builder.emit(call, "autopar.linear_t", (source, weight, None))
-    return generic(builder, call)
-
-
-def _is_weight(builder: Builder, ref: Argument) -> bool:
-    return isinstance(ref, Ref) and ref.name in builder.parameters and len(builder.shape(ref)) == 2
-
-
-def _linear(builder: Builder, call: Call) -> Value:
-    source, weight, *bias = call.args
-    return builder.emit(call, "aten.linear.default", (source, weight, bias[0] if bias else None))
-
-
 def _index(builder: Builder, call: Call) -> Value:
     """x[i, j, ...]: a view where every index counts up along a dim of its own, in order."""
     source, indices = call.args
@@ -379,9 +351,6 @@ HANDLERS: dict[str, Handler] = {
     "aten.native_dropout.default": _dropout,
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
-    "aten.addmm.default": _addmm,
-    "aten.mm.default": _mm,
-    "aten.linear.default": _linear,
     "aten.index.Tensor": _index,
 }
 """By target as traced; whatever is not here passes through :func:`generic`."""
@@ -394,7 +363,6 @@ COMPOSITES = frozenset(
         "aten.diff.default",
         "aten.layer_norm.default",
         "aten.log_softmax.int",
-        "aten.matmul.default",
         "aten.pad.default",
         "aten.rms_norm.default",
         "aten.softmax.int",

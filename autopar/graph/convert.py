@@ -16,8 +16,9 @@ from autopar.graph.canonical import COMPOSITES, HANDLERS, generic
 from autopar.graph.fold import fold, hint
 from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
+from autopar.graph.products import PRODUCTS
 
-_ALL_HANDLERS = HANDLERS | LOSSES
+_ALL_HANDLERS = HANDLERS | PRODUCTS | LOSSES
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."
@@ -108,7 +109,7 @@ class Converter:
                 raise TraceError(
                     "a traced model chooses its dtypes itself",
                     value="torch.autocast inside forward",
-                    place=source_of(node),
+                    place=next((place for n in _inner(owner, args[4]).graph.nodes if (place := source_of(n))), ""),
                     remedy="build the model in the dtype it computes in, or set precision in the plan",
                 )
             args = args[4:]
@@ -117,9 +118,7 @@ class Converter:
                 "regions of a traced model can be inlined", value=name, place=source_of(node), remedy=_REPORT
             )
         head, operands = args[0], args[1:]
-        assert isinstance(head, fx.Node)
-        inner = _lookup(owner, str(head.target))
-        assert isinstance(inner, fx.GraphModule)
+        inner = _inner(owner, head)
         places = [n for n in inner.graph.nodes if n.op == "placeholder"]
         scope = {place.name: _argument(value, env) for place, value in zip(places, operands, strict=False)}
         return tuple(self.run(inner.graph.nodes, inner, scope, grad))
@@ -136,6 +135,14 @@ def _apply(builder: Builder, call: Call) -> Value:
     value = _ALL_HANDLERS.get(call.target, generic)(builder, call)
     hint(builder, call, value)
     return value
+
+
+def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:
+    """The region that a call names."""
+    assert isinstance(head, fx.Node)
+    inner = _lookup(owner, str(head.target))
+    assert isinstance(inner, fx.GraphModule)
+    return inner
 
 
 def needs_decomposition(module: fx.GraphModule) -> bool:

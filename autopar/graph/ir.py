@@ -7,7 +7,7 @@ are: the passes of autopar take a graph and give a graph. Operators stand in top
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -86,7 +86,11 @@ class Op:
 
         A rule's ``Strategy.inputs`` has one type for each of these.
         """
-        return tuple(_refs((*self.args, *(value for _, value in self.kwargs))))
+        found: list[Ref] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect((value for _, value in self.kwargs), found)
+        return tuple(found)
 
     @property
     def spec(self) -> TensorSpec:
@@ -327,9 +331,10 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _refs(argument: Argument) -> Iterator[Ref]:
-    if isinstance(argument, Ref):
-        yield argument
-    elif isinstance(argument, tuple):
-        for item in argument:
-            yield from _refs(item)
+def _collect(arguments: Iterable[Argument], found: list[Ref]) -> None:
+    """Every :class:`Ref` in ``arguments``, in order, appended to ``found``."""
+    for argument in arguments:
+        if type(argument) is Ref:
+            found.append(argument)
+        elif type(argument) is tuple:
+            _collect(argument, found)

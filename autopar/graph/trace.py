@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import linecache
 import logging
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,22 +20,10 @@ from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Value
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
+from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
-
-_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What user code and torch.export raise."""
 
 
 def trace(
@@ -217,10 +202,10 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
                 memo[id(value)] = fake(value) if value.device.type == "meta" else value.detach().cpu()
     try:
         return copy.deepcopy(model, memo).train()
-    except _FAILURES as error:
+    except FAILURES as error:
         raise TraceError(
             "the model can be copied (copy.deepcopy) without its weights",
-            value=f"{type(error).__name__}: {_first_line(error)}",
+            value=f"{type(error).__name__}: {first_line(error)}",
             place=type(model).__name__,
             remedy="keep open files, locks and tensors with history out of the model",
         ) from error
@@ -236,8 +221,8 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
             return program.run_decompositions({}) if needs_decomposition(program.graph_module) else program
         except TraceError:
             raise
-        except _FAILURES as error:
-            raise _explained(error, model) from error
+        except FAILURES as error:
+            raise explained(error, model) from error
 
 
 @contextmanager
@@ -257,52 +242,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _explained(error: BaseException, model: torch.nn.Module) -> TraceError:
-    """The failure by the user's line, reason and remedy."""
-    text = str(error)
-    place, line = _user_line(error, model)
-    reason = f"{type(error).__name__}: {_first_line(error)}"
-    if line:
-        reason += f" at `{line}`"
-    dependent = ("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0")
-    if "DataDependent" in type(error).__name__ or any(word in text for word in dependent):
-        return TraceError(
-            "control flow and shapes do not depend on the values of tensors",
-            value=reason,
-            place=place,
-            remedy="write it with torch.where or a mask, or decide it outside forward",
-        )
-    if isinstance(error, TypeError) and "argument" in text:
-        return TraceError(
-            "example inputs fit the model's forward", value=reason, place=place, remedy="mend the example inputs"
-        )
-    return TraceError(
-        "torch.export can trace the model",
-        value=reason,
-        place=place,
-        remedy="mend that line; `torch.export.export(model, args, kwargs, strict=False)` must work",
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]
-
-
-def _user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
-    """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
-    home = inspect.getsourcefile(type(model)) or ""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    own = str(Path(__file__).resolve().parents[1])
-    torch_home = str(Path(torch.__file__).resolve().parent)
-    outside = [f for f in frames if not f[0].startswith((own, torch_home, "<"))]
-    users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
-    chosen = (users or outside or [("", 0)])[-1]
-    if not chosen[0]:
-        return type(model).__name__, ""
-    return f"{chosen[0]}:{chosen[1]}", linecache.getline(chosen[0], chosen[1]).strip()
 
 
 # --- leaves ---------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Failures of export by the user's line, the reason and a remedy."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import traceback
+from pathlib import Path
+
+import torch
+
+from autopar.errors import TraceError
+
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What user code and torch.export raise."""
+
+
+def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
+    """The failure by the user's line, reason and remedy."""
+    text = str(error)
+    place, line = _user_line(error, model)
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    if line:
+        reason += f" at `{line}`"
+    dependent = ("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0")
+    if "DataDependent" in type(error).__name__ or any(word in text for word in dependent):
+        return TraceError(
+            "control flow and shapes do not depend on the values of tensors",
+            value=reason,
+            place=place,
+            remedy="write it with torch.where or a mask, or decide it outside forward",
+        )
+    if isinstance(error, TypeError) and "argument" in text:
+        return TraceError(
+            "example inputs fit the model's forward", value=reason, place=place, remedy="mend the example inputs"
+        )
+    return TraceError(
+        "torch.export can trace the model",
+        value=reason,
+        place=place,
+        remedy="mend that line; `torch.export.export(model, args, kwargs, strict=False)` must work",
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def _user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
+    """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
+    home = inspect.getsourcefile(type(model)) or ""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    own = str(Path(__file__).resolve().parents[1])
+    torch_home = str(Path(torch.__file__).resolve().parent)
+    outside = [f for f in frames if not f[0].startswith((own, torch_home, "<"))]
+    users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
+    chosen = (users or outside or [("", 0)])[-1]
+    if not chosen[0]:
+        return type(model).__name__, ""
+    return f"{chosen[0]}:{chosen[1]}", linecache.getline(chosen[0], chosen[1]).strip()

@@ -1,0 +1,43 @@
+"""Products with a weight in one form: ``aten.linear(x, w, b)`` or, for a weight [in, out], ``autopar.linear_t``."""
+
+from __future__ import annotations
+
+from autopar.graph.builder import Builder, Call, Value
+from autopar.graph.canonical import Handler, generic
+from autopar.graph.ir import Argument, Ref
+
+
+def _addmm(builder: Builder, call: Call) -> Value:
+    bias, source, weight = call.args
+    plain = call.kwargs.get("beta", 1) == 1 and call.kwargs.get("alpha", 1) == 1
+    if not plain or not _is_weight(builder, weight) or len(builder.shape(bias)) != 1:
+        return generic(builder, call)
+    return builder.emit(call, "autopar.linear_t", (source, weight, bias))
+
+
+def _mm(builder: Builder, call: Call) -> Value:
+    source, weight = call.args
+    if isinstance(weight, Ref) and len(builder.shape(weight)) == 2:
+        producer = builder.producers.get(weight.name)
+        if producer is not None and producer.target == "aten.transpose.int" and _is_weight(builder, producer.args[0]):
+            return builder.emit(call, "aten.linear.default", (source, producer.args[0], None))
+        if _is_weight(builder, weight):
+            return builder.emit(call, "autopar.linear_t", (source, weight, None))
+    return generic(builder, call)
+
+
+def _is_weight(builder: Builder, ref: Argument) -> bool:
+    return isinstance(ref, Ref) and ref.name in builder.parameters and len(builder.shape(ref)) == 2
+
+
+def _linear(builder: Builder, call: Call) -> Value:
+    source, weight, *bias = call.args
+    return builder.emit(call, "aten.linear.default", (source, weight, bias[0] if bias else None))
+
+
+PRODUCTS: dict[str, Handler] = {
+    "aten.addmm.default": _addmm,
+    "aten.mm.default": _mm,
+    "aten.matmul.default": _mm,
+    "aten.linear.default": _linear,
+}
