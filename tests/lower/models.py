@@ -20,7 +20,7 @@ BATCH, SEQ, VOCABULARY = 4, 8, 64
 
 
 @cache
-def traced(name: str, dropout: float = 0.0) -> Graph:
+def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ) -> Graph:
     """``gpt2`` (tied weights, fused projections) or ``llama`` (grouped queries), two layers, on meta."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -30,10 +30,10 @@ def traced(name: str, dropout: float = 0.0) -> Graph:
             model = GPT2LMHeadModel(
                 GPT2Config(
                     n_layer=2,
-                    n_embd=32,
+                    n_embd=hidden,
                     n_head=4,
                     vocab_size=VOCABULARY,
-                    n_positions=16,
+                    n_positions=2 * seq,
                     use_cache=False,
                     resid_pdrop=dropout,
                     embd_pdrop=dropout,
@@ -47,18 +47,18 @@ def traced(name: str, dropout: float = 0.0) -> Graph:
             model = LlamaForCausalLM(
                 LlamaConfig(
                     num_hidden_layers=2,
-                    hidden_size=32,
+                    hidden_size=hidden,
                     num_attention_heads=8,
                     num_key_value_heads=4,
-                    intermediate_size=64,
+                    intermediate_size=2 * hidden,
                     vocab_size=VOCABULARY,
-                    max_position_embeddings=16,
+                    max_position_embeddings=2 * seq,
                     use_cache=False,
                     bos_token_id=0,
                     eos_token_id=0,
                 )
             )
-    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    ids = torch.zeros(BATCH, seq, dtype=torch.long)
     graph = trace(model.train(), kwargs={"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
     generator = torch.Generator().manual_seed(1)
     known = (

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import fx
 
+from autopar.api import estimate
 from autopar.errors import UsageError, VerificationError
 from autopar.lower.check import typecheck
 from autopar.lower.program import BlockProgram, Program, lower
@@ -102,3 +103,13 @@ def test_a_process_with_a_group_is_refused() -> None:
     program = mlp_program(mlp.mlp_graph(), Mesh(tp=2), sequence=False)
     with pytest.raises(UsageError, match="without a process group"):
         run_ranks(Mesh(), lambda rank: typecheck(program))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_plan_of_a_search_passes_for_64_ranks(name: str) -> None:
+    graph = traced(name, hidden=2048, seq=1024)
+    pins = ["tp=4", "pp=2", "dp_shard=8"]
+    plan = estimate(graph, cluster="h100-sxm5-80gb:8x8", global_batch_size=64, pins=pins, precision="bf16")
+    program = lower(plan, graph)
+    assert typecheck(program) > 60
+    assert any(kind.is_split for p in program.graph.parameters for axis, kind in p.layout if axis == "tp")
