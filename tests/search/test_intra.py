@@ -104,7 +104,7 @@ def _best_rests(graph: Graph, size: int, chosen: dict[str, Strategy], weights: W
     return best
 
 
-@pytest.mark.parametrize(("price", "width", "hidden"), [(0.0, 4, 3), (1e-7, 4, 3), (1e-7, 3, 6), (1e-7, 4, 6)])
+@pytest.mark.parametrize(("price", "width", "hidden"), [(0.0, 4, 3), (1e-7, 3, 6)])
 def test_a_small_mlp_is_solved_exactly(price: float, width: int, hidden: int) -> None:
     graph = mlp(layers=1, batch=3, hidden=hidden, width=width)
     weights = Weights(per_step_s=0.25, saved_byte=price, state_byte=price)
