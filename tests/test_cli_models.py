@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.models import resolve_model
 from autopar.plan import Plan
-from autopar.plan_io import save_plan
+from autopar.plan_io import load_plan, save_plan
 from autopar.runtime.verify import RankErrors, VerifyReport
 from tests.cli_runner import Run, run_fixture
 from tests.distributed.plans import make_plan
@@ -195,3 +196,94 @@ def test_verify_of_a_model_needs_a_cluster(run: Run) -> None:
     done = run("verify", GPT)
     assert done.code == 2
     assert "--cluster cpu:1x4" in done.error
+
+
+def test_search_prints_saves_and_answers_in_json(run: Run, tmp_path: Path) -> None:
+    done = run("search", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "-o", "plan.json", "--json")
+    found = json.loads(done.out)
+    assert done.code == 0
+    assert prod(found["mesh"][axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) == 2
+    assert found["search"]["lower_bound_s"] <= found["predicted"]["step_time_s"]
+    assert sum(found["predicted"]["breakdown"].values()) == pytest.approx(found["predicted"]["step_time_s"])
+    saved = load_plan(tmp_path / "plan.json")
+    assert saved.predicted.step_time_s == found["predicted"]["step_time_s"]
+    assert saved.predicted.stage_times
+    assert run("show", "plan.json").out == f"{saved}\n"
+    assert run("show", "plan.json", "--html", "plan.html", "--perfetto", "trace.json").code == 0
+
+
+def test_estimate_returns_the_pinned_degrees(run: Run) -> None:
+    pins = "tp=2,pp=2,dp_shard=2,dp_replicate=1,zero=1,micro_batch=2,schedule=1F1B,recompute=full"
+    done = run("estimate", GPT, "--cluster", "cpu:1x8", "--global-batch", "16", "--pin", pins, "--json")
+    found = json.loads(done.out)
+    assert found["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
+    chosen = [found[key] for key in ("zero_stage", "micro_batch_size", "schedule", "recompute")]
+    assert chosen == [1, 2, "1F1B", "full"]
+    assert found["pins"] == pins.split(",")
+
+
+def test_printed_plan_names_parameters(run: Run) -> None:
+    done = run("estimate", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "--pin", "tp=2")
+    layouts = done.out.split("Layouts of parameters")[1]
+    assert "transformer.h.0-1 (2 blocks)" in layouts
+    assert "mlp.c_fc.weight" in layouts
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "named"),
+    [
+        ("cpu:1x3", ["tp=3"], ["4 attention heads", "tp=3"]),
+        ("cpu:1x4", ["tp=4", "pp=2", "zero=0"], ["tp=4", "pp=2"]),
+        ("cpu:1x1?memory=1MB", [], ["memory of", "a global batch of 8"]),
+    ],
+)
+def test_conflict_exits_with_3_and_is_named(cluster: str, pins: list[str], named: list[str], run: Run) -> None:
+    options = [option for pin in pins for option in ("--pin", pin)]
+    done = run("search", GPT, "--cluster", cluster, "--global-batch", "8", *options)
+    assert done.code == 3
+    assert all(text in done.error for text in named)
+    assert "zero=0" not in done.error
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--cluster", "h100-sxm:1x2"], "did you mean 'h100-sxm5-80gb'?"),
+        (["--cluster", "cluster.toml"], "cluster.toml, line 4, key 'group[0].devices_per_nodes'"),
+        (["--cluster", "torn.toml"], "torn.toml, line 1: the file is TOML"),
+        (["--cluster", "none.toml"], "none.toml: the file can be read"),
+        (["--cluster", "cpu:1x2", "--pin", "tpp=2"], "did you mean 'tp'?"),
+        (["--cluster", "cpu:1x2", "--pin", "tp"], "a pin is NAME=VALUE"),
+        (["--cluster", "cpu:1x2", "--pin", "model.layers.7.weight=tp:S(0)"], "a pin names parameters of the model"),
+        (["--cluster", "cpu:1x2", "--precision", "fp8"], "the precision is known"),
+        (["--cluster", "cpu:1x2", "--optimizer", "lion"], "the optimizer is known"),
+        (["--cluster", "cpu:1x2", "--space", "wide"], "the space is shipped with autopar or a TOML file"),
+        (["--cluster", "cpu:1x2", "--storage", "nowhere"], "--storage"),
+    ],
+)
+def test_bad_option_gives_one_message(options: list[str], expected: str, run: Run, tmp_path: Path) -> None:
+    lines = ["[[group]]", 'device = "cpu"', "num_nodes = 1", "devices_per_nodes = 2", "devices_per_node = 2"]
+    (tmp_path / "cluster.toml").write_text("\n".join(lines))
+    (tmp_path / "torn.toml").write_text('name = "mine')
+    done = run("search", GPT, "--global-batch", "8", *options)
+    assert done.code == 2
+    assert expected in done.error
+
+
+def test_explain_compares_with_other_pins(run: Run) -> None:
+    assert (
+        run("search", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "--pin", "tp=1", "-o", "plan.json").code == 0
+    )
+    assert "slower" in run("explain", "plan.json").out
+    done = run("explain", "plan.json", "--why-not", "tp=2", "--json")
+    found = json.loads(done.out)
+    assert {"path": "mesh.tp", "before": 1, "after": 2} in found["changes"]
+    assert found["step_time_ratio"] > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
+    done = run("verify", "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64", "--cluster", "cpu:1x2", "--pin", "pp=2")
+    assert done.code == 0
+    assert "every rank agrees" in done.out

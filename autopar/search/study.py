@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
+from autopar.errors import UsageError
 from autopar.search.candidates import Candidate
 from autopar.search.evaluate import Evaluation, Misfit
 
@@ -22,6 +24,9 @@ class Study:
     Args:
         storage: an Optuna URL, shared by machines; None for memory.
         seed: of the sampler.
+
+    Raises:
+        UsageError: the storage cannot be opened.
     """
 
     def __init__(self, pool: Sequence[Candidate], *, storage: str | None, seed: int, name: str) -> None:
@@ -31,13 +36,21 @@ class Study:
         self.distributions: dict[str, BaseDistribution] = {
             key: CategoricalDistribution(sorted({v[key] for v in self.values.values()}, key=str)) for key in _KEYS
         }
-        self.study = optuna.create_study(
-            study_name=name,
-            storage=storage,
-            load_if_exists=True,
-            direction="minimize",
-            sampler=optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=16),
-        )
+        try:
+            self.study = optuna.create_study(
+                study_name=name,
+                storage=storage,
+                load_if_exists=True,
+                direction="minimize",
+                sampler=optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=16),
+            )
+        except (SQLAlchemyError, ImportError, optuna.exceptions.StorageInternalError) as error:
+            raise UsageError(
+                "the storage is a database URL that can be opened",
+                value=f"{storage!r}: {str(error).splitlines()[0]}",
+                place="--storage",
+                remedy="write for example sqlite:///study.db",
+            ) from error
         self.asked: dict[Candidate, optuna.trial.Trial] = {}
         self.last: optuna.trial.Trial | None = None
 
