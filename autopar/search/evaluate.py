@@ -88,6 +88,9 @@ class Evaluator:
         """
         if candidate in self._done:
             return self._done[candidate]
+        hopeless = self.hopeless(candidate)
+        if hopeless is not None:
+            return self._remember(hopeless)
         best: Evaluation | None = None
         failures: list[_Failure] = []
         try:
@@ -111,6 +114,18 @@ class Evaluator:
         least = min(failure.needs_bytes for failure in failures)
         reason = f"memory: needs {readable(least)} of {readable(self.limit_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least))
+
+    def hopeless(self, candidate: Candidate) -> Misfit | None:
+        """Why no layout of a candidate can fit, found without solving any: ``tp`` divides what one rank has at best."""
+        option = self.layouts.whole(candidate.micro_batch_size)
+        blocks = self._cut_blocks(option, self.step(candidate, option))
+        tp, device = candidate.mesh.tp, self.model.device
+        least = self._least_bytes(blocks, candidate) / tp
+        needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
+        if needs <= self.limit_bytes:
+            return None
+        reason = f"memory: needs at least {readable(needs)} of {readable(self.limit_bytes)}"
+        return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
     def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
         self._done[found.candidate] = found

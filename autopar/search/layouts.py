@@ -109,7 +109,7 @@ class Layouts:
             InfeasibleError: the pins of parameters allow none.
         """
         if tp == 1:
-            yield self._option(micro_batch_size, 1, None)
+            yield self.whole(micro_batch_size)
             return
         seen = set()
         for ratio in sorted(self.space.price_ratios, reverse=True):
@@ -117,6 +117,10 @@ class Layouts:
             if solution.signature not in seen:
                 seen.add(solution.signature)
                 yield self._option(micro_batch_size, tp, solution)
+
+    def whole(self, micro_batch_size: int) -> Option:
+        """The layout without a tensor-parallel axis."""
+        return self._option(micro_batch_size, 1, None)
 
     def _solution(self, key: tuple[int, int, int, int], ratio: float) -> AxisSolution:
         if (key, ratio) not in self._solutions:
@@ -134,7 +138,7 @@ class Layouts:
         key = (micro_batch_size, tp)
         if key not in self._least:
             if tp == 1:
-                option = self._option(micro_batch_size, 1, None)
+                option = self.whole(micro_batch_size)
                 counts = [len(m) for m in self.compact.members]
                 times = [c.forward_s + c.backward_s for c in option.costs]
                 self._least[key] = sum(n * t for n, t in zip(counts, times, strict=True))

@@ -41,8 +41,8 @@ class Outcome:
     Attributes:
         best: the fastest plan that fits; None when none of those evaluated does.
         candidates: how many there were.
-        evaluated: how many of them were looked at.
-        lower_bound_s: no candidate is faster.
+        evaluated: how many of them were looked at; the others cannot fit in any layout, or are slower by a bound.
+        lower_bound_s: no candidate that may fit is faster.
         misfits: those that failed, with their reasons.
         finished: False where a limit stopped the search.
     """
@@ -85,16 +85,18 @@ class OuterSearch:
         self.best: Evaluation | None = None
         self.seen: dict[Candidate, None] = {}
         self.misfits: list[Misfit] = []
+        self.open: list[Candidate] = []
         self.finished = True
         self.study = study
 
     def run(self) -> Outcome:
         """Search until the end or a limit."""
+        self._drop_hopeless()
         if self.is_exhaustive:
             self._branch_and_bound()
         else:
             self._sample()
-        bounds = (self.evaluator.lower_bound_s(c) for c in self.pool)
+        bounds = (self.evaluator.lower_bound_s(c) for c in self.open)
         return Outcome(
             best=self.best,
             candidates=len(self.pool),
@@ -104,13 +106,22 @@ class OuterSearch:
             finished=self.finished,
         )
 
+    def _drop_hopeless(self) -> None:
+        """What cannot fit in any layout is neither bounded nor evaluated."""
+        for candidate in self.pool:
+            found = self.evaluator.hopeless(candidate)
+            if found is None:
+                self.open.append(candidate)
+            else:
+                self.misfits.append(found)
+
     def _branch_and_bound(self) -> None:
-        for candidate in defaults(self.pool):
+        for candidate in defaults(self.open):
             if self._is_over():
                 return
             self._try(candidate)
-        bounds = {c: self.evaluator.lower_bound_s(c) for c in self.pool}
-        for candidate in sorted(self.pool, key=bounds.__getitem__):
+        bounds = {c: self.evaluator.lower_bound_s(c) for c in self.open}
+        for candidate in sorted(self.open, key=bounds.__getitem__):
             if bounds[candidate] >= self._best_s():
                 return
             if candidate not in self.seen:
@@ -120,10 +131,11 @@ class OuterSearch:
 
     def _sample(self) -> None:
         assert self.study is not None
-        self.study.enqueue(defaults(self.pool))
+        self.study.enqueue(defaults(self.open))
+        allowed = set(self.open)
         while not self._is_over():
             candidate = self.study.ask()
-            if candidate in self.seen:
+            if candidate not in allowed or candidate in self.seen:
                 self.study.tell_again(candidate)
                 self.trials -= 1  # a repeated question costs no evaluation, and must end too
             elif self.evaluator.lower_bound_s(candidate) >= self._best_s():
@@ -145,7 +157,7 @@ class OuterSearch:
             self.study.tell(candidate, found)
         if self.progress is not None:
             best = f", best {self.best.prediction.step_time_s:.3g} s" if self.best else ""
-            self.progress(f"searching{best}", len(self.seen), len(self.pool) if self.is_exhaustive else self.trials)
+            self.progress(f"searching{best}", len(self.seen), len(self.open) if self.is_exhaustive else self.trials)
 
     def _best_s(self) -> float:
         return self.best.prediction.step_time_s if self.best is not None else math.inf
@@ -153,7 +165,7 @@ class OuterSearch:
     def _is_over(self) -> bool:
         late = self.limits.timeout_s is not None and time.monotonic() - self.start >= self.limits.timeout_s
         if late or len(self.seen) >= self.trials:
-            self.finished = len(self.seen) >= len(self.pool)
+            self.finished = len(self.seen) >= len(self.open)
             return True
         return False
 
