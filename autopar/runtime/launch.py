@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
 from autopar.plan import Plan
+from autopar.plan_check import check_model, check_plan
 from autopar.runtime.materialize import FileWeights, ModelWeights, Weights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, choose_device_type, start
+from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, start
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""
@@ -47,7 +48,8 @@ def launch(
     """
     start(device_type, timeout_s=timeout_s)
     plan, graph = _from_first_rank(make)
-    check_same_model(plan, graph)
+    check_plan(plan)
+    check_model(plan, graph)
     world = World(plan.mesh, device_type)
     program = lower(plan, graph, device=world.device)
     source: Weights = ModelWeights(model, seed)
@@ -56,20 +58,6 @@ def launch(
     else:
         take_first_rank_weights(model, world.device)
     return Parallel(program, world, source, seed=seed)
-
-
-def check_same_model(plan: Plan, graph: Graph) -> None:
-    """Refuses a plan for another model.
-
-    Raises:
-        PlanError: names both.
-    """
-    if plan.model.fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"the plan is for this model ({graph.name}, {graph.fingerprint})",
-            value=f"{plan.model.name}, {plan.model.fingerprint}",
-            remedy="search a plan for this model",
-        )
 
 
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
@@ -115,6 +103,3 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
                 value = tensor.detach().to(device).contiguous()
                 dist.broadcast(value, src=0)
                 tensor.copy_(value)
-
-
-__all__ = ["check_same_model", "choose_device_type", "launch", "take_first_rank_weights"]

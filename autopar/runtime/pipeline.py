@@ -52,7 +52,8 @@ class Accumulation:
         count = self._plan.num_micro_batches
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
-            before_backward(self.stage, self._plan, is_last=number == count - 1)
+            if count > 1:  # with one, all is as after the last
+                before_backward(self.stage, self._plan, is_last=number == count - 1)
             loss = self.forward(micro_batch, number)
             loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
@@ -71,6 +72,7 @@ class Pipeline:
     def __init__(self, stages: Sequence[StageModule], program: Program, world: World) -> None:
         self._stages, self._program = stages, program
         plan = program.plan
+        _check(plan)
         by_index = {stage.index: stage for stage in program.stages}
         specs = _Specs(program)
         group = world.device_mesh.get_group("pp")
@@ -123,6 +125,26 @@ class Pipeline:
 
 def _chunk_specs(dims: Mapping[str, int]) -> dict[str, TensorChunkSpec]:
     return {name: TensorChunkSpec(dim) for name, dim in dims.items()}  # type: ignore[no-untyped-call]
+
+
+def _check(plan: Plan) -> None:
+    """Refuses what torch's schedules cannot run.
+
+    Raises:
+        PlanError: says what.
+    """
+    if plan.zero_stage == 2:
+        raise PlanError(
+            "a pipeline reduces gradients at the end of a step: ZeRO 2 does not exist there",
+            value="ZeRO 2",
+            remedy="pin zero=1 or zero=3",
+        )
+    if plan.schedule == "1F1B" and plan.num_micro_batches < plan.mesh.pp:
+        raise PlanError(
+            f"1F1B has at least as many micro-batches as stages ({plan.mesh.pp})",
+            value=plan.num_micro_batches,
+            remedy="pin a smaller micro_batch or another schedule",
+        )
 
 
 def _loss_itself(output: Tensor, _: Tensor) -> Tensor:

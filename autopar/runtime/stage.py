@@ -90,7 +90,7 @@ class StageModule(nn.Module):
         if self.is_last:
             loss: Tensor = values[self.loss]
             return loss
-        return tuple(values[name] for name in self.sends)
+        return tuple(values[name].contiguous() for name in self.sends)  # as they are sent
 
     def holders(self) -> dict[str, nn.Module]:
         """For each parameter name the module that has it registered under that name."""

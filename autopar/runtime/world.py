@@ -24,6 +24,8 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
 
     What is started here is ended at exit.
     """
+    if device_type == "cuda":
+        torch.cuda.set_device(local_device(device_type))
     if dist.is_initialized():
         return
     backend = "nccl" if device_type == "cuda" else "gloo"
@@ -44,6 +46,13 @@ def stop() -> None:
 def choose_device_type(cluster: str) -> str:
     """``cuda`` where there is one, unless the plan is for CPUs."""
     return "cuda" if torch.cuda.is_available() and not cluster.startswith("cpu") else "cpu"
+
+
+def local_device(device_type: str) -> torch.device:
+    """The device of this rank: its node's CPU, or the GPU of its number on the node."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    return torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
 
 
 class World:
@@ -67,10 +76,7 @@ class World:
             )
         self.mesh, self.rank = mesh, dist.get_rank()
         self.coordinate = mesh.coordinate(self.rank)
-        local = dist.get_node_local_rank(fallback_rank=0) if device_type == "cuda" else 0
-        self.device = torch.device("cuda", local) if device_type == "cuda" else torch.device(device_type)
-        if device_type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.device = local_device(device_type)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
         # spmd-types 0.3 calls functional collectives by names that torch 2.13 has deprecated
         warnings.filterwarnings("ignore", ".*_functional_collectives.*deprecated.*", FutureWarning)

@@ -120,7 +120,7 @@ def test_world_of_another_size_is_refused() -> None:
 def test_plan_for_another_model_is_refused() -> None:
     plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2)
     wrong = replace(plan, model=replace(plan.model, fingerprint="0" * 16, name="other"))
-    with pytest.raises(PlanError, match="found other, 0000000000000000"):
+    with pytest.raises(PlanError, match="found a plan for other, fingerprint 0000000000000000"):
         launch(SUBJECT.build(), lambda: (wrong, graph()), device_type="cpu")
 
 
