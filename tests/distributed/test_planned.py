@@ -1,0 +1,43 @@
+"""Plans as users get them, priced and pinned, against one device: layouts, losses, gradients, parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar import api
+from autopar.mesh import Mesh
+from autopar.runtime.verify import verify
+from autopar.runtime.workers import WorkerPool
+from tests.distributed.test_layouts import traced
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+PINNED: dict[str, tuple[Mesh, list[str]]] = {
+    "dp4": (Mesh(dp_replicate=4), ["zero=0"]),
+    "dp4 ZeRO 1": (Mesh(dp_shard=4), ["zero=1"]),
+    "dp4 ZeRO 2": (Mesh(dp_shard=4), ["zero=2"]),
+    "dp4 ZeRO 3": (Mesh(dp_shard=4), ["zero=3"]),
+    "HSDP 2x2": (Mesh(dp_replicate=2, dp_shard=2), ["zero=3"]),
+    "tp2": (Mesh(tp=2), ["zero=0"]),
+    "tp4": (Mesh(tp=4), []),
+    "tp2 x dp2": (Mesh(tp=2, dp_replicate=2), ["zero=0"]),
+    "pp2 x dp2 ZeRO 1": (Mesh(pp=2, dp_shard=2), ["zero=1", "schedule=1F1B"]),
+    "pp2 x dp2 ZeRO 3": (Mesh(pp=2, dp_shard=2), ["zero=3", "schedule=1F1B"]),
+    "pp2 x tp2": (Mesh(pp=2, tp=2), []),
+    "pp4": (Mesh(pp=4), []),
+    "pp2 two virtual stages": (Mesh(pp=2), ["schedule=Interleaved1F1B", "virtual_stages=2"]),
+    "pp2 x tp2 recomputed": (Mesh(pp=2, tp=2), ["recompute=full"]),
+}
+
+
+@pytest.mark.parametrize("layout", PINNED)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_pinned_plan_equals_one_device(pool: WorkerPool, kind: str, layout: str) -> None:
+    subject, graph = traced(kind)
+    mesh, pins = PINNED[layout]
+    degrees = [f"{axis}={getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp")]
+    plan = api.estimate(
+        graph, cluster=f"cpu:1x{mesh.world_size}", global_batch_size=16, pins=[*degrees, "micro_batch=2", *pins]
+    )
+    assert plan.mesh == mesh
+    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
