@@ -36,8 +36,8 @@ class Ref:
 
 
 Argument: TypeAlias = (
-    "Ref | None | bool | int | float | str | torch.dtype | torch.device | torch.memory_format"
-    " | torch.layout | tuple[Argument, ...]"
+    "Ref | bool | int | float | str | torch.dtype | torch.device | torch.memory_format"
+    " | torch.layout | tuple[Argument, ...] | None"
 )
 
 
