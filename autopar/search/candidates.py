@@ -25,6 +25,10 @@ _DEGREES = ("pp", "dp_replicate", "dp_shard", "tp")
 _FIXED = {"cp": 1, "ep": 1}
 """Axes that nothing is laid out on yet."""
 
+MAX_FREE_WORLD = 64
+"""Up to this world size a conflict is looked for among all degrees; past it among those that multiply to the world
+size, and combinations of what the pins name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Candidate:
@@ -227,19 +231,18 @@ def _values(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
 def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
     """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size."""
     space, world = problem.space, problem.world_size
-    if whole_world:
-        found = divisors(world)
-        degrees = [
-            (pp, world // (pp * tp * shard), shard, tp)
-            for pp in found
-            for tp in found
-            if world % (pp * tp) == 0
-            for shard in divisors(world // (pp * tp))
-        ]
-    else:
-        usual = divisors(world) if world <= 64 else (1, 2, world)
-        pp, replicate, shard, tp = (_values(pins, key, usual) for key in _DEGREES)
-        degrees = list(product(pp, replicate, shard, tp))
+    found = divisors(world)
+    degrees = [
+        (pp, world // (pp * tp * shard), shard, tp)
+        for pp in found
+        for tp in found
+        if world % (pp * tp) == 0
+        for shard in divisors(world // (pp * tp))
+    ]
+    if not whole_world:
+        usual = found if world <= MAX_FREE_WORLD else (1, 2, world)
+        free = [_values(pins, key, usual) for key in _DEGREES]
+        degrees = sorted({*degrees, *product(free[0], free[1], free[2], free[3])})
     zero = _values(pins, "zero", space.zero_stages)
     micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= problem.global_batch_size])
     data = np.unique(np.array([d[1] * d[2] for d in degrees]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
@@ -67,11 +67,11 @@ class Planner:
         self.pool = candidates(self.problem, task.pins)
         if not self.pool:
             raise self._structural()
-        self.evaluator = self._evaluator(task.pins)
+        self.evaluator = self._evaluator(task.pins, task.global_batch_size)
 
-    def _evaluator(self, pins: Pins) -> Evaluator:
+    def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         task = self.task
-        return Evaluator(task.graph, self.model, global_batch_size=task.global_batch_size, pins=pins, space=task.space)
+        return Evaluator(task.graph, self.model, global_batch_size=global_batch_size, pins=pins, space=task.space)
 
     # --- verbs
 
@@ -211,21 +211,23 @@ class Planner:
         left = self.task.pins
         for pin in self.task.pins.pins:
             without = left.without(pin.text)
-            if not self._anything_fits(without):
+            if not self._anything_fits(without, self.problem):
                 left = without
+        more = replace(self.problem, global_batch_size=self.task.global_batch_size * self.problem.world_size)
         least = min(m.needs_bytes for m in found)
         memory = f"{readable(self.evaluator.limit_bytes)} of memory a device (the leanest plan needs {readable(least)})"
-        samples = f"a global batch of {self.task.global_batch_size}"
+        batch = f"a global batch of {self.task.global_batch_size}"
+        samples = (batch,) if self._anything_fits(left, more) else ()
         world = f"{self.problem.world_size} devices"
         return InfeasibleError(
             "a plan fits into the memory of the devices",
-            value="this conflict: " + "; ".join((*left.texts, memory, world, samples)),
+            value="this conflict: " + "; ".join((*left.texts, memory, world, *samples)),
             remedy="drop one of the pins named, or take more devices" if left.texts else "take more or larger devices",
         )
 
-    def _anything_fits(self, pins: Pins) -> bool:
-        pool = sorted(candidates(self.problem, pins), key=_leanness)
-        evaluator = self._evaluator(pins)
+    def _anything_fits(self, pins: Pins, problem: Problem) -> bool:
+        pool = sorted(candidates(problem, pins), key=_leanness)
+        evaluator = self._evaluator(pins, problem.global_batch_size)
         return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[:MAX_CONFLICT_TRIALS])
 
 

@@ -81,8 +81,10 @@ def attention(*, batch: int = 1, seq: int = 4, heads: int = 2, width: int = 4) -
     )
 
 
-def llama_block(*, seq: int = 4096, hidden: int = 8192, heads: int = 64, ffn: int = 28672, batch: int = 1) -> Graph:
-    """Two Llama-like layers (without rotary embedding) in bf16 between an embedding and a sum."""
+def llama_block(
+    *, seq: int = 4096, hidden: int = 8192, heads: int = 64, ffn: int = 28672, batch: int = 1, layers: int = 2
+) -> Graph:
+    """Llama-like layers (without rotary embedding) in bf16 between an embedding and a sum."""
     half = torch.bfloat16
     each = hidden // heads
     parameters: list[Parameter] = [Parameter(name="table", fqn="table", spec=spec(32000, hidden, dtype=half))]
@@ -99,7 +101,7 @@ def llama_block(*, seq: int = 4096, hidden: int = 8192, heads: int = 64, ffn: in
     x = add("embedding", "aten.embedding.default", (Ref("table"), Ref("ids")), batch, seq, hidden)
     blocks = [Block(index=0, start=0, stop=1, hash="embedding", label="embedding")]
     flat, split = (batch, seq, hidden), (batch, heads, seq, each)
-    for i in range(2):
+    for i in range(layers):
         start = len(ops)
         n = add(f"norm{i}", "aten.layer_norm.default", (x, (hidden,), weight(f"n{i}", hidden)), *flat)
         qkv = []
@@ -112,7 +114,7 @@ def llama_block(*, seq: int = 4096, hidden: int = 8192, heads: int = 64, ffn: in
         y = add(f"cv{i}", "aten.view.default", (y, flat), *flat)
         y = add(f"o{i}", "aten.linear.default", (y, weight(f"wo{i}", hidden, hidden)), *flat)
         x = add(f"h{i}", "aten.add.Tensor", (x, y), *flat)
-        n = add(f"norm2{i}", "aten.layer_norm.default", (x, (hidden,), weight(f"n2{i}", hidden)), *flat)
+        n = add(f"after{i}", "aten.layer_norm.default", (x, (hidden,), weight(f"na{i}", hidden)), *flat)
         g = add(f"gate{i}", "aten.linear.default", (n, weight(f"wg{i}", ffn, hidden)), batch, seq, ffn)
         g = add(f"silu{i}", "aten.silu.default", (g,), batch, seq, ffn)
         u = add(f"up{i}", "aten.linear.default", (n, weight(f"wu{i}", ffn, hidden)), batch, seq, ffn)
@@ -121,7 +123,7 @@ def llama_block(*, seq: int = 4096, hidden: int = 8192, heads: int = 64, ffn: in
         x = add(f"out{i}", "aten.add.Tensor", (x, y), *flat)
         blocks.append(Block(index=i + 1, start=start, stop=len(ops), hash="layer", label=f"layers.{i}"))
     add("loss", "aten.sum.default", (x,))
-    blocks.append(Block(index=3, start=len(ops) - 1, stop=len(ops), hash="loss", label="loss"))
+    blocks.append(Block(index=layers + 1, start=len(ops) - 1, stop=len(ops), hash="loss", label="loss"))
     ids = TensorSpec(shape=(batch, seq), dtype=torch.int64)
     return Graph(
         name="llama",

@@ -22,7 +22,7 @@ from autopar.search.pins import Pins
 from autopar.search.space import Space, load_space
 from autopar.search.study import Study
 
-from .graphs import mlp
+from .graphs import llama_block, mlp
 
 CLUSTER = "cpu:1x4"
 RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
@@ -206,3 +206,24 @@ def test_progress_is_told(graph: Graph) -> None:
     api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick", progress=lambda *event: told.append(event))
     assert told[-1][1] >= 3
     assert any("best" in what for what, _, _ in told)
+
+
+def test_a_70b_model_on_64_devices_is_planned_in_seconds() -> None:
+    import time
+
+    big = llama_block(layers=80, batch=2)
+    start = time.thread_time()
+    plan = api.search(big, cluster="h100-sxm5-80gb:8x8", global_batch_size=512, precision="bf16")
+    assert time.thread_time() - start < 30
+    assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
+    assert plan.mesh.pp * plan.mesh.tp >= 8
+    assert 0.3 < plan.predicted.mfu < 0.8
+
+
+def test_too_little_memory_names_the_batch_only_where_it_matters() -> None:
+    big = llama_block(layers=80, batch=2)
+    with pytest.raises(InfeasibleError) as caught:
+        api.search(big, cluster="h100-sxm5-80gb:1x8", global_batch_size=64, precision="bf16", pins=["tp<=8"])
+    assert "8 devices" in str(caught.value)
+    assert "tp<=8" not in str(caught.value)
+    assert "global batch" not in str(caught.value)
