@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +16,8 @@ from autopar.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from autopar.cluster import Cluster
+    from autopar.device import Link
     from autopar.graph.ir import Graph
     from autopar.models import ModelSource
     from autopar.plan import Plan
@@ -25,6 +27,9 @@ MAX_RANKS = 32
 
 DEFAULT_TOKENS, DEFAULT_SAMPLES = 32, 4
 """Length of a sample and samples a rank of ``verify``: what is compared does not get righter with more."""
+
+_NOISE = 0.02
+"""Standard deviation of what is added to each parameter before ``verify``."""
 
 
 def trace(
@@ -64,7 +69,10 @@ def verify(
     ] = 600,
     as_json: Json = False,
 ) -> None:
-    """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank."""
+    """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank.
+
+    For a MODEL a plan is made first, under the pins and as if links were free, so that it splits what it can.
+    """
     from autopar.report.verification import render_verification, verification
 
     if Path(target).suffix == ".json" or Path(target).is_file():
@@ -101,8 +109,16 @@ class VerifiedModel:
     masked: bool
 
     def build(self) -> torch.nn.Module:
-        """The model on CPU."""
-        return self.source.build()
+        """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
+        import torch
+
+        model = self.source.build()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator) * _NOISE
+                parameter.add_(noise.to(parameter.dtype))
+        return model
 
     def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
         """Random inputs."""
@@ -145,10 +161,26 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
     raise AssertionError("no fingerprint is equal")
 
 
+def with_free_links(cluster: Cluster) -> Cluster:
+    """The same devices, joined by links that take no time worth counting."""
+
+    def free(link: Link) -> Link:
+        return replace(
+            link, bandwidth_bytes_per_s=1e18, latency_s=0.0, half_bandwidth_bytes=0.0, provenance="taken as free"
+        )
+
+    groups = (replace(group, intra_node=free(group.intra_node), nic=free(group.nic)) for group in cluster.groups)
+    tiers = (replace(tier, uplink=free(tier.uplink)) for tier in cluster.tiers)
+    return replace(cluster, groups=tuple(groups), tiers=tuple(tiers))
+
+
 def _from_model(
     name: str, cluster: str | None, pins: list[str], global_batch: int | None, seq: int | None
 ) -> tuple[Plan, VerifiedModel, Graph]:
-    """The best plan for the model traced with a padding mask, under the pins."""
+    """The best plan for the model traced with a padding mask, under the pins.
+
+    Links count as free: a small model on slow links is best not split at all, which would verify nothing.
+    """
     from autopar.models import resolve_model
 
     if cluster is None:
@@ -157,7 +189,7 @@ def _from_model(
             value=repr(name),
             remedy="write for example --cluster cpu:1x4",
         )
-    found = parse_cluster(cluster)
+    found = with_free_links(parse_cluster(cluster))
     with progress("tracing the model") as advance:
         from autopar import api
 

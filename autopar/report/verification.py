@@ -36,6 +36,7 @@ def render_verification(report: VerifyReport, plan: Plan, *, tolerances: tuple[f
     batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
     lines = [
         f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}",
+        *_splits(plan),
         f"relative errors against one device over {report.steps} AdamW steps (losses {losses})",
         plain_table(head, rows, left=("worst gradient", "worst parameter", ""), width=120),
     ]
@@ -52,3 +53,21 @@ def verification(report: VerifyReport) -> dict[str, Any]:
         "reference_losses": list(report.reference_losses),
         "ranks": [{**asdict(row), "losses": list(row.losses), "passed": row.passed} for row in report.rows],
     }
+
+
+def _splits(plan: Plan) -> list[str]:
+    """How much the plan splits on each axis inside the model: nothing split would verify nothing."""
+    lines = []
+    for axis in ("cp", "tp"):
+        if getattr(plan.mesh, axis) > 1:
+            kinds = [
+                kind
+                for block in plan.blocks
+                for typing in plan.layouts[block.layout].typings
+                if typing.axis == axis
+                for kind in typing.parameters
+            ]
+            lines.append(
+                f"{axis}={getattr(plan.mesh, axis)} splits {sum(k.is_split for k in kinds)} of {len(kinds)} parameters"
+            )
+    return lines
