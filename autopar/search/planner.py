@@ -192,8 +192,8 @@ class Planner:
     def _structural(self) -> InfeasibleError:
         names = conflict(self.problem, self.task.pins)
         return InfeasibleError(
-            "the pins leave a choice of degrees",
-            value="this conflict: " + "; ".join(names) if names else "no candidate in the space",
+            "some plan satisfies all constraints",
+            value="these conflict: " + "; ".join(names) if names else "no candidate in the space",
             remedy="drop one of the pins named" if names else "widen the space",
         )
 
@@ -204,8 +204,8 @@ class Planner:
             reasons = sorted({m.reason for m in misfits})
             pins = ", ".join(pin.text for pin in self.task.pins.pins if isinstance(pin, StagePin | ParameterPin))
             return InfeasibleError(
-                "the pins leave a plan",
-                value=f"this conflict: {pins}; {'; '.join(reasons[:3])}",
+                "some plan satisfies all constraints",
+                value=f"these conflict: {pins}; {'; '.join(reasons[:3])}",
                 remedy="drop one of them",
             )
         left = self.task.pins
@@ -220,8 +220,8 @@ class Planner:
         samples = (batch,) if self._anything_fits(left, more) else ()
         world = f"{self.problem.world_size} devices"
         return InfeasibleError(
-            "a plan fits into the memory of the devices",
-            value="this conflict: " + "; ".join((*left.texts, memory, world, *samples)),
+            "some plan satisfies all constraints",
+            value="these conflict: " + "; ".join((*left.texts, memory, world, *samples)),
             remedy="drop one of the pins named, or take more devices" if left.texts else "take more or larger devices",
         )
 
