@@ -6,13 +6,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
-
-if TYPE_CHECKING:
-    from autopar.graph.ir import Graph
 
 _GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
 
@@ -120,18 +116,18 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
             yield path, f"a pipeline rank lies below pp={plan.mesh.pp}", memory.pp_rank, _AGAIN
 
 
-def check_model(plan: Plan, graph: Graph, *, place: str = "plan") -> None:
-    """Refuse a plan that was made for another model.
+def check_model(plan: Plan, name: str, fingerprint: str, *, place: str = "plan") -> None:
+    """Refuse a plan that was made for another model than the one of this name and fingerprint.
 
     Raises:
         PlanError: the fingerprints differ.
     """
-    if plan.model.fingerprint != graph.fingerprint:
+    if plan.model.fingerprint != fingerprint:
         raise PlanError(
-            f"the plan is for this model ({graph.name}, fingerprint {graph.fingerprint})",
+            f"the plan is for this model ({name}, fingerprint {fingerprint})",
             value=f"a plan for {plan.model.name}, fingerprint {plan.model.fingerprint}",
             place=place,
             remedy="search a plan for this model"
-            if plan.model.name != graph.name
+            if plan.model.name != name
             else "its code, autopar or a library has changed since: search again",
         )

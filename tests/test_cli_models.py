@@ -96,7 +96,7 @@ def test_trace_prints_a_summary(run: Run) -> None:
 
 
 def test_trace_names_operators_without_a_rule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.report.graph.has_rule", lambda target: target != "aten.layer_norm.default")
+    monkeypatch.setattr("autopar.cli.graph_report.has_rule", lambda target: target != "aten.layer_norm.default")
     done = run("trace", GPT)
     assert "Operators without a rule" in done.out
     assert "\n  aten.layer_norm.default" in done.out.split("Operators without a rule")[1]

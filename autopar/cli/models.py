@@ -40,8 +40,8 @@ def trace(
 ) -> None:
     """Trace a model: parameters, FLOPs, repeated blocks, operators, and what has no rule."""
     with progress("tracing the model"):
+        from autopar.cli.graph_report import graph_summary, render_graph
         from autopar.models import resolve_model
-        from autopar.report.graph import graph_summary, render_graph
 
         graph = resolve_model(model, batch_size=batch, sequence_length=seq).trace()
     if as_json:
@@ -73,7 +73,7 @@ def verify(
 
     For a MODEL a plan is made first, under the pins and as if links were free, so that it splits what it can.
     """
-    from autopar.report.verification import render_verification, verification
+    from autopar.cli.verify_report import render_verification, verification
 
     if Path(target).suffix == ".json" or Path(target).is_file():
         plan, subject, graph = _from_file(Path(target), model)
@@ -157,7 +157,7 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
     for masked, graph in graphs.items():
         if graph.fingerprint == plan.model.fingerprint:
             return plan, VerifiedModel(source, masked), graph
-    check_model(plan, graphs[False], place=str(path))
+    check_model(plan, graphs[False].name, graphs[False].fingerprint, place=str(path))
     raise AssertionError("no fingerprint is equal")
 
 

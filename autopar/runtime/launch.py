@@ -49,7 +49,7 @@ def launch(
     start(device_type, timeout_s=timeout_s)
     plan, graph = _from_first_rank(make)
     check_plan(plan)
-    check_model(plan, graph)
+    check_model(plan, graph.name, graph.fingerprint)
     world = World(plan.mesh, device_type)
     program = lower(plan, graph, device=world.device)
     source: Weights = ModelWeights(model, seed)
