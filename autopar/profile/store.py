@@ -170,6 +170,9 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
         libraries.append(library)
         item.finish()
     if not groups:
+        for key in ("name", "tier", "library"):
+            table.has(key)
+        table.finish()  # a misspelt [[group]] is named, with its line
         raise table.fault("group", "a cluster has at least one [[group]] of nodes", value="none")
     tiers = tuple(_tier(item) for item in table.tables("tier"))
     cluster = Cluster(
