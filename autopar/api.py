@@ -143,38 +143,26 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
-    import torch.distributed as dist
-
     from autopar.runtime.launch import launch
-    from autopar.runtime.world import choose_device_type, start
+    from autopar.runtime.world import start
 
     if isinstance(plan, str | Path):
         from autopar.plan_io import load_plan
 
         plan = load_plan(Path(plan))
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    if plan is not None:
-        device_type = choose_device_type(plan.cluster)
-    else:
-        on_cpu = where is not None and where.devices[0].kind == "cpu"
-        device_type = choose_device_type("cpu" if on_cpu else "")
+    device_type = _device_type(plan, where)
     start(device_type, timeout_s=timeout_s)
-    if plan is None and where is not None and where.world_size != dist.get_world_size():
-        raise RuntimeMismatchError(
-            f"the job has as many ranks as the cluster ({where.name}: {where.world_size})",
-            value=dist.get_world_size(),
-            remedy=f"start {where.world_size} ranks or describe a cluster of {dist.get_world_size()}",
-        )
+    world_size = _job_size(None if plan is not None else where)
 
     def make() -> tuple[Plan, Graph]:
-        recipe = PRECISIONS.get(precision, FP32) if plan is None else plan.precision
-        graph = trace_model(model, example_inputs, recipe, name=plan.model.name if plan is not None else "")
         if plan is not None:
-            return plan, graph
+            return plan, trace_model(model, example_inputs, plan.precision, name=plan.model.name)
+        graph = trace_model(model, example_inputs, PRECISIONS.get(precision, FP32))
         found = search(
             graph,
-            cluster=where or Cluster.detect(num_ranks=dist.get_world_size()),
-            global_batch_size=global_batch_size or _samples(example_inputs) or SAMPLES_PER_RANK * dist.get_world_size(),
+            cluster=where or Cluster.detect(num_ranks=world_size),
+            global_batch_size=global_batch_size or _samples(example_inputs) or SAMPLES_PER_RANK * world_size,
             pins=pins,
             precision=precision,
             optimizer=optimizer,
@@ -186,6 +174,34 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         return found, graph
 
     return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s)
+
+
+def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
+    """``cuda`` or ``cpu``: what the plan or the cluster is for, as far as it is here."""
+    from autopar.runtime.world import choose_device_type
+
+    if plan is not None:
+        return choose_device_type(plan.cluster)
+    is_cpu = cluster is not None and cluster.devices[0].kind == "cpu"
+    return choose_device_type("cpu" if is_cpu else "")
+
+
+def _job_size(cluster: Cluster | None) -> int:
+    """Ranks of the running job.
+
+    Raises:
+        RuntimeMismatchError: ``cluster`` has another number.
+    """
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    if cluster is not None and cluster.world_size != size:
+        raise RuntimeMismatchError(
+            f"the job has as many ranks as the cluster ({cluster.name}: {cluster.world_size})",
+            value=size,
+            remedy=f"start {cluster.world_size} ranks or describe a cluster of {size}",
+        )
+    return size
 
 
 def verify(

@@ -71,9 +71,7 @@ class Mesh:
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups over ``axes``: a partition of the world."""
-        return tuple(
-            dict.fromkeys(self.group(rank, axes) for rank in range(self.world_size))
-        )
+        return tuple(dict.fromkeys(self.group(rank, axes) for rank in range(self.world_size)))
 
     def data_index(self, rank: int) -> int:
         """Which part of the global batch a rank takes, of ``data``."""

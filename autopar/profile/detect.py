@@ -99,7 +99,10 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
                 "bytes_per_s": measured["copy_bandwidth_bytes_per_s"],
                 "provenance": f"{where}: large copy, read plus write",
             },
-            "launch": {"time_s": measured["launch_s"], "provenance": f"{where}: one of a chain of four small operators"},
+            "launch": {
+                "time_s": measured["launch_s"],
+                "provenance": f"{where}: one of a chain of four small operators",
+            },
             "fragmentation": {"fraction": 0.05, "provenance": "assumed: not measured"},
             "interference": {"fraction": 0.15 if cuda else 1.0, "provenance": "assumed: as in the shipped profiles"},
             "uncertainty": {"fraction": 0.25 if cuda else 0.6, "provenance": "assumed: as in the shipped profiles"},

@@ -68,9 +68,9 @@ def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int,
     invariant_to_replicate(x, axis), keep_on_first(x, axis, from).
     """
     match source.kind, target.kind:
-        case ("I" | "R"), "S":
+        case (("I" | "R"), "S"):
             return (axis, target.dim, source.kind)
-        case ("I" | "R"), "P":
+        case (("I" | "R"), "P"):
             return (axis, source.kind)
         case "S", "S":
             return (axis, target.dim, source.dim)

@@ -85,7 +85,7 @@ class VerifyReport:
             VerificationError: names the worst rank and tensor.
         """
         for row in self.rows:
-            if row.loss > LOSS_TOLERANCE:
+            if not row.loss <= LOSS_TOLERANCE:  # nan too
                 raise VerificationError(
                     f"losses agree with one device within {LOSS_TOLERANCE:g}",
                     value=f"{row.loss:.2e}: {row.losses} for {self.reference_losses}",
@@ -96,7 +96,7 @@ class VerifyReport:
             ("gradients of the first step", worst.gradient, worst.gradient_name),
             (f"parameters after {self.steps} AdamW steps", worst.parameter, worst.parameter_name),
         ):
-            if error > TENSOR_TOLERANCE:
+            if not error <= TENSOR_TOLERANCE:
                 raise VerificationError(
                     f"{what} agree with one device within {TENSOR_TOLERANCE:g}",
                     value=f"{error:.2e} for {name}",
