@@ -6,6 +6,7 @@ on the whole batch in one process. Dropout is off in both: one device and many d
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ class VerifyReport:
             VerificationError: names the worst rank and tensor.
         """
         for row in self.rows:
-            if not row.loss <= LOSS_TOLERANCE:  # nan too
+            if row.loss > LOSS_TOLERANCE:
                 raise VerificationError(
                     f"losses agree with one device within {LOSS_TOLERANCE:g}",
                     value=f"{row.loss:.2e}: {row.losses} for {self.reference_losses}",
@@ -96,7 +97,7 @@ class VerifyReport:
             ("gradients of the first step", worst.gradient, worst.gradient_name),
             (f"parameters after {self.steps} AdamW steps", worst.parameter, worst.parameter_name),
         ):
-            if not error <= TENSOR_TOLERANCE:
+            if error > TENSOR_TOLERANCE:
                 raise VerificationError(
                     f"{what} agree with one device within {TENSOR_TOLERANCE:g}",
                     value=f"{error:.2e} for {name}",
@@ -247,7 +248,7 @@ def _compare(
     return RankErrors(
         rank=dist.get_rank(),
         losses=tuple(found),
-        loss=max(abs(a - b) / abs(b) for a, b in zip(found, losses, strict=True)),
+        loss=max(_relative(abs(a - b), abs(b)) for a, b in zip(found, losses, strict=True)),
         gradient=gradient,
         gradient_name=gradient_name,
         parameter=parameter,
@@ -262,10 +263,18 @@ def _worst(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tupl
     """
     floor = 1e-5 * max((float(tensor.abs().max()) for tensor in reference.values()), default=0.0)
     errors = {
-        name: float((found[name] - tensor).abs().max()) / max(float(tensor.abs().max()), floor)
+        name: _relative(float((found[name] - tensor).abs().max()), max(float(tensor.abs().max()), floor))
         if name in found
         else float("inf")
         for name, tensor in reference.items()
     }
     worst = max(errors, key=lambda name: errors[name])
     return worst, errors[worst]
+
+
+def _relative(difference: float, size: float) -> float:
+    """Their ratio; infinity for what is not a number."""
+    if difference == 0.0:
+        return 0.0
+    ratio = difference / size if size else float("inf")
+    return float("inf") if math.isnan(ratio) else ratio
