@@ -184,7 +184,11 @@ class Planner:
                 reasons=reasons,
             ),
             pins=task.pins.texts,
-            notes=(*graph.notes, *(operators_without_rule(graph) if candidate.mesh.tp > 1 else ())),
+            notes=(
+                *graph.notes,
+                *(operators_without_rule(graph) if candidate.mesh.tp > 1 else ()),
+                *_precision_note(task),
+            ),
         )
 
     # --- no plan
@@ -249,3 +253,11 @@ def _texts_on(pins: Pins, key: str) -> list[str]:
         return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
 
     return [pin.text for pin in pins.pins if named(pin) == key]
+
+
+def _precision_note(task: Task) -> tuple[str, ...]:
+    """Single precision on a GPU is what one device would compute, and rarely what is wanted."""
+    on_gpu = any(device.kind == "cuda" for device in task.cluster.devices)
+    if on_gpu and task.precision.compute == "float32":
+        return ("computed in float32: precision bf16 (parameters at rest in float32) is several times faster here",)
+    return ()
