@@ -42,7 +42,7 @@ def train_parallel(plan: Path, record: Path) -> dict[str, list[float]]:
 def train_alone() -> list[float]:
     """The same steps by the model itself in this process, without autopar."""
     model = train_gpt2.build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=train_gpt2.LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=train_gpt2.LEARNING_RATE, fused=True)
     losses = []
     for step in range(STEPS):
         loss = model(**train_gpt2.make_batch(step)).loss
