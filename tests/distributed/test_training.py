@@ -134,7 +134,16 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
         close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp2 x dp2", "tp4"), ("tp2 x dp2", "dp4"), ("dp4 ZeRO 3", "pp2 x tp2")])
+MOVES = [
+    ("tp2 x dp2", "tp4"),
+    ("tp2 x dp2", "dp4"),
+    ("dp4 ZeRO 3", "pp2 x tp2"),
+    ("tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"),
+    ("dp4", "tp2 x dp2 ZeRO 3"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_checkpoint_goes_on_under_another_plan(
     pool: WorkerPool, tmp_path: Path, kind: str, before: str, after: str
