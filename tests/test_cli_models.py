@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -291,3 +293,20 @@ def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
     splits = re.search(r"tp=2 splits (\d+) of (\d+) parameters", done.out)
     assert splits is not None
     assert int(splits[1]) > int(splits[2]) / 2
+
+
+def test_a_model_that_cannot_be_traced_prints_one_line_alone(tmp_path: Path) -> None:
+    (tmp_path / "branching.py").write_text(
+        "import torch\n\n\nclass Model(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.linear = torch.nn.Linear(8, 8)\n\n"
+        "    def forward(self, x):\n        y = self.linear(x)\n        if y.sum() > 0:\n            y = y * 2\n"
+        "        return y.mean()\n\n\ndef make():\n    return Model(), {'x': torch.randn(4, 8)}\n"
+    )
+    command = [sys.executable, "-m", "autopar", "search", "branching:make", "--cluster", "cpu:1x2"]
+    done = subprocess.run(
+        [*command, "--global-batch", "4"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "branching.py:11" in line
+    assert "if y.sum() > 0:" in line

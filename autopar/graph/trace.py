@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -227,7 +228,7 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps export's warnings and logs off the terminal."""
+    """Keeps export's warnings, logs and prints (it writes half-made graphs to stderr) off the terminal."""
     loggers = [
         logging.getLogger(name)
         for name in ("torch.export", "torch.fx", "torch._dynamo", "torch.fx.experimental", "transformers")
@@ -236,7 +237,7 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
