@@ -31,10 +31,14 @@ lint: setup
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench
 
-# A GPU machine may have no network: there the python3 that already has torch runs it from the checkout.
+# A GPU machine may have no network: there the python3 that already has torch runs it from the checkout, with what else
+# is missing from a folder of wheels (pip download --no-deps -d wheels NAME, on a machine that has a network).
 gpu:
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-		PYTHONPATH=. $(PYTHON) -m autopar.profile.gpu --out out/gpu; \
+		if ls wheels/*.whl >/dev/null 2>&1; then \
+			$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target out/site wheels/*.whl; \
+		fi; \
+		PYTHONPATH=.:out/site $(PYTHON) -m autopar.profile.gpu --out out/gpu; \
 	else \
 		$(MAKE) --no-print-directory setup && $(BIN)/python -m autopar.profile.gpu --out out/gpu; \
 	fi

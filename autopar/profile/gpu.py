@@ -25,13 +25,16 @@ from autopar.profile import measure
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TEST_TIMEOUT_S = 480
+NEEDED = ("spmd_types", "optuna", "networkx", "numpy", "scipy", "jsonschema", "tomli_w", "transformers", "hypothesis")
+"""What the tests import besides torch."""
 
 
 def run_tests(out: Path) -> bool:
     """Run the tests marked ``gpu`` (all must pass); the log goes to ``FOLDER/tests.log``."""
-    if importlib.util.find_spec("pytest") is None:
-        print("  skipped: pytest is not installed")
-        return True
+    missing = [name for name in ("pytest", *NEEDED) if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"  not run: {', '.join(missing)} not installed; put their wheels into the folder wheels/")
+        return False
     # other files may need packages that are missing on a machine without a network
     files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *files]
