@@ -116,9 +116,12 @@ def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
 
 def all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tensor:
     """S(gathered_dim) to S(split_dim). Backward: the reverse."""
+    pg = group(axis)
+    if dist.get_backend(pg) == "gloo" and torch.__version__ < "2.13":  # gloo had no all-to-all of lists before
+        return shard(all_gather(x, axis, gathered_dim, "R"), axis, split_dim, "R")
     y: Tensor = spmd_types.all_to_all(
         x,
-        group(axis),
+        pg,
         src=spmd_types.S(gathered_dim),
         dst=spmd_types.S(split_dim),
         backward_options=_backward(x),
