@@ -11,6 +11,9 @@ from autopar.errors import UsageError
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: ranks of the last axis are neighbours. ``ep`` borrows ranks and has no place here."""
 
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Ranks that differ on these alone have other samples."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:

@@ -114,7 +114,7 @@ def fields_of_config(config: Any, head: str, main_input: str, sequence_length: i
     """Inputs of a Hugging Face model with the given head.
 
     Args:
-        head: causal, masked, seq2seq, image or base.
+        head: causal, masked, seq2seq, speech, image or base.
         main_input: ``model.main_input_name``.
 
     Raises:
@@ -122,9 +122,11 @@ def fields_of_config(config: Any, head: str, main_input: str, sequence_length: i
     """
     if main_input == "pixel_values":
         return _image_fields(config, head)
+    if main_input == "input_features" and head == "speech":
+        return _speech_fields(config, sequence_length)
     if main_input != "input_ids":
         raise UsageError(
-            "example inputs are made for models of tokens and of images",
+            "example inputs are made for models of tokens, of images and of speech",
             value=f"a model of {main_input}",
             remedy="give a factory `package.module:factory` that returns (model, example inputs)",
         )
@@ -134,6 +136,8 @@ def fields_of_config(config: Any, head: str, main_input: str, sequence_length: i
     tokens = Field(name="input_ids", shape=(length,), kind="tokens", size=vocabulary)
     mask = Field(name="attention_mask", shape=(length,), kind="mask")
     if head == "base":
+        if hasattr(vision := getattr(config, "vision_config", None), "image_size"):
+            return (tokens, mask, *_image_fields(vision, head))
         extra = (Field(name="decoder_input_ids", shape=(length,), kind="class", size=vocabulary),)
         return (tokens, mask, *(extra if getattr(config, "is_encoder_decoder", False) else ()))
     labels = Field(
@@ -163,3 +167,13 @@ def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
     if head != "image":
         return (pixels,)
     return pixels, Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))
+
+
+def _speech_fields(config: Any, sequence_length: int | None) -> tuple[Field, ...]:
+    """Spectrogram and labels: an encoder that halves the frames has twice as many as its positions."""
+    frames = 2 * int(config.max_source_positions)
+    length = sequence_length or min(int(config.max_target_positions), LONGEST_DEFAULT)
+    return (
+        Field(name="input_features", shape=(int(config.num_mel_bins), frames), kind="floats", dtype=torch.float32),
+        Field(name="labels", shape=(length,), kind="class", size=int(config.vocab_size)),
+    )

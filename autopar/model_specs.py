@@ -22,7 +22,11 @@ GRAMMAR = "write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidd
 
 
 class MeanSquareLoss(torch.nn.Module):
-    """A model without a loss of its own: the mean square of its first output."""
+    """A model without a loss of its own: the mean square of its first output, or the distance of its two towers'.
+
+    What two towers (CLIP) give is compared pair by pair: a loss over all pairs of a batch, as CLIP's own, would
+    depend on how the batch is cut.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -30,8 +34,11 @@ class MeanSquareLoss(torch.nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         """The scalar loss of a batch."""
-        first = self.model(**batch)[0]
-        return cast("torch.Tensor", first.float().square().mean())
+        output = self.model(**batch)
+        text, image = getattr(output, "text_embeds", None), getattr(output, "image_embeds", None)
+        if isinstance(text, torch.Tensor) and isinstance(image, torch.Tensor):
+            return (text.float() - image.float()).square().mean()
+        return cast("torch.Tensor", output[0].float().square().mean())
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -121,7 +128,7 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
     config.use_cache = False
     vocabulary = getattr(config, "vocab_size", None)
     if isinstance(vocabulary, int):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
             token = getattr(config, name, None)
             if isinstance(token, int) and token >= vocabulary and name not in given:
                 setattr(config, name, None if name == "pad_token_id" else vocabulary - 1)
@@ -149,11 +156,15 @@ def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Mod
     kind = config.model_type
     mappings = (
         ("seq2seq", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
+        ("speech", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "AutoModelForSpeechSeq2Seq"),
         ("masked", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
         ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
         ("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification"),
     )
+    towers = hasattr(config, "text_config") and hasattr(config, "vision_config")
     for head, mapping, loader in mappings:
+        if head == "image" and towers:  # the classifier has one of them alone
+            continue
         if kind in getattr(auto, mapping, {}):
             return partial(_make, getattr(transformers, loader), config, wrap=False), head
     return partial(_make, transformers.AutoModel, config, wrap=True), "base"

@@ -139,3 +139,48 @@ def partial_mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtyp
         P: a pending sum.
     """
     return x.sum(dim=tuple(dims), keepdim=keepdim, dtype=dtype) / count
+
+
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *axes: str) -> Tensor:
+    """Normalises every channel by its mean and variance over all samples and all space, of all ranks of ``axes``.
+
+    Args:
+        x: [samples, channels, *space], samples or space split evenly over ``axes``, one after the other.
+        weight, bias: [channels], the same on all ranks.
+        eps: added to the variance.
+        axes: mesh axes; none: the statistics of x alone.
+
+    Returns:
+        As x.
+    """
+    if not axes:
+        return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+    dims = [d for d in range(x.dim()) if d != 1]
+    groups = [group(axis) for axis in axes]
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    count = wide.numel() // wide.shape[1]
+    for pg in groups:
+        count *= pg.size()
+    mean = _total(wide.sum(dims, keepdim=True), groups) / count
+    centred = wide - mean
+    variance = _total((centred * centred).sum(dims, keepdim=True), groups) / count
+    y = centred * torch.rsqrt(variance + eps)
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    if weight is not None:
+        y = y * weight.view(shape)
+    if bias is not None:
+        y = y + bias.view(shape)
+    return y.to(x.dtype)
+
+
+def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The sum over all groups, one after the other, R on each: its gradient is a pending sum."""
+    for pg in groups:
+        local = spmd_types.all_reduce(
+            _pending(local, pg),
+            pg,
+            src=spmd_types.P,
+            dst=spmd_types.R,
+            backward_options={"op_dtype": local.dtype} if local.requires_grad else None,
+        )
+    return local

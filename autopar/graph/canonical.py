@@ -298,6 +298,8 @@ def _index(builder: Builder, call: Call) -> Value:
     assert isinstance(source, Ref) and isinstance(indices, tuple)
     shape = builder.shape(source)
     values = [builder.values.get(index) if isinstance(index, Ref) else None for index in indices]
+    if (picked := _one_of_each(builder, call, source, indices)) is not None:
+        return picked
     rank = len(call.spec.shape) - (len(shape) - len(indices))
     places: list[int] = []
     for size, value in zip(shape, values, strict=False):
@@ -310,6 +312,30 @@ def _index(builder: Builder, call: Call) -> Value:
     if places != sorted(set(places)) or prod(call.spec.shape) != prod(shape):
         return generic(builder, call)
     return view_to(builder, call, source, call.spec.shape)
+
+
+def _one_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
+    """x[arange(n), i] with i [n] picks one row of each sample: a gather, whose samples are independent."""
+    shape = builder.shape(source)
+    if len(indices) != 2 or not all(isinstance(index, Ref) for index in indices):
+        return None
+    first, second = indices
+    assert isinstance(first, Ref) and isinstance(second, Ref)
+    counting, spec = builder.values.get(first), builder.specs[second]
+    if counting is None or second in builder.values or spec.dtype != torch.int64 or spec.shape != shape[:1]:
+        return None
+    if builder.shape(first) != shape[:1] or not torch.equal(counting.expand(shape[0]), torch.arange(shape[0])):
+        return None
+    lead, rest = shape[0], shape[2:]
+    index = builder.emit(call, "aten.remainder.Scalar", (second, shape[1]), spec)  # an index may count from the end
+    index = view_to(builder, call, index, (lead, 1, *(1,) * len(rest)))
+    if rest:
+        index = builder.emit(
+            call, "aten.expand.default", (index, (lead, 1, *rest)), TensorSpec(shape=(lead, 1, *rest), dtype=spec.dtype)
+        )
+    found = TensorSpec(shape=(lead, 1, *rest), dtype=call.spec.dtype)
+    rows = builder.emit(call, "aten.gather.default", (source, 1, index), found)
+    return view_to(builder, call, rows, (lead, *rest))
 
 
 HANDLERS: dict[str, Handler] = {

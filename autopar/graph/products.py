@@ -1,4 +1,4 @@
-"""Products with a weight in one form: ``aten.linear(x, w, b)`` or, for a weight [in, out], ``autopar.linear_t``."""
+"""Batch norm, and products with a weight in one form: ``aten.linear(x, w, b)`` or, for a weight [in, out], ``autopar.linear_t``."""
 
 from __future__ import annotations
 
@@ -35,9 +35,23 @@ def _linear(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "aten.linear.default", (source, weight, bias[0] if bias else None))
 
 
+def _batch_norm(builder: Builder, call: Call) -> Value:
+    """Batch norm in training: the statistics are of the whole batch, whoever holds its samples.
+
+    Nobody may read the statistics that torch hands out for its backward, nor the running ones, which no loss reads.
+    """
+    given = call.bound()
+    if given.get("training") is not True:
+        return generic(builder, call)
+    args = (given["input"], given["weight"], given["bias"], given["eps"])
+    return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
+
+
 PRODUCTS: dict[str, Handler] = {
     "aten.addmm.default": _addmm,
     "aten.mm.default": _mm,
     "aten.matmul.default": _mm,
     "aten.linear.default": _linear,
+    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    "aten._native_batch_norm_legit.no_stats": _batch_norm,
 }

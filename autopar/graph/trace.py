@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def trace(
     parameters, buffers = _declare(builder, converter.env, program, model, inputs, batch)
     outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
     loss = _loss_output(program, outputs, builder)
-    return finish(
+    graph = finish(
         builder,
         name=name or type(model).__name__,
         batch_size=batch_size,
@@ -73,6 +74,7 @@ def trace(
         buffers=buffers,
         loss=loss,
     )
+    return _without_memory(graph, _changed_buffers(program))
 
 
 # --- the batch ------------------------------------------------------------------------------------
@@ -167,10 +169,15 @@ class _Training(torch.nn.Module):
         output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
         if self.loss_fn is not None:
             output = self.loss_fn(output, batch)
-        return _pick_loss(output, type(self.model).__name__)
+        return pick_loss(output, type(self.model).__name__)
 
 
-def _pick_loss(output: Any, place: str) -> torch.Tensor:
+def pick_loss(output: Any, place: str) -> torch.Tensor:
+    """The entry or attribute ``loss`` of what a model returns, or else its first floating scalar.
+
+    Raises:
+        TraceError: there is none.
+    """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     leaves = [named] if isinstance(named, torch.Tensor) else pytree.tree_leaves(output)
     for leaf in leaves:
@@ -331,8 +338,6 @@ def _lifted(builder: Builder, place: str, value: Any, buffers: list[Buffer]) -> 
 
 def _loss_output(program: torch.export.ExportedProgram, outputs: list[Value], builder: Builder) -> Ref:
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
-        if spec.kind == OutputKind.BUFFER_MUTATION:
-            builder.notes.append(f"the buffer {(spec.target or '').removeprefix(WRAPPER)} is not updated by training")
         if spec.kind == OutputKind.USER_OUTPUT:
             if isinstance(value, Ref) and value not in builder.values and value not in builder.lazies:
                 return value
@@ -340,3 +345,32 @@ def _loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bu
     raise TraceError(
         "the loss depends on the model", value="a constant", remedy="return the loss computed from the parameters"
     )
+
+
+def _changed_buffers(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Buffers that the model writes to in training."""
+    return tuple(
+        (spec.target or "").removeprefix(WRAPPER)
+        for spec in program.graph_signature.output_specs
+        if spec.kind == OutputKind.BUFFER_MUTATION
+    )
+
+
+def _without_memory(graph: Graph, changed: tuple[str, ...]) -> Graph:
+    """The graph, with a note of the buffers that it leaves as they are.
+
+    Raises:
+        TraceError: the loss reads one of them, so that a later step would depend on an earlier one.
+    """
+    read = [buffer.fqn for buffer in graph.buffers if buffer.fqn in changed]
+    if read:
+        raise TraceError(
+            "the loss of a step does not read buffers that an earlier step has changed",
+            value=", ".join(read[:3]) + (f" and {len(read) - 3} more" if len(read) > 3 else ""),
+            place=read[0].rpartition(".")[0] or graph.name,
+            remedy="keep what changes in parameters, or outside of the model (spectral norm, moving averages)",
+        )
+    if not changed:
+        return graph
+    named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    return replace(graph, notes=(*graph.notes, f"training leaves these buffers as they are: {named}"))

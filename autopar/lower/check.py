@@ -34,9 +34,9 @@ from autopar import ops
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.ir import Layout, TensorSpec
 from autopar.layout import Type
-from autopar.lower.emit import DATA_AXES, SEED, TARGETS, layout_of, str_name
+from autopar.lower.emit import SEED, TARGETS, layout_of, str_name
 from autopar.lower.program import Program
-from autopar.mesh import MESH_AXES, Mesh
+from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
 from autopar.rules.apply import BATCH
 
 GLOBAL = frozenset(

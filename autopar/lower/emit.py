@@ -15,12 +15,12 @@ from torch import fx
 from autopar import ops as emitted
 from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, R, S
+from autopar.mesh import DATA_AXES
 from autopar.rules.apply import BATCH
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
 
-DATA_AXES = ("dp_replicate", "dp_shard")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "sub", "mul", "div")},
     **{

@@ -51,7 +51,16 @@ def batch_typing(plan: Plan, graph: Graph) -> Typing:
     if len(plan.prelude) != len(graph.prelude):
         raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
     reader.read(graph.prelude, plan.prelude, "prelude")
-    return _read_blocks(plan, graph, reader)
+    typing = _read_blocks(plan, graph, reader)
+    mixing = next((op for op in graph.ops if reader.strategies[op.name].communication), None)
+    if mixing is not None and plan.num_micro_batches > 1:
+        raise PlanError(
+            "statistics over the batch take all samples of a data rank in one micro-batch",
+            value=f"{plan.num_micro_batches} micro-batches",
+            place=f"{mixing.name} ({mixing.target}), {mixing.module}",
+            remedy="pin num_micro_batches=1, or use a norm that looks at one sample (group norm)",
+        )
+    return typing
 
 
 def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:

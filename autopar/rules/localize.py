@@ -11,6 +11,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.graph.ir import Argument, Op
+from autopar.mesh import DATA_AXES
 from autopar.rules.special import argument, dims_of
 from autopar.rules.types import Local, Strategy
 
@@ -100,6 +101,14 @@ def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, target=strategy.target, args=(op.args[0], dims, keepdim, int(count)), kwargs=kwargs)
 
 
+def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Statistics are those of all ranks of the axis; samples are spread over both data axes."""
+    if not strategy.target:
+        return op
+    axes = DATA_AXES if local.axis == "batch" else (local.axis,)
+    return replace(op, args=(*op.args, *axes))
+
+
 LOCALIZERS: dict[str, Localizer] = {
     **{
         target: _shape_at(1, "size")
@@ -127,4 +136,5 @@ LOCALIZERS: dict[str, Localizer] = {
     "autopar.embedding_vocabulary": _embedding_vocabulary,
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
+    "autopar.batch_norm": _batch_norm,
 }

@@ -13,7 +13,7 @@ from fractions import Fraction
 from autopar.errors import RuleError
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
 from autopar.layout import I, R
-from autopar.rules import compute, sharded, special
+from autopar.rules import compute, images, sharded, special
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
 from autopar.rules.types import Strategy
 
@@ -244,13 +244,18 @@ def _functions() -> dict[str, PatternMaker]:
         compute.embedding: "embedding",
         compute.layer_norm: "layer_norm native_layer_norm rms_norm",
         compute.group_norm: "group_norm",
+        images.instance_norm: "instance_norm",
+        images.shuffle: "pixel_shuffle pixel_unshuffle",
+        images.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
         compute.cross_entropy: "cross_entropy_loss",
     }
     found = {_full(name): make for make, names in groups.items() for name in names.split()}
     found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
+    found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.attention"] = compute.attention
+    found["autopar.batch_norm"] = images.batch_norm
     return found
 
 
@@ -259,6 +264,7 @@ _MORE: dict[str, MoreStrategies] = {
     "autopar.cross_entropy_sum": sharded.cross_entropy_vocabulary,
     "aten.mean.default": sharded.partial_mean,
     "aten.mean.dim": sharded.partial_mean,
+    "autopar.batch_norm": images.batch_statistics,
 }
 
 

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from autopar.errors import UsageError
 from autopar.lower.program import Program
+from autopar.mesh import DATA_AXES
 from autopar.plan import Plan
 from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
 from autopar.runtime.materialize import Weights
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
-from autopar.runtime.world import DATA_AXES, World
+from autopar.runtime.world import World
 
 
 class Parallel:

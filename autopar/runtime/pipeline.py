@@ -16,7 +16,7 @@ from autopar.lower.emit import str_name
 from autopar.lower.program import Program, StageProgram
 from autopar.plan import Plan
 from autopar.runtime.data_parallel import before_backward
-from autopar.runtime.stage import MICRO_BATCH, StageModule
+from autopar.runtime.stage import INPUT, MICRO_BATCH, StageModule
 from autopar.runtime.world import World
 
 Batch = Mapping[str, Tensor]
@@ -90,6 +90,7 @@ class Pipeline:
         ]
         chunked = {leaf.name: leaf.batch_dim for leaf in program.graph.inputs if leaf.batch_dim is not None}
         self._chunked = tuple(chunked)
+        chunked = {INPUT + name: dim for name, dim in chunked.items()}
         self._is_random = any(module.is_random for module in stages)
         if self._is_random:
             chunked[MICRO_BATCH] = 0
@@ -112,10 +113,10 @@ class Pipeline:
 
     def run(self, batch: Batch) -> Tensor | None:
         """See :class:`Runner`."""
-        keywords = {name: batch[name] for name in self._chunked}
+        keywords = {INPUT + name: batch[name] for name in self._chunked}
         if self._is_random:
             keywords[MICRO_BATCH] = self._numbers
-        rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in keywords}
+        rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in self._chunked}
         for stage in self._stages:
             stage.totals = stage.totals | rest
         losses: list[Tensor] = []

@@ -16,6 +16,9 @@ from autopar.lower.program import BlockProgram, PreludeProgram, StageProgram
 MICRO_BATCH = "autopar_micro_batch"
 """Keyword of the micro-batch's number, beside the batch inputs."""
 
+INPUT = "autopar_input_"
+"""Stands before the names of batch inputs where torch's schedules have keywords of their own (``target``)."""
+
 
 class BlockModule(nn.Module):
     """A block's emitted code with its parameters; the unit of FSDP and of recompute."""
@@ -66,12 +69,13 @@ class StageModule(nn.Module):
 
         Args:
             received: one tensor for each of ``receives``.
-            batch: the micro-batch's inputs by name, and its number under :data:`MICRO_BATCH`.
+            batch: the micro-batch's inputs by name (with or without :data:`INPUT`), its number under
+                :data:`MICRO_BATCH`.
 
         Returns:
             The loss on the last stage (this rank's part of the global sum), else the tuple of ``sends``.
         """
-        values: dict[str, Any] = batch
+        values: dict[str, Any] = {name.removeprefix(INPUT): value for name, value in batch.items()}
         values.update(zip(self.receives, received, strict=True))
         values.update(self.totals)
         for name in self.shared_names:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar.errors import VerificationError
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
+from autopar.graph.trace import pick_loss
 from autopar.lower.program import lower
 from autopar.plan import FP32, Plan
 from autopar.runtime.materialize import ModelWeights
@@ -150,11 +151,8 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model returns: itself, its ``loss``, or its first element."""
-    if isinstance(output, Tensor):
-        return output
-    loss = getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) else loss_of(output[0])
+    """The loss in what a model returns: itself, its ``loss``, or its first scalar, as a trace takes it."""
+    return pick_loss(output, "verify")
 
 
 def _without_dropout(graph: Graph) -> Graph:
@@ -213,8 +211,8 @@ def _save_reference(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], p
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in _named(model) if p.grad is not None}
         optimizer.step()
-    parameters = {name: p.detach() for name, p in _named(model)}
-    torch.save({"gradients": gradients, "parameters": parameters}, path)
+    trained = {name: p.detach() for name, p in _named(model) if p.grad is not None}
+    torch.save({"gradients": gradients, "parameters": trained}, path)
     return tuple(losses)
 
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import RuntimeMismatchError
 from autopar.mesh import MESH_AXES, Mesh
 
-DATA_AXES = ("dp_replicate", "dp_shard")
 DEFAULT_TIMEOUT_S = 600.0
 
 

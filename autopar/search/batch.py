@@ -94,6 +94,11 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
 
 
+def mixes_samples(graph: Graph) -> bool:
+    """True when an operator looks at the samples of all data ranks: then none may be left for a later micro-batch."""
+    return any(op.target == "autopar.batch_norm" for op in graph.ops)
+
+
 def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]]) -> dict[str, tuple[Strategy, ...]]:
     """Keep the strategies whose operands can arrive as they want them; the first operator without any is named."""
     types: dict[Ref, set[Type]] = {Ref(b.name): {R, I} for b in graph.buffers}
@@ -125,5 +130,5 @@ def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:
         "samples are independent up to the loss, so that a batch can be split",
         value=value,
         place=f"{where}, {op.source}" if op and op.source else where,
-        remedy="keep operators that mix samples (batch statistics, say) out of the model, or declare a rule for it",
+        remedy="keep operators that mix samples (losses over all pairs of a batch, say) out of the model",
     )

@@ -63,6 +63,8 @@ class Problem:
     Attributes:
         heads: of the attentions of the model; ``tp`` divides each.
         num_blocks: what pipeline stages are cut from.
+        mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
+            samples in one micro-batch.
     """
 
     world_size: int
@@ -71,6 +73,7 @@ class Problem:
     num_blocks: int
     heads: tuple[int, ...]
     space: Space
+    mixes_samples: bool = False
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -161,6 +164,9 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             name="Interleaved1F1B divides the micro-batches into even rounds of pp",
             holds=lambda t: (t["schedule"] != inter) | rounds(t),
         ),
+        *((Constraint(
+            name="batch statistics take one micro-batch a data rank", holds=lambda t: t["num_micro_batches"] == 1,
+        ),) if problem.mixes_samples else ()),
         *(() if gpipe in (SCHEDULES.index(s) for s in space.schedules) else (
             Constraint(name=f"space {space.name} has no GPipe", holds=lambda t: t["schedule"] != gpipe),
         )),
@@ -246,6 +252,9 @@ def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
     zero = _values(pins, "zero", space.zero_stages)
     micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= problem.global_batch_size])
     data = np.unique(np.array([d[1] * d[2] for d in degrees]))
+    if problem.mixes_samples:
+        shares = {problem.global_batch_size // int(d) for d in data}
+        micro = sorted({*micro, *(s for s in shares if s)})
     for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch
         if isinstance(pin, NumberPin) and pin.key == "num_micro_batches" and pin.value:
             sizes = {problem.global_batch_size // (pin.value * int(d)) for d in data}

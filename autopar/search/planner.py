@@ -11,6 +11,7 @@ from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, StagePlan
+from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
 from autopar.search.layouts import attention_heads, operators_without_rule
@@ -63,6 +64,7 @@ class Planner:
             num_blocks=len(task.graph.blocks),
             heads=attention_heads(task.graph),
             space=task.space,
+            mixes_samples=mixes_samples(task.graph),
         )
         self.pool = candidates(self.problem, task.pins)
         if not self.pool:

@@ -305,6 +305,35 @@ def products(make: Maker) -> Iterator[Example]:
     yield c("aten.native_layer_norm.default", r(4, 4, 8), (8,), r(8), r(8), 1e-5)
     yield c("aten.rms_norm.default", r(4, 4, 8), (8,), r(8))
     yield c("aten.group_norm.default", r(4, 8, 4), 2, r(8), r(8))
+    yield from images(make)
+
+
+def images(make: Maker) -> Iterator[Example]:
+    """Pooling, resampling, transposed convolutions, norms over samples or space; windows overlap."""
+    c, r = make.call, make.real
+    x = {n: (4, 8, *(8,) * n) for n in (1, 2, 3)}
+    for n in (1, 2, 3):
+        three = (3,) * n
+        yield c(f"aten.max_pool{n}d.default", r(*x[n]), three, (1,) * n, (1,) * n)
+        yield c(f"aten.avg_pool{n}d.default", r(*x[n]), three, (1,) * n, (1,) * n)
+        yield c(f"aten.adaptive_avg_pool{n}d.default", r(*x[n]), three)
+        yield c(f"aten.adaptive_max_pool{n}d.default", r(*x[n]), three)
+        yield c(f"aten.upsample_nearest{n}d.vec", r(*x[n]), (12,) * n, None)
+        name = f"aten.conv_transpose{n}d." + ("default" if n == 1 else "input")
+        yield c(name, r(4, 8, *(4,) * n), r(8, 4, *three), r(4), (2,) * n, (1,) * n)
+        yield c(name, r(4, 8, *(4,) * n), r(8, 1, *three), None, (2,) * n, (1,) * n, (0,) * n, 8)
+        if n > 1:
+            yield c(f"aten.max_pool{n}d_with_indices.default", r(*x[n]), three, (1,) * n, (1,) * n)
+    yield c("aten.upsample_linear1d.vec", r(*x[1]), (12,), True, None)
+    yield c("aten.upsample_bilinear2d.vec", r(*x[2]), None, False, (2.0, 2.0))
+    yield c("aten.upsample_bicubic2d.vec", r(*x[2]), (12, 12), False, None)
+    yield c("aten.upsample_trilinear3d.vec", r(*x[3]), (12,) * 3, True, None)
+    yield c("aten.pixel_shuffle.default", r(4, 16, 4, 4), 2)
+    yield c("aten.pixel_unshuffle.default", r(4, 4, 8, 8), 2)
+    yield c("aten.instance_norm.default", r(4, 8, 4, 4), r(8), r(8), None, None, True, 0.1, 1e-5, False)
+    yield c("autopar.batch_norm", r(4, 8, 4, 4), r(8), r(8), 1e-5)
+    yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
+    yield c("autopar.batch_norm", r(4, 8, 4), None, None, 1e-5)
 
 
 def losses(make: Maker) -> Iterator[Example]:

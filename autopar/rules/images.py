@@ -1,0 +1,115 @@
+"""Patterns of operators on images and their like, [samples, channels, *space]: pooling, resampling, norms.
+
+Functions are like those of :mod:`autopar.rules.special`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from autopar.errors import RuleError
+from autopar.graph.ir import Op
+from autopar.layout import R, S
+from autopar.rules.grammar import Labels, Pattern
+from autopar.rules.sharded import divides
+from autopar.rules.special import NAMES, Specs, argument, integer
+from autopar.rules.types import Communication, Strategy
+
+_POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+_RESAMPLED = (
+    ("nearest", 1),
+    ("nearest", 2),
+    ("nearest", 3),
+    ("linear", 1),
+    ("bilinear", 2),
+    ("bicubic", 2),
+    ("trilinear", 3),
+)
+_LINEAR = ("avg_pool", "upsample")
+WINDOW_TARGETS: dict[str, int] = {
+    **{f"aten.{name}{n}d.default": n for name in _POOLS for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": n for n in (2, 3)},
+    **{f"aten.upsample_{name}{n}d.vec": n for name, n in _RESAMPLED},
+}
+"""Dims of space by target."""
+
+
+def window(op: Op, operands: Specs) -> Pattern:
+    """Pooling and resampling: every channel of every sample by itself, space stays whole."""
+    space = WINDOW_TARGETS[op.target]
+    rank = len(operands[0].shape)
+    labels = NAMES[:rank]
+    return Pattern(
+        inputs=(labels,),
+        outputs=(labels,) * len(op.outputs),
+        frozen=frozenset(labels[rank - space :]),
+        linear=((0,),) if any(name in op.target for name in _LINEAR) else (),
+    )
+
+
+def shuffle(op: Op, operands: Specs) -> Pattern:
+    """Pattern of pixel_shuffle and pixel_unshuffle: every dim is the outermost of what it becomes."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+
+
+def transposed_convolution(op: Op, operands: Specs) -> Pattern:
+    """Samples, and channels in and out unless grouped; the weight is [in, out / groups, *window]."""
+    groups = integer(op, 6, "groups", 1)
+    space = len(operands[1].shape) - 2
+    width, kernel = tuple(f"w{i}" for i in range(space)), tuple(f"k{i}" for i in range(space))
+    batch = ("b",) * (len(operands[0].shape) - space - 1)
+    inputs: list[Labels] = [(*batch, "c", *width), ("c", "o" if groups == 1 else "", *kernel)]
+    if len(operands) == 3:
+        inputs.append(("o",))
+    added = (2,) * (len(operands) - 2)
+    return Pattern(
+        inputs=tuple(inputs),
+        outputs=((*batch, "o", *width),),
+        contracted=frozenset(("c",)) if groups == 1 else frozenset(),
+        frozen=frozenset({*width, *kernel} | (set() if groups == 1 else {"c", "o"})),
+        linear=((0, *added), (1, *added)),
+    )
+
+
+def instance_norm(op: Op, operands: Specs) -> Pattern:
+    """Every sample and channel by itself; weight and bias have the channels."""
+    if not argument(op, 5, "use_input_stats", True):
+        raise RuleError("an instance norm takes the statistics of its input", value="running ones", place=op.name)
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(
+        inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,), frozen=frozenset(labels[2:])
+    )
+
+
+def batch_norm(op: Op, operands: Specs) -> Pattern:
+    """Channels alone split freely: x is [samples, channels, *space], weight and bias have the channels."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(
+        inputs=(labels, *(labels[1:2] for _ in operands[1:])),
+        outputs=(labels,),
+        frozen=frozenset({*labels[:1], *labels[2:]}),
+    )
+
+
+def batch_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Samples, or a dim of space, split: two all-reduces of one number a channel give the statistics of the whole.
+
+    On axis ``batch`` the ranks are those of the data axes, and each has all its samples in one micro-batch.
+    """
+    shape = operands[0].shape
+    num_bytes = shape[1] * max(4, operands[0].dtype.itemsize)
+    moved: tuple[Communication, ...] = (Communication(kind="all_reduce", num_bytes=num_bytes),) * 2
+    if op.spec.requires_grad:
+        moved += (Communication(kind="all_reduce", num_bytes=num_bytes, backward=True),) * 2
+    for dim in (d for d in range(len(shape)) if d != 1):
+        if divides(shape[dim], size):
+            yield Strategy(
+                name="statistics" if dim == 0 else f"statistics {NAMES[dim]}",
+                inputs=(S(dim), *(R for _ in operands[1:])),
+                outputs=(S(dim),),
+                work=1 / size,
+                target="autopar.batch_norm",
+                communication=moved,
+            )

@@ -1,0 +1,82 @@
+"""One small model of each kind of architecture against one device; ``tests.campaigns.models`` runs all families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar import api
+from autopar.cli.models import VerifiedModel
+from autopar.errors import InfeasibleError, PlanError
+from autopar.lower.program import lower
+from autopar.models import resolve_model
+from autopar.runtime.verify import verify
+from autopar.runtime.workers import WorkerPool
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+
+class Normalised(nn.Module):
+    """Convolutions and batch norms; inputs are called as keywords of torch's pipelines.
+
+    No bias stands before a batch norm: its gradient would be zero but for rounding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 3, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm1d(8)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, target: Tensor, losses: Tensor) -> Tensor:
+        x = functional.relu(self.norms[0](self.first(target)))
+        x = functional.adaptive_avg_pool2d(self.second(x), 1).flatten(1)
+        return (self.head(self.norms[1](x)).squeeze(1) - losses).square().mean()
+
+
+def normalised() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Normalised(), {"target": torch.randn(2, 3, 8, 8), "losses": torch.randn(2)}
+
+
+CASES = {
+    "batch norm": ("tests.distributed.test_families:normalised", None, ["tp=2", "dp_shard=2"]),
+    "batch norm in a pipeline": ("tests.distributed.test_families:normalised", None, ["pp=2", "dp_replicate=2"]),
+    "encoder and decoder": (
+        "hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32",
+        8,
+        ["pp=2", "tp=2"],
+    ),
+    "skip connections over stages": ("tests.campaigns.handmade:unet", None, ["pp=2", "tp=2"]),
+    "vision": (
+        "hf:convnext?hidden_sizes=[8,8]&depths=[1,1]&num_stages=2&image_size=16&num_labels=5",
+        None,
+        ["tp=2", "dp_replicate=2"],
+    ),
+    "tables of embeddings": ("tests.campaigns.handmade:recommender", None, ["tp=4"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_architecture_equals_one_device(pool: WorkerPool, case: str) -> None:
+    spec, length, pins = CASES[case]
+    subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
+    graph = subject.trace()
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
+    report = verify(subject, plan, graph, pool=pool, timeout_s=60.0)
+    report.check()
+    assert len(report.rows) == 4
+
+
+def test_statistics_over_the_batch_take_one_micro_batch() -> None:
+    subject = VerifiedModel(resolve_model("tests.distributed.test_families:normalised"), masked=True)
+    graph = subject.trace()
+    with pytest.raises(InfeasibleError, match="one micro-batch"):
+        api.estimate(graph, cluster="cpu:1x2", global_batch_size=16, pins=["dp_replicate=2", "micro_batch=2"])
+    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=16, pins=["dp_replicate=2"])
+    assert plan.num_micro_batches == 1
+    with pytest.raises(PlanError, match="one micro-batch"):
+        lower(replace(plan, micro_batch_size=4), graph)
