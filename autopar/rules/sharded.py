@@ -19,6 +19,9 @@ from autopar.rules.types import Communication, Strategy
 
 BATCH_AXIS = "batch"
 
+EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch"))
+"""What runs a mixture whose experts are split over the axis."""
+
 
 def divides(length: int, size: Fraction) -> bool:
     """True when a dim of this length splits evenly."""
@@ -90,7 +93,8 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
     yield Strategy(
         name="experts", inputs=(R, R, R, *owned), outputs=(P,), work=1 / size, target="autopar.experts_split"
     )
-    sent = Communication(kind="all_to_all", num_bytes=hidden.num_bytes * indices.shape[-1])
+    rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
+    sent = Communication(kind="all_to_all", num_bytes=rank_bytes)
     directions = (sent, sent, *(replace(sent, backward=True),) * (2 if hidden.requires_grad else 1))
     for dim, length in enumerate(hidden.shape[:-1]):
         if divides(length, size):
