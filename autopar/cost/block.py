@@ -167,8 +167,9 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
     if op.target == "autopar.experts_dispatch":
         hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
         sent = hidden.num_bytes * weights.shape[-1]
-        for backward in (False, False, *((True,) * (2 if hidden.requires_grad else 1))):
-            yield Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=backward)
+        for is_backward, count in ((False, 2), (True, 2 if hidden.requires_grad else 1)):
+            message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
+            yield from (message,) * count
         return
     if op.target not in COLLECTIVES:
         return
