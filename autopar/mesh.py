@@ -19,6 +19,8 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 class Mesh:
     """Degrees of the axes; the world size is the product of all but ``ep``.
 
+    ``ep`` says over how many ranks experts are split: those of ``tp``, or 1 where they are whole.
+
     >>> mesh = Mesh(pp=2, tp=2)
     >>> mesh.world_size, mesh.coordinate(3)["tp"], mesh.group(3, ("tp",))
     (4, 1, (2, 3))
@@ -82,5 +84,5 @@ class Mesh:
         return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
 
     def __str__(self) -> str:
-        axes = [f"{axis}={getattr(self, axis)}" for axis in (*MESH_AXES, "ep") if getattr(self, axis) > 1]
-        return " x ".join(axes) or "one rank"
+        axes = [f"{axis}={getattr(self, axis)}" for axis in MESH_AXES if getattr(self, axis) > 1]
+        return (" x ".join(axes) or "one rank") + (f" (ep={self.ep} on tp)" if self.ep > 1 else "")

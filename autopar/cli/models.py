@@ -75,7 +75,7 @@ def verify(
     """
     from autopar.cli.verify_report import render_verification, verification
 
-    if Path(target).suffix == ".json" or Path(target).is_file():
+    if Path(target).suffix == ".json" or _is_file(target):
         plan, subject, graph = _from_file(Path(target), model)
     else:
         plan, subject, graph = _from_model(target, cluster, split_pins(pin or ()), global_batch, seq)
@@ -133,6 +133,14 @@ class VerifiedModel:
         batch = self.make_batch(self.source.batch_size, seed=0, padded=True)
         example = {name: value.to("meta") for name, value in batch.items()}
         return trace_model(self.source.model, (), example, name=self.source.name)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a file has that name; the description of a model may be longer than names can be."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
 
 
 def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Graph]:

@@ -164,6 +164,13 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         for count in (1, 3 if smoothing else 2):
             yield Message(kind="all_reduce", axis=axis, num_bytes=count * token_bytes, backward=False)
         return
+    if op.target == "autopar.experts_dispatch":
+        hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
+        sent = hidden.num_bytes * weights.shape[-1]
+        for is_backward, count in ((False, 2), (True, 2 if hidden.requires_grad else 1)):
+            message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
+            yield from (message,) * count
+        return
     if op.target not in COLLECTIVES:
         return
     name, axis = op.target.removeprefix("autopar."), str(op.args[1])

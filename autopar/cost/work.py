@@ -324,6 +324,37 @@ def _embedding(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
+def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Rows sorted by expert, two or three products for each expert, a weighted sum over each token's choices.
+
+    The rows of a rank are those of even routing: all choices of its tokens, or the share of its experts in all
+    where it has some of them and every token (``experts_split``). Kept: rows and what lies between the products.
+    """
+    hidden, weights, _, *held = operands
+    num_experts, wide, width = held[-2].shape
+    rows = float(weights.numel)
+    if op.target == "autopar.experts_split":
+        rows *= num_experts / cast("int", op.args[8])
+    flops = 2.0 * rows * wide * width * len(held)
+    row_bytes, inner_bytes = (int(rows * n * held[-1].dtype.itemsize) for n in (width, wide))
+    gated = len(held) == 3
+    products = 1 + sum(spec.requires_grad for spec in held) / len(held)  # of the rows, and of the weights
+    moved = 5 * row_bytes + (6 if gated else 3) * inner_bytes
+    return Work(
+        flops=flops,
+        backward_flops=flops * products,
+        smallest_dim=max(min(int(rows / num_experts), wide, width), 1),
+        num_bytes=moved + _total(held) + hidden.num_bytes,
+        backward_bytes=2 * moved + 2 * _total(held) + hidden.num_bytes,
+        launches=12 + (len(held) + 2) * num_experts,
+        backward_launches=12 + (2 * len(held) + 2) * num_experts,
+        saved=(1,),
+        saved_bytes=2 * row_bytes + (4 if gated else 2) * inner_bytes + 3 * 8 * int(rows),
+        workspace_bytes=2 * row_bytes,
+        backward_workspace_bytes=2 * row_bytes + 2 * inner_bytes,
+    )
+
+
 def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
     """Keeps its mask, one byte an element."""
     x = operands[0]
@@ -370,6 +401,7 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
         ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default"), _norm
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
+    **dict.fromkeys(("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"), _experts),
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
     **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean", "aten.sum.default", "aten.sum.dim_IntList"), _mean),
     **dict.fromkeys(COLLECTIVES, _change_of_type),

@@ -12,7 +12,7 @@ from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.graph.fold import LOGICAL
 from autopar.graph.fuse import fuse_gelu
 from autopar.graph.ir import Argument, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest, map_refs
-from autopar.graph.unfuse import unfuse
+from autopar.graph.unfuse import cut_parameters, unfuse
 
 _SMALL = 2**16
 """Elements up to which equal constants are shared."""
@@ -35,7 +35,7 @@ def finish(
     Identical calls of the prelude are made once. Buffers and parameters that nothing reads go.
     """
     builder.ops = alive(builder.ops, loss)
-    parameters = unfuse(builder, parameters, loss)
+    parameters = cut_parameters(builder, unfuse(builder, parameters, loss), loss)
     fuse_gelu(builder, loss)
     drop_identities(builder, loss)
     ops = alive(builder.ops, loss)

@@ -24,6 +24,7 @@ from autopar.graph.cleanup import finish
 from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
 from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
+from autopar.graph.moe import swap_experts
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -209,7 +210,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value) if value.device.type == "meta" else value.detach().cpu()
     try:
-        return copy.deepcopy(model, memo).train()
+        copied = copy.deepcopy(model, memo).train()
     except FAILURES as error:
         raise TraceError(
             "the model can be copied (copy.deepcopy) without its weights",
@@ -217,6 +218,8 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
             place=type(model).__name__,
             remedy="keep open files, locks and tensors with history out of the model",
         ) from error
+    swap_experts(copied)
+    return copied
 
 
 # --- export ---------------------------------------------------------------------------------------

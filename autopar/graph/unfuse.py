@@ -8,7 +8,7 @@ splits by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from autopar.graph.builder import Builder
 from autopar.graph.canonical import LINEAR_TARGETS
@@ -69,6 +69,55 @@ def unfuse(builder: Builder, parameters: tuple[Parameter, ...], loss: Ref) -> tu
     builder.ops = [new for op in builder.ops for new in replaced.get(op.name, [op])]
     builder.producers = {op.name: op for op in builder.ops}
     return tuple(new for parameter in parameters for new in parts.get(parameter.name, [parameter]))
+
+
+def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], loss: Ref) -> tuple[Parameter, ...]:
+    """Parameters read in slices alone, along one dim that the slices cover once, become their parts.
+
+    Experts keep gate and up in one tensor [E, 2f, h]; each half splits by itself.
+    """
+    users: dict[str, list[Op]] = {}
+    for op in builder.ops:
+        for ref in dict.fromkeys(op.operands):
+            users.setdefault(ref.name, []).append(op)
+    renamed: dict[Ref, Ref] = {}
+    result: list[Parameter] = []
+    for parameter in parameters:
+        readers = users.get(parameter.name, [])
+        if parameter.aliases or parameter.part or not _cover(parameter, readers, loss):
+            result.append(parameter)
+            continue
+        found = {op.name: cast("tuple[int, int, int]", op.args[1:4]) for op in readers}
+        parts = {span: _part(builder, parameter, *span) for span in sorted(set(found.values()))}
+        result += parts.values()
+        renamed |= {Ref(name): Ref(parts[span].name) for name, span in found.items()}
+    if renamed:
+        kept = [op for op in builder.ops if Ref(op.name) not in renamed]
+        builder.ops = [op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in kept]
+        builder.producers = {op.name: op for op in builder.ops}
+    return tuple(result)
+
+
+def _cover(parameter: Parameter, users: list[Op], loss: Ref) -> bool:
+    """Whether ``users`` are slices of step 1 along one dim that cover it without overlap."""
+    if len(users) < 2 or any(
+        op.target != "aten.slice.Tensor"
+        or len(op.args) != 4
+        or op.operands[0].name != parameter.name
+        or op.name == loss.name
+        for op in users
+    ):
+        return False
+    dims = {op.args[1] for op in users}
+    spans = sorted({cast("tuple[int, int]", op.args[2:4]) for op in users})
+    edges = [0, *(stop for _, stop in spans)]
+    (dim,) = dims if len(dims) == 1 else (None,)
+    return (
+        isinstance(dim, int)
+        and len(spans) > 1
+        and all(start == edge for (start, _), edge in zip(spans, edges, strict=False))
+        and edges[-1] == parameter.spec.shape[dim]
+    )
 
 
 def _cuts(op: Op, users: dict[str, list[Op]], loss: Ref) -> _Cuts | None:

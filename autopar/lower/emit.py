@@ -204,6 +204,7 @@ _SHORT = (
     ("torch._C._nn.", "F."),
     ("torch.nn.functional.", "F."),
     ("autopar_sharded_ops_", "sharded_ops."),
+    ("autopar_expert_ops_", "expert_ops."),
     ("autopar_ops_", "ops."),
 )
 

@@ -86,6 +86,14 @@ def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, target=strategy.target, args=args, kwargs=())
 
 
+def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Where the own experts stand among all."""
+    down = local.operands[-1]
+    num_experts = down.shape[0] * local.size
+    args = (*op.args[:7], local.axis, int(num_experts))
+    return replace(op, target=strategy.target, args=args, kwargs=())
+
+
 def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     """The count is that of the whole tensor; a partial mean that is split again keeps its count."""
     if not strategy.target:
@@ -137,4 +145,6 @@ LOCALIZERS: dict[str, Localizer] = {
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
     "autopar.batch_norm": _batch_norm,
+    "autopar.experts_split": _split_experts,
+    "autopar.experts_dispatch": _split_experts,
 }

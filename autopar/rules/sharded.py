@@ -8,6 +8,7 @@ know its rank is offered there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 from autopar.graph.ir import Op
@@ -17,6 +18,9 @@ from autopar.rules.special import Specs, argument
 from autopar.rules.types import Communication, Strategy
 
 BATCH_AXIS = "batch"
+
+EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch"))
+"""What runs a mixture whose experts are split over the axis."""
 
 
 def divides(length: int, size: Fraction) -> bool:
@@ -70,4 +74,35 @@ def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator
                 outputs=(P,),
                 work=1 / size,
                 target="autopar.partial_mean",
+            )
+
+
+def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A mixture of experts (hidden, weights, indices, gate, up, down, activation) with the experts split.
+
+    *experts*: every rank sees all tokens and computes what its experts add, a pending sum; nothing moves
+    inside. *dispatch d*: tokens are split along dim d and travel to the ranks of their experts and back, k
+    rows for each token in both directions (as many again for the gradients); how many leave a rank is in
+    the routing, priced as if it were even.
+    """
+    hidden, _, indices = operands[:3]
+    num_experts = operands[-1].shape[0]
+    if axis == BATCH_AXIS or not divides(num_experts, size):
+        return
+    owned = (S(0),) * (len(operands) - 3)
+    yield Strategy(
+        name="experts", inputs=(R, R, R, *owned), outputs=(P,), work=1 / size, target="autopar.experts_split"
+    )
+    rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
+    sent = Communication(kind="all_to_all", num_bytes=rank_bytes)
+    directions = (sent, sent, *(replace(sent, backward=True),) * (2 if hidden.requires_grad else 1))
+    for dim, length in enumerate(hidden.shape[:-1]):
+        if divides(length, size):
+            yield Strategy(
+                name=f"dispatch {dim}",
+                inputs=(S(dim), S(dim), S(dim), *owned),
+                outputs=(S(dim),),
+                work=1 / size,
+                target="autopar.experts_dispatch",
+                communication=directions,
             )

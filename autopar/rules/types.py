@@ -14,7 +14,8 @@ from autopar.layout import Type
 class Communication:
     """Bytes that an operator's own implementation moves inside (vocabulary-parallel cross entropy).
 
-    ``kind`` is a collective (``all_reduce`` ...); ``num_bytes`` that of the full tensor.
+    ``kind`` is a collective (``all_reduce`` ...); ``num_bytes`` that of the full tensor, for an all-to-all
+    that of one rank's part (as ``rules.conversions.collective_bytes``).
     """
 
     kind: str

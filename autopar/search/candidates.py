@@ -206,7 +206,8 @@ def pin_constraints(pins: Pins) -> tuple[Constraint, ...]:
     found = []
     for pin in pins.pins:
         if isinstance(pin, NumberPin):
-            found.append(Constraint(name=pin.text, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
+            name = pin.text if pin.key != "ep" else f"{pin.text} (experts borrow the ranks of tp: ep is 1 or tp)"
+            found.append(Constraint(name=name, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
         elif isinstance(pin, ChoicePin) and pin.key == "schedule":
             allowed = [i for i, name in enumerate(SCHEDULES) if pin.holds(name)]
             found.append(
@@ -216,6 +217,8 @@ def pin_constraints(pins: Pins) -> tuple[Constraint, ...]:
 
 
 def _number(t: Table, pin: NumberPin) -> NDArray[np.bool_]:
+    if pin.key == "ep":  # of the layout, which has to choose between the two
+        return np.array([pin.holds(1) or pin.holds(int(v)) for v in t["tp"]])
     column = t["dp_replicate"] * t["dp_shard"] if pin.key == "dp" else t[pin.key]
     return np.array([pin.holds(int(v)) for v in np.unique(column)])[np.unique(column, return_inverse=True)[1]]
 

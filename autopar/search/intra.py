@@ -6,7 +6,7 @@ types of the values that cross a boundary are all that two blocks must agree on,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from autopar import rules
 from autopar.cost.work import VIEWS
+from autopar.errors import InfeasibleError
 from autopar.graph.ir import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, Type
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
@@ -44,11 +45,17 @@ class Pricing(Protocol):
         """Bytes of a parameter with its gradient and optimizer states."""
 
 
+def every(op: Op, strategy: Strategy) -> bool:
+    """Where no pin speaks of strategies."""
+    return True
+
+
 @dataclass(slots=True)
 class AxisCosts:
     """Prices of typings on an axis of ``size`` ranks.
 
-    ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
+    ``owners``: how many blocks read a parameter; each pays its share of what is paid once. ``allows``: which
+    strategies pins leave.
     """
 
     graph: Graph
@@ -56,6 +63,7 @@ class AxisCosts:
     size: int
     pricing: Pricing
     owners: Mapping[str, int] = field(default_factory=dict)
+    allows: Callable[[Op, Strategy], bool] = every
     _changes: dict[tuple[TensorSpec, Type, Type], Cost | None] = field(default_factory=dict)
 
     def saves(self, op: Op) -> Sequence[Ref]:
@@ -193,7 +201,15 @@ class BlockProblem:
     def _offered(self, op: Op) -> tuple[Strategy, ...]:
         operands = tuple(self.graph.spec(ref) for ref in op.operands)
         size = Fraction(self.costs.size)
-        return rules.strategies(op, operands, axis=self.costs.axis, size=size, fallback=True)
+        found = rules.strategies(op, operands, axis=self.costs.axis, size=size, fallback=True)
+        left = tuple(s for s in found if self.costs.allows(op, s))
+        if not left:
+            raise InfeasibleError(
+                "the pins leave each operator a strategy",
+                value=f"{op.target} of {op.module or op.name} on {self.costs.axis}={size}",
+                remedy="split experts over a degree that divides their number, or drop the pin of ep",
+            )
+        return left
 
 
 def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Boundary:

@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Parameter
+from autopar.graph.ir import Graph, Op, Parameter
 from autopar.layout import I, Type
 from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, BlockLayout
 from autopar.rules import has_rule
 from autopar.rules.apply import shard
-from autopar.rules.types import Typing
+from autopar.rules.sharded import EXPERT_TARGETS
+from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import BATCH, solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
@@ -29,6 +31,7 @@ from autopar.search.problem import Weights, rests_of
 from autopar.search.space import Space
 
 TP = "tp"
+EXPERTS = "autopar.experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +62,7 @@ class Layouts:
     """
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
-        self.graph, self.model, self.space = graph, model, space
+        self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.global_batch_size = global_batch_size
         self.pinned = {p.name: t for p in graph.parameters if (t := _pinned_type(p, pins)) is not None}
         keys = [
@@ -151,9 +154,18 @@ class Layouts:
         if key not in self._solvers:
             micro = self.micro(micro_batch_size)
             self._solvers[key] = AxisSolver(
-                micro, axis=TP, size=tp, pricing=self._pricing(tp), rests=self._rests(micro.graph, tp)
+                micro,
+                axis=TP,
+                size=tp,
+                pricing=self._pricing(tp),
+                rests=self._rests(micro.graph, tp),
+                allows=partial(self._allows, tp),
             )
         return self._solvers[key]
+
+    def _allows(self, tp: int, op: Op, strategy: Strategy) -> bool:
+        """Experts are split over ``tp`` (ep=tp) or not (ep=1): what the pins of ``ep`` say of it."""
+        return op.target != EXPERTS or self.pins.allows("ep", tp if strategy.target in EXPERT_TARGETS else 1)
 
     def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
         rests = {}
@@ -252,6 +264,12 @@ class Layouts:
         block = self.compact.graph.blocks[index]
         prefix = f"{block.label}."
         return tuple(p.key.removeprefix(prefix) for p in self.compact.graph.block_parameters(block))
+
+
+def expert_degree(option: Option, tp: int) -> int:
+    """Over how many ranks a layout splits experts: ``tp`` where any mixture does, else 1."""
+    chosen = option.solution.typing.strategies.values() if option.solution is not None else ()
+    return tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1
 
 
 def attention_heads(graph: Graph) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 | pin                                             | holds                                              |
 |-------------------------------------------------|----------------------------------------------------|
 | ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
+| ``ep=2``                                        | experts split over tp=2 ranks; ``ep=1``: not split |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
@@ -268,6 +269,11 @@ class Pins:
         self.recompute(graph)
         self.stages(graph)
         names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)]
+        if not self.allows("ep", 1) and not any(op.target == "autopar.experts" for op in graph.ops):
+            raise UsageError(
+                "ep splits the experts of a model", value="none that trace as one operator", place=graph.name,
+                remedy="drop the pin of ep, or write the experts with autopar.nn.experts",
+            )  # fmt: skip
         for pin in self.parameters:
             if not pin.matches(names):
                 raise UsageError(

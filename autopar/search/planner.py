@@ -14,7 +14,7 @@ from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, St
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
-from autopar.search.layouts import attention_heads, operators_without_rule
+from autopar.search.layouts import attention_heads, expert_degree, operators_without_rule
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
@@ -158,7 +158,7 @@ class Planner:
                 tokens_per_sample=self.evaluator.tokens_per_sample,
             ),
             cluster=task.cluster.name,
-            mesh=candidate.mesh,
+            mesh=replace(candidate.mesh, ep=expert_degree(best.option, candidate.mesh.tp)),
             global_batch_size=task.global_batch_size,
             micro_batch_size=candidate.micro_batch_size,
             schedule=candidate.schedule,

@@ -13,6 +13,7 @@ from torch.nn import functional
 from autopar.cluster import Cluster
 from autopar.cost.block import Message, block_cost, messages
 from autopar.cost.collectives import CollectiveModel
+from autopar.cost.work import work
 from autopar.graph import trace
 from autopar.graph.ir import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.mesh import Mesh
@@ -160,3 +161,33 @@ def test_messages_of_the_split_loss() -> None:
         blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"), fingerprint="",
     )  # fmt: skip
     assert [m.num_bytes for m in messages(op, graph)] == [32 * 4, 2 * 32 * 4]
+
+
+def experts_graph(target: str, tail: tuple[object, ...] = ()) -> tuple[Graph, Op]:
+    """Four experts of 16 x 8 x 16, two for each of 32 tokens; ``tail``: arguments of the split kinds."""
+    shapes = {"x": (32, 16), "w": (32, 2), "gate": (4, 8, 16), "up": (4, 8, 16), "down": (4, 16, 8)}
+    specs = {k: TensorSpec(shape=v, dtype=torch.float32, requires_grad=True) for k, v in shapes.items()}
+    names = ("x", "w", "i", "gate", "up", "down")
+    op = Op(name="y", target=target, args=(*map(Ref, names), "silu", *tail), outputs=(specs["x"],))
+    chosen = Input(name="i", spec=TensorSpec(shape=(32, 2), dtype=torch.int64), batch_dim=0)
+    graph = Graph(
+        name="g", batch_size=1, inputs=(chosen,),
+        parameters=tuple(Parameter(name=k, fqn=k, spec=v) for k, v in specs.items()), buffers=(), prelude=(), ops=(op,),
+        blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"), fingerprint="",
+    )  # fmt: skip
+    return graph, op
+
+
+def test_experts_cost_what_even_routing_gives() -> None:
+    rows = 32 * 2
+    graph, op = experts_graph("autopar.experts")
+    done = work(op, [graph.spec(ref) for ref in op.operands])
+    assert done.flops == 2 * rows * 3 * 8 * 16
+    assert done.backward_flops == 2 * done.flops
+    graph, op = experts_graph("autopar.experts_split", ("tp", 16))
+    assert work(op, [graph.spec(ref) for ref in op.operands]).flops == done.flops / 4
+    assert list(messages(op, graph)) == []
+    graph, op = experts_graph("autopar.experts_dispatch", ("tp", 16))
+    assert work(op, [graph.spec(ref) for ref in op.operands]).flops == done.flops
+    sent = [(m.kind, m.axis, m.num_bytes, m.backward) for m in messages(op, graph)]
+    assert sent == [("all_to_all", "tp", rows * 16 * 4, back) for back in (False, False, True, True)]

@@ -373,5 +373,20 @@ def every(table: RuleTable, seed: int = 0) -> Iterator[Example]:
     """All of the above."""
     make = Maker(seed)
     yield from elementwise(table, make)
-    for family in (moved, whole, reductions, products, losses):
+    for family in (moved, whole, reductions, products, losses, experts):
         yield from family(make)
+
+
+def experts(make: Maker) -> Iterator[Example]:
+    """Mixtures of experts: even routing, all tokens to one expert, none to most, one expert twice, no gate."""
+    c, r, w = make.call, make.real, make.whole
+    gate, up, down = r(4, 8, 5), r(4, 8, 5), r(4, 5, 8)
+    some = w(8, 4, high=3)
+    some[:4] = 3
+    for lead in ((8,), (4, 8), (4, 2, 4)):
+        chosen = w(*lead, 8, high=99).argsort(-1)[..., :4] % 4
+        yield c("autopar.experts", r(*lead, 5), r(*lead, 4), chosen, gate, up, down, "silu")
+    for indices in (some, torch.zeros_like(some), torch.full_like(some, 2)):
+        yield c("autopar.experts", r(8, 5), r(8, 4), indices, gate, up, down, "gelu")
+    yield c("autopar.experts", r(8, 5), r(8, 4), some, None, up, down, "relu2")
+    yield c("autopar.experts", r(8, 5, grad=False), r(8, 4), some, None, up, down, "gelu_tanh")

@@ -17,6 +17,7 @@ from tests.rules.rule_examples import (
     Maker,
     elementwise,
     every,
+    experts,
     losses,
     moved,
     products,
@@ -31,6 +32,7 @@ FAMILIES = {
     "reductions": reductions,
     "products": products,
     "losses": losses,
+    "experts": experts,
 }
 
 
@@ -44,7 +46,7 @@ def needs_other_axis(example: Example) -> bool:
 def test_every_strategy_gives_what_one_device_gives(family: str, size: int) -> None:
     examples = [e for e in FAMILIES[family](Maker(size)) if not needs_other_axis(e)]
     failures = [line for e in examples for line in verify_rule(e.op, e.operands, size=size, seed=size)]
-    assert len(examples) > 10
+    assert len(examples) > 7
     assert failures == []
 
 
