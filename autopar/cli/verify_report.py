@@ -58,7 +58,17 @@ def verification(report: VerifyReport) -> dict[str, Any]:
 def _splits(plan: Plan) -> list[str]:
     """How much the plan splits on each axis inside the model: nothing split would verify nothing."""
     lines = []
-    for axis in ("cp", "tp"):
+    if plan.mesh.cp > 1:
+        names = [
+            name
+            for block in plan.blocks
+            for typing in plan.layouts[block.layout].typings
+            if typing.axis == "cp"
+            for name in typing.strategies
+        ]
+        split = sum(name not in ("invariant", "replicate") for name in names)
+        lines.append(f"cp={plan.mesh.cp} splits {split} of {len(names)} operators along the sequence")
+    for axis in ("tp",):
         if getattr(plan.mesh, axis) > 1:
             kinds = [
                 kind

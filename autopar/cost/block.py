@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import cast
 
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import time_of_work
@@ -14,6 +15,7 @@ from autopar.device import Device
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.storage import storage_roots
 from autopar.mesh import Mesh
+from autopar.rules.sharded import ring_messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +173,15 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
             message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
             yield from (message,) * count
         return
+    if op.target == "autopar.attention_ring":
+        known = dict(op.kwargs)
+        whole = sum(graph.spec(ref).num_bytes for ref in op.operands[1:3]) * cast("int", known["ranks"])
+        for inside in ring_messages(whole, backward=op.spec.requires_grad):
+            yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
+        return
     if op.target not in COLLECTIVES:
         return
-    name, axis = op.target.removeprefix("autopar."), str(op.args[1])
+    name, axis = op.target.removeprefix("autopar.").removeprefix("zigzag_"), str(op.args[1])
     before, after = graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes
     forward, backward = _directions(name, op)
     size = before if name == "all_to_all" else max(before, after)

@@ -84,7 +84,8 @@ def _aten(names: str) -> frozenset[str]:
 VIEWS = _aten(_VIEW_NAMES)
 """Operators whose output lies in the storage of their first operand."""
 
-COLLECTIVES = frozenset(f"autopar.{name}" for name in _COLLECTIVE_NAMES.split())
+_ZIGZAG_NAMES = "zigzag_shard zigzag_all_gather zigzag_reduce_scatter zigzag_all_to_all"
+COLLECTIVES = frozenset(f"autopar.{name}" for name in (*_COLLECTIVE_NAMES.split(), *_ZIGZAG_NAMES.split()))
 """Changes of type; see rules/conversions.py."""
 
 _PARTIAL_VIEWS = _aten("slice.Tensor select.int narrow.default")
@@ -241,13 +242,18 @@ def _argument(op: Op, position: int, name: str, default: object) -> object:
 def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
     """Fused attention keeps q, k, v, the output and a row statistic; a causal mask halves the work.
 
+    Of a sequence split over an axis the slowest rank counts: gathered, the last one sees all keys; in a ring, whose
+    order is balanced, each sees half.
+
     On a CPU there is no fused kernel with dropout: probabilities, noise and their product are kept in fp32 then.
     """
     query, key = operands[0], operands[1]
-    rows, columns = query.shape[-2], key.shape[-2]
+    rows, columns = query.shape[-2], key.shape[-2] * cast("int", _argument(op, 99, "ranks", 1))
     scores = query.numel // query.shape[-1] * columns
     flops = 2.0 * scores * (query.shape[-1] + op.spec.shape[-1])
-    if _argument(op, 5, "is_causal", False) and rows == columns:
+    if op.target == "autopar.attention_ring":
+        flops *= 0.5 if _argument(op, 5, "is_causal", False) else 1.0
+    elif _argument(op, 5, "is_causal", False) and rows == columns:
         flops *= (rows + 1) / (2 * rows)
     statistic = query.numel // query.shape[-1] * _FLOAT
     passes = (_total(operands) + op.spec.num_bytes, 3 * _total(operands) + 2 * op.spec.num_bytes)
@@ -369,8 +375,9 @@ def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
 
 
 def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
-    """Gathering or scattering along an inner dim copies the whole tensor into and out of rank order."""
-    if op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0:
+    """Gathering or scattering along an inner dim copies the whole tensor into and out of rank order; zig-zag order too."""
+    in_order = op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0
+    if in_order and not op.target.startswith("autopar.zigzag_"):
         return Work(launches=0)
     whole = max(operands[0].num_bytes, op.spec.num_bytes)
     back = op.args[-1] != "I"  # an all-gather to I slices its gradient
@@ -394,7 +401,9 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(
         ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.convolution.default"), _convolution
     ),
-    **dict.fromkeys(("aten.scaled_dot_product_attention.default", "autopar.attention"), _attention),
+    **dict.fromkeys(
+        ("aten.scaled_dot_product_attention.default", "autopar.attention", "autopar.attention_gathered", "autopar.attention_ring"), _attention
+    ),
     **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
     "autopar.cross_entropy_vocabulary": _split_softmax_loss,
     **dict.fromkeys(

@@ -268,7 +268,12 @@ def _has_global_rule(node: fx.Node) -> bool:
 
 def _is_known(call: Callable[..., Any]) -> bool:
     """Whether the checker can tell that a pending sum may pass."""
-    return call in _checker._OP_REGISTRY or call.__module__ in ("autopar.ops", "autopar.sharded_ops", __name__)
+    return call in _checker._OP_REGISTRY or call.__module__ in (
+        "autopar.ops",
+        "autopar.sharded_ops",
+        "autopar.sequence_ops",
+        __name__,
+    )
 
 
 def _linear(target: Any) -> Callable[..., Any]:

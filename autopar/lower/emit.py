@@ -49,13 +49,14 @@ Strides depend on kernels, which differ between devices and shapes: a view is a 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
 
 
 def is_random(op: Op) -> bool:
     """Whether the operator draws random numbers."""
     if op.target == "autopar.dropout":
         return True
-    return op.target == _ATTENTION and len(op.args) > 4 and bool(op.args[4])
+    return op.target in _ATTENTIONS and len(op.args) > 4 and bool(op.args[4])
 
 
 @dataclass(slots=True)
@@ -205,6 +206,7 @@ _SHORT = (
     ("torch.nn.functional.", "F."),
     ("autopar_sharded_ops_", "sharded_ops."),
     ("autopar_expert_ops_", "expert_ops."),
+    ("autopar_sequence_ops_", "sequence_ops."),
     ("autopar_ops_", "ops."),
 )
 

@@ -30,7 +30,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.rules.apply import BATCH
 
-_HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar import ops, sharded_ops\naten = torch.ops.aten"
+_HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar import ops, sequence_ops, sharded_ops\naten = torch.ops.aten"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,11 @@ cost model and the search count on:
 - a parameter that is I at rest and R at every use has no change: its gradient is left as a pending
   sum (``Parameter.gradient_sum_axes``). If other uses want it otherwise, R is an explicit change.
 
+Under ring attention every split dim of the axis is in *zig-zag order*: of 2 n chunks rank r has chunks r and
+2 n - 1 - r, so that a causal mask leaves every rank the same work. It is a property of the whole typing, so that
+elementwise neighbours agree; changes of type are then those of :mod:`autopar.sequence_ops`, split dims divide by 2 n,
+and nothing else may know which part its rank has. Whole values (R, I, P) are in their own order.
+
 On axis ``batch`` (micro-batches and data ranks together) nothing may change type but prelude values
 from P to R: those are ``Graph.sums``, totalled before the step. Parameters are R at use there, and
 their gradient sum belongs to the data-parallel runtime.
@@ -28,6 +33,9 @@ from autopar.rules.conversions import conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy, Typing
 
 BATCH = "batch"
+RING = "autopar.attention_ring"
+ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
+"""What strategies may call where split dims are in zig-zag order: else nothing that knows which part its rank has."""
 
 
 def shard(
@@ -63,6 +71,7 @@ class _Sharding:
     def __init__(self, graph: Graph, typing: Typing, global_batch_size: int) -> None:
         self.graph, self.typing, self.axis = graph, typing, typing.axis
         self.is_batch = typing.axis == BATCH
+        self.is_zigzag = any(s.target == RING for s in typing.strategies.values())
         self.count_scale = Fraction(global_batch_size, graph.batch_size) if self.is_batch else Fraction(1)
         self.types: dict[Ref, Type] = {}
         self.specs: dict[Ref, TensorSpec] = {}
@@ -154,6 +163,12 @@ class _Sharding:
             raise RuleError(
                 "a strategy types every operand and output", value=strategy.name, place=f"{op.name} ({op.target})"
             )
+        if self.is_zigzag and strategy.target not in ZIGZAG_SAFE:
+            raise RuleError(
+                "beside ring attention no operator of the axis knows which part its rank has",
+                value=strategy.name,
+                place=f"{op.name} ({op.target})",
+            )
         operands = tuple(
             self._converted(ref, wanted, op, section) for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
         )
@@ -237,7 +252,9 @@ class _Sharding:
         section.ops.append(
             Op(
                 name=name,
-                target=change.target,
+                target=change.target.replace("autopar.", "autopar.zigzag_")
+                if self._is_reordered(found, wanted)
+                else change.target,
                 args=(ref, *emitted_arguments(self.axis, found, wanted)),
                 outputs=(local,),
                 module=producer.module if producer is not None else "",
@@ -282,6 +299,9 @@ class _Sharding:
         if conflict:
             raise RuleError("a sum over samples is read as a total or as a part, not both", value=str(ref), place=place)
 
+    def _is_reordered(self, found: Type, wanted: Type) -> bool:
+        return self.is_zigzag and (found.is_split or wanted.is_split)
+
     def _same_without_gradient(self, ref: Ref, found: Type, wanted: Type) -> bool:
         return not self.specs[ref].requires_grad and {found.kind, wanted.kind} <= {"I", "R"}
 
@@ -296,6 +316,12 @@ class _Sharding:
         if kind.dim >= len(spec.shape):
             raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
         part = spec.shape[kind.dim] / self.typing.size
+        if self.is_zigzag and part % 2:
+            raise RuleError(
+                f"a split dim in zig-zag order divides by twice the axis ({self.axis}={self.typing.size})",
+                value=f"{kind} of shape {spec.shape}",
+                place=place,
+            )
         if part.denominator != 1:
             raise RuleError(
                 f"a split dim divides by the axis ({self.axis}={self.typing.size})",

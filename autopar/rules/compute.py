@@ -76,7 +76,8 @@ def einsum(op: Op, operands: Specs) -> Pattern:
 def attention(op: Op, operands: Specs) -> Pattern:
     """scaled_dot_product_attention(q, k, v, mask, dropout, causal): b and h are split, s unless causal.
 
-    Fewer key heads than query heads (``enable_gqa``) are split together with them.
+    Fewer key heads than query heads (``enable_gqa``) are split together with them. Attention that is
+    split along the sequence on another axis already (``autopar.attention_gathered``, ``_ring``) keeps s.
     """
     rank = len(operands[0].shape)
     lead = ("b", "h") if rank == 4 else tuple(f"b{i}" for i in range(rank - 2))
@@ -89,11 +90,11 @@ def attention(op: Op, operands: Specs) -> Pattern:
         labels(spec.shape, last)
         for spec, last in zip(operands, (("s", "e"), ("t", "e"), ("t", "f"), ("s", "t")), strict=False)
     ]
-    causal = bool(argument(op, 5, "is_causal", False))
+    whole = bool(argument(op, 5, "is_causal", False)) or op.target.startswith("autopar.attention_")
     return Pattern(
         inputs=tuple(inputs),
         outputs=(labels(op.spec.shape, ("s", "f")),),
-        frozen=frozenset(("t", "e", "f", "s") if causal else ("t", "e", "f")),
+        frozen=frozenset(("t", "e", "f", "s") if whole else ("t", "e", "f")),
         linear=((2,),),
         random=bool(argument(op, 4, "dropout_p", 0.0)),
     )

@@ -18,6 +18,10 @@ from autopar.rules.special import Specs, argument
 from autopar.rules.types import Communication, Strategy
 
 BATCH_AXIS = "batch"
+SEQUENCE_AXIS = "cp"
+"""The one axis that may be in zig-zag order."""
+RING = "autopar.attention_ring"
+GATHERED = "autopar.attention_gathered"
 
 EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch"))
 """What runs a mixture whose experts are split over the axis."""
@@ -106,3 +110,61 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
                 target="autopar.experts_dispatch",
                 communication=directions,
             )
+
+
+def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Attention whose queries are split along the sequence.
+
+    ``gather``: keys and values whole (the change S to R gathers them, its backward scatters their gradients); a causal
+    mask begins at this rank's first query. Without a causal mask it is ``split s`` of the pattern.
+    ``ring``: keys and values are split too and go round; every split dim is in zig-zag order (see ``rules.apply``).
+    """
+    rank = len(operands[0].shape)
+    if axis == BATCH_AXIS or op.target in (GATHERED, RING) or size.denominator != 1:
+        return
+    rows, sequence = operands[0].shape[-2], S(rank - 2)
+    causal = bool(argument(op, 5, "is_causal", False))
+    if not divides(rows, size) or (causal and operands[1].shape[-2] != rows):
+        return
+    random = bool(argument(op, 4, "dropout_p", 0.0))
+    if causal:
+        yield Strategy(
+            name="gather",
+            inputs=(sequence, R, R),
+            outputs=(sequence,),
+            work=1 / size,
+            target=GATHERED,
+            extra=(("axis", axis),),
+            random=random,
+        )
+    columns, ranks = operands[1].shape[-2], size.numerator
+    if axis != SEQUENCE_AXIS or rank != 4:
+        return
+    if rows % (2 * ranks) or columns % (2 * ranks) or any(m.requires_grad for m in operands[3:]):
+        return
+    if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
+        return
+    masks = tuple(S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
+    moved = sum(spec.num_bytes for spec in operands[1:3])
+    yield Strategy(
+        name="ring",
+        inputs=(sequence, sequence, sequence, *masks),
+        outputs=(sequence,),
+        work=1 / size,
+        target=RING,
+        extra=(("axis", axis), ("ranks", ranks)),
+        communication=ring_messages(moved, backward=op.spec.requires_grad),
+        random=random,
+    )
+
+
+def ring_messages(num_bytes: int, *, backward: bool) -> tuple[Communication, ...]:
+    """What a ring moves, priced as collectives of the same volume: ``num_bytes`` of all keys and values.
+
+    Backward sends them round again, and their gradients along.
+    """
+    forward = Communication(kind="all_gather", num_bytes=num_bytes)
+    if not backward:
+        return (forward,)
+    again = Communication(kind="all_gather", num_bytes=num_bytes, backward=True)
+    return (forward, again, Communication(kind="reduce_scatter", num_bytes=num_bytes, backward=True))

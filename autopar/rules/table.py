@@ -255,8 +255,8 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
-    found["autopar.attention"] = compute.attention
     found["autopar.batch_norm"] = images.batch_norm
+    found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, sharded.RING), compute.attention)
     return found
 
 
@@ -267,6 +267,8 @@ _MORE: dict[str, MoreStrategies] = {
     "aten.mean.default": sharded.partial_mean,
     "aten.mean.dim": sharded.partial_mean,
     "autopar.batch_norm": images.batch_statistics,
+    "aten.scaled_dot_product_attention.default": sharded.attention_sequence,
+    "autopar.attention": sharded.attention_sequence,
 }
 
 

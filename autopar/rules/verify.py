@@ -30,8 +30,10 @@ from autopar.graph.ir import Argument, Op, TensorSpec, map_refs
 from autopar.layout import Type
 from autopar.ops import resolve
 from autopar.rules import default_table, localize
+from autopar.rules.apply import RING
 from autopar.rules.table import RuleTable
 from autopar.rules.types import Local, Strategy
+from autopar.sequence_ops import zigzag as in_zigzag
 
 RTOL = 1e-9
 _SERIAL = count()
@@ -142,9 +144,10 @@ def _gradients(
 
 def _check(op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, generator: torch.Generator) -> str:
     """What is wrong with one strategy, or nothing."""
-    operands = [_cut(x, t, size, generator) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
+    zigzag = strategy.target == RING
+    operands = [_cut(x, t, size, generator, zigzag) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
     cotangents = [
-        [None] * size if g is None else _cut(g, t.gradient, size, generator)
+        [None] * size if g is None else _cut(g, t.gradient, size, generator, zigzag)
         for g, t in zip(dense.cotangents, strategy.outputs, strict=True)
     ]
     local = Local(
@@ -173,12 +176,12 @@ def _check(op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, gene
         parts = [result[i] for result in outputs]
         if tuple(parts[0].shape) != local.outputs[i].shape:
             return f"output {i} has shape {tuple(parts[0].shape)}, not {local.outputs[i].shape}"
-        if not strategy.random and (problem := _differs(parts, kind, y)):
+        if not strategy.random and (problem := _differs(parts, kind, y, zigzag)):
             return f"output {i}: {problem}"
     for i, (gradient, kind) in enumerate(zip(dense.gradients, strategy.inputs, strict=True)):
         if gradient is not None and not strategy.random:
             pieces = [result[i] for result in gradients]
-            if problem := _differs([p for p in pieces if p is not None], kind.gradient, gradient):
+            if problem := _differs([p for p in pieces if p is not None], kind.gradient, gradient, zigzag):
                 return f"gradient of operand {i}: {problem}"
     return ""
 
@@ -191,11 +194,12 @@ def _part(spec: TensorSpec, kind: Type, size: int) -> TensorSpec:
     return replace(spec, shape=tuple(shape))
 
 
-def _cut(x: Tensor, kind: Type, size: int, generator: torch.Generator) -> list[Tensor]:
-    """Each rank's part of a dense tensor."""
+def _cut(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: bool) -> list[Tensor]:
+    """Each rank's part of a dense tensor; in zig-zag order where the operator has it so."""
     whole = x.detach()
     if kind.is_split:
-        pieces = list(whole.chunk(size, dim=kind.dim))
+        ordered = in_zigzag(whole, kind.dim, size) if zigzag else whole
+        pieces = list(ordered.chunk(size, dim=kind.dim))
     elif kind.kind == "P":
         pieces = [_random_like(whole, generator) for _ in range(size - 1)]
         pieces.append(whole - sum(pieces))
@@ -210,11 +214,12 @@ def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(-9, 10, x.shape, dtype=x.dtype, generator=generator)
 
 
-def _differs(parts: list[Tensor], kind: Type, dense: Tensor) -> str:
+def _differs(parts: list[Tensor], kind: Type, dense: Tensor, zigzag: bool = False) -> str:
     """How the parts of all ranks, put together by their type, differ from the dense tensor."""
     parts = [part.detach() for part in parts]
     if kind.is_split:
-        candidates = [torch.cat(parts, dim=kind.dim)]
+        joined = torch.cat(parts, dim=kind.dim)
+        candidates = [in_zigzag(joined, kind.dim, len(parts), back=True) if zigzag else joined]
     elif kind.kind == "P" and dense.dtype is torch.bool:
         return "a truth value is no sum"
     elif kind.kind == "P":

@@ -17,13 +17,14 @@ from autopar.mesh import Mesh
 from autopar.plan import ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.search.pins import ChoicePin, NumberPin, Pin, Pins
+from autopar.search.sequence import KINDS
 from autopar.search.space import Space
 
 Column = NDArray[np.int64]
 Table = Mapping[str, Column]
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "tp")
-_FIXED = {"cp": 1, "ep": 1}
-"""Axes that nothing is laid out on yet."""
+_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_FIXED = {"ep": 1}
+"""Axes that are no choice of a candidate: a layout splits experts or not."""
 
 MAX_FREE_WORLD = 64
 """Up to this world size a conflict is looked for among all degrees; past it among those that multiply to the world
@@ -62,6 +63,8 @@ class Problem:
 
     Attributes:
         heads: of the attentions of the model; ``tp`` divides each.
+        sequences: lengths that the attentions of the model run over; ``cp`` divides each. Empty: none can be split.
+        key_heads: heads of keys and values; Ulysses splits them by ``cp``.
         num_blocks: what pipeline stages are cut from.
         mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
             samples in one micro-batch.
@@ -74,6 +77,8 @@ class Problem:
     heads: tuple[int, ...]
     space: Space
     mixes_samples: bool = False
+    sequences: tuple[int, ...] = ()
+    key_heads: tuple[int, ...] = ()
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -86,7 +91,7 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """All candidates that keep every constraint, in a fixed order."""
     table = _table(problem, pins, whole_world=True)
     keep = np.ones(len(table["pp"]), dtype=bool)
-    for constraint in (*laws(problem), *practice(problem, pins), *pin_constraints(pins)):
+    for constraint in (*laws(problem), *sequence_laws(problem, pins), *practice(problem, pins), *pin_constraints(pins)):
         keep &= constraint.holds(table)
     rows = np.flatnonzero(keep)
     return [_candidate(table, int(row), problem.global_batch_size) for row in rows]
@@ -98,7 +103,7 @@ def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
     Found by deletion: a constraint without which there is still no candidate is not needed for the conflict.
     """
     table = _table(problem, pins, whole_world=False)
-    held = {c.name: c.holds(table) for c in (*laws(problem), *pin_constraints(pins))}
+    held = {c.name: c.holds(table) for c in (*laws(problem), *sequence_laws(problem, pins), *pin_constraints(pins))}
 
     def possible(names: Iterable[str]) -> bool:
         keep = np.ones(len(table["pp"]), dtype=bool)
@@ -131,8 +136,8 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
 
     return (
         Constraint(
-            name=f"{problem.world_size} devices = pp * dp_replicate * dp_shard * tp",
-            holds=lambda t: t["pp"] * t["dp_replicate"] * t["dp_shard"] * t["tp"] == problem.world_size,
+            name=f"{problem.world_size} devices = pp * dp_replicate * dp_shard * cp * tp",
+            holds=lambda t: t["pp"] * t["dp_replicate"] * t["dp_shard"] * t["cp"] * t["tp"] == problem.world_size,
         ),
         Constraint(
             name=f"the global batch {batch} divides by micro_batch * dp_replicate * dp_shard",
@@ -173,6 +178,36 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
     )  # fmt: skip
 
 
+def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+    """What a split of the sequence asks for; a pinned kind of attention has laws of its own."""
+    if not problem.sequences:
+        return (Constraint(name="cp=1 in a model without attention operators", holds=lambda t: t["cp"] == 1),)
+    found = [
+        Constraint(name=f"cp divides the sequence of {n}", holds=lambda t, n=n: n % t["cp"] == 0)  # type: ignore[misc]
+        for n in problem.sequences
+    ]
+    kinds = pinned_kinds(pins)
+    if kinds == ("ulysses",):
+        found += [
+            Constraint(name=f"cp divides {n} heads (Ulysses)", holds=lambda t, n=n: n % t["cp"] == 0)  # type: ignore[misc]
+            for n in sorted({*problem.heads, *problem.key_heads})
+        ]
+    if kinds == ("ring",):
+        found += [
+            Constraint(
+                name=f"2 * cp divides the sequence of {n} (ring)",
+                holds=lambda t, n=n: (t["cp"] == 1) | (n % (2 * t["cp"]) == 0),  # type: ignore[misc]
+            )
+            for n in problem.sequences
+        ]
+    return tuple(found)
+
+
+def pinned_kinds(pins: Pins) -> tuple[str, ...]:
+    """The kinds of attention over a split sequence that the pins leave."""
+    return tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
+
+
 def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """What is not worth trying unless it is pinned: dominated schedules, tensor parallelism across nodes."""
     found = []
@@ -197,7 +232,7 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
 def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:
     """Sharding over none or all data ranks, or (HSDP) over those of one node."""
     whole: NDArray[np.bool_] = (t["dp_replicate"] == 1) | (t["dp_shard"] == 1)
-    node: NDArray[np.bool_] = t["dp_shard"] * t["tp"] == per_node
+    node: NDArray[np.bool_] = t["dp_shard"] * t["cp"] * t["tp"] == per_node
     return whole | node if hsdp else whole
 
 
@@ -241,17 +276,20 @@ def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
     """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size."""
     space, world = problem.space, problem.world_size
     found = divisors(world)
+    long = any(n >= space.cp_from for n in problem.sequences)
+    split = found if _pinned(pins, "cp") else tuple(d for d in found if d <= space.max_cp) if long else (1,)
     degrees = [
-        (pp, world // (pp * tp * shard), shard, tp)
+        (pp, world // (pp * tp * cp * shard), shard, cp, tp)
         for pp in found
         for tp in found
-        if world % (pp * tp) == 0
-        for shard in divisors(world // (pp * tp))
+        for cp in split
+        if world % (pp * tp * cp) == 0
+        for shard in divisors(world // (pp * tp * cp))
     ]
     if not whole_world:
         usual = found if world <= MAX_FREE_WORLD else (1, 2, world)
-        free = [_values(pins, key, usual) for key in _DEGREES]
-        degrees = sorted({*degrees, *product(free[0], free[1], free[2], free[3])})
+        free = [_values(pins, key, split if key == "cp" and world <= MAX_FREE_WORLD else usual) for key in _DEGREES]
+        degrees = sorted({*degrees, *product(*free)})  # type: ignore[arg-type]
     zero = _values(pins, "zero", space.zero_stages)
     micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= problem.global_batch_size])
     data = np.unique(np.array([d[1] * d[2] for d in degrees]))

@@ -8,20 +8,20 @@ of theirs and share one layout (:mod:`autopar.search.classes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Op, Ref
+from autopar.graph.ir import Ref
 from autopar.layout import Type
 from autopar.plan import AxisTyping
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact
 from autopar.search.elimination import Energy, Factor, marginalise
-from autopar.search.intra import AxisCosts, BlockProblem, Boundary, Pricing, boundary_of, crossing_types, every
+from autopar.search.intra import AxisCosts, BlockProblem, Boundary, Narrow, Pricing, boundary_of, crossing_types
 from autopar.search.problem import Choice, Weights
 
 
@@ -48,7 +48,7 @@ class AxisSolver:
     Args:
         compact: the compact graph before the axis is applied.
         rests: allowed types at rest by parameter name, where pins restrict them.
-        allows: which strategies pins leave.
+        narrow: keeps those of an operator's strategies that it may take; None: all.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AxisSolver:
         size: int,
         pricing: Pricing,
         rests: Mapping[str, Sequence[Type]] | None = None,
-        allows: Callable[[Op, Strategy], bool] = every,
+        narrow: Narrow | None = None,
     ) -> None:
         self.compact, self.axis, self.size = compact, axis, size
         self.rests = rests or {}
@@ -68,7 +68,7 @@ class AxisSolver:
         for block in graph.blocks:
             for parameter in graph.block_parameters(block):
                 owners[parameter.name] = owners.get(parameter.name, 0) + 1
-        self.costs = AxisCosts(graph=graph, axis=axis, size=size, pricing=pricing, owners=owners, allows=allows)
+        self.costs = AxisCosts(graph=graph, axis=axis, size=size, pricing=pricing, owners=owners, narrow=narrow)
         self.boundaries = [boundary_of(graph, block, owners) for block in graph.blocks]
         self.problems: dict[object, BlockProblem] = {}
         self.of_block: list[BlockProblem] = []

@@ -76,7 +76,7 @@ class Evaluator:
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster: the fastest layout's blocks, see :func:`bound_s`."""
-        return bound_s(candidate, self.layouts.least_time_s(candidate.micro_batch_size, candidate.mesh.tp))
+        return bound_s(candidate, self.layouts.least_time_s(candidate.micro_batch_size, candidate.mesh))
 
     # --- evaluation
 
@@ -116,11 +116,11 @@ class Evaluator:
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least))
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Why no layout of a candidate can fit, found without solving any: ``tp`` divides what one rank has at best."""
+        """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
         option = self.layouts.whole(candidate.micro_batch_size)
         blocks = self._cut_blocks(option, self.step(candidate, option))
-        tp, device = candidate.mesh.tp, self.model.device
-        least = self._least_bytes(blocks, candidate) / tp
+        device = self.model.device
+        least = self._least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
         if needs <= self.limit_bytes:
             return None
@@ -133,7 +133,7 @@ class Evaluator:
 
     def _front(self, candidate: Candidate) -> Iterator[Option]:
         in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
-        return self.layouts.front(candidate.micro_batch_size, candidate.mesh.tp, candidate.num_micro_batches, in_flight)
+        return self.layouts.front(candidate.micro_batch_size, candidate.mesh, candidate.num_micro_batches, in_flight)
 
     def step(self, candidate: Candidate, option: Option) -> Step:
         """How the cost model sees a candidate."""

@@ -26,6 +26,9 @@ MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
 
 
+Narrow = Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]
+
+
 class Pricing(Protocol):
     """What the layout search asks the cost model."""
 
@@ -45,17 +48,12 @@ class Pricing(Protocol):
         """Bytes of a parameter with its gradient and optimizer states."""
 
 
-def every(op: Op, strategy: Strategy) -> bool:
-    """Where no pin speaks of strategies."""
-    return True
-
-
 @dataclass(slots=True)
 class AxisCosts:
     """Prices of typings on an axis of ``size`` ranks.
 
-    ``owners``: how many blocks read a parameter; each pays its share of what is paid once. ``allows``: which
-    strategies pins leave.
+    ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
+    ``narrow``: keeps those of an operator's strategies that it may take; None: all.
     """
 
     graph: Graph
@@ -63,7 +61,7 @@ class AxisCosts:
     size: int
     pricing: Pricing
     owners: Mapping[str, int] = field(default_factory=dict)
-    allows: Callable[[Op, Strategy], bool] = every
+    narrow: Narrow | None = None
     _changes: dict[tuple[TensorSpec, Type, Type], Cost | None] = field(default_factory=dict)
 
     def saves(self, op: Op) -> Sequence[Ref]:
@@ -200,16 +198,18 @@ class BlockProblem:
 
     def _offered(self, op: Op) -> tuple[Strategy, ...]:
         operands = tuple(self.graph.spec(ref) for ref in op.operands)
-        size = Fraction(self.costs.size)
-        found = rules.strategies(op, operands, axis=self.costs.axis, size=size, fallback=True)
-        left = tuple(s for s in found if self.costs.allows(op, s))
-        if not left:
+        size, narrow = Fraction(self.costs.size), self.costs.narrow
+        offered = rules.strategies(op, operands, axis=self.costs.axis, size=size, fallback=True)
+        kept = offered if narrow is None else narrow(op, offered)
+        if not kept:
             raise InfeasibleError(
                 "the pins leave each operator a strategy",
                 value=f"{op.target} of {op.module or op.name} on {self.costs.axis}={size}",
-                remedy="split experts over a degree that divides their number, or drop the pin of ep",
+                remedy="split experts over a degree that divides their number, or drop the pin of ep"
+                if self.costs.axis == "tp"
+                else "choose a degree that divides heads and sequence, or drop the pin of cp_attention",
             )
-        return left
+        return kept
 
 
 def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Boundary:

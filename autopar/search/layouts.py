@@ -28,10 +28,23 @@ from autopar.search.classes import Compact, compact
 from autopar.search.pins import Pins
 from autopar.search.prices import AxisPricing
 from autopar.search.problem import Weights, rests_of
+from autopar.search.sequence import CP, KINDS, SequenceSplit
 from autopar.search.space import Space
 
 TP = "tp"
 EXPERTS = "autopar.experts"
+COLLECTIVE_WEIGHT = 1e-3
+"""Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
+that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model."""
+
+    micro_batch_size: int
+    cp: int = 1
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,12 +52,16 @@ class Option:
     """One layout of the whole model.
 
     Attributes:
+        sequence: the typing on ``cp``; None where that axis has one rank.
+        kind: of attention on ``cp``; empty likewise.
         solution: the typing on ``tp``; None where that axis has one rank.
         costs: of each block of the compact graph.
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
     """
 
+    sequence: AxisSolution | None
+    kind: str
     solution: AxisSolution | None
     costs: tuple[BlockCost, ...]
     keys: tuple[int, ...]
@@ -75,10 +92,13 @@ class Layouts:
             p.name for block in self.compact.graph.blocks for p in self.compact.graph.block_parameters(block)
         )
         self._micro: dict[int, Compact] = {}
-        self._solvers: dict[tuple[int, int], AxisSolver] = {}
-        self._options: dict[tuple[int, int, object], Option] = {}
-        self._solutions: dict[tuple[tuple[int, int, int, int], float], AxisSolution] = {}
-        self._least: dict[tuple[int, int], float] = {}
+        self.kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
+        self._solvers: dict[tuple[Split, str], AxisSolver] = {}
+        self._sequences: dict[tuple[Split, str], AxisSolution | InfeasibleError] = {}
+        self._bases: dict[tuple[Split, str], Compact] = {}
+        self._options: dict[tuple[Split, str, object], Option] = {}
+        self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
+        self._least: dict[Split, float] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -101,71 +121,146 @@ class Layouts:
     def _batch_typing(self, micro_batch_size: int) -> Typing:
         return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
 
-    def front(self, micro_batch_size: int, tp: int, num_micro_batches: int, in_flight: int) -> Iterator[Option]:
+    def front(self, micro_batch_size: int, mesh: Mesh, num_micro_batches: int, in_flight: int) -> Iterator[Option]:
         """The layouts that some price of memory makes best, from lean to fast, each made when it is asked for.
 
         Args:
+            mesh: its degrees of ``cp`` and ``tp`` count.
             num_micro_batches: over which a gradient sum is spread; only its order of magnitude counts.
             in_flight: micro-batches that a stage holds; only its order of magnitude counts.
 
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        if tp == 1:
-            yield self.whole(micro_batch_size)
-            return
+        split = Split(micro_batch_size=micro_batch_size, cp=mesh.cp, tp=mesh.tp)
         seen = set()
-        for ratio in sorted(self.space.price_ratios, reverse=True):
-            solution = self._solution((micro_batch_size, tp, _round(num_micro_batches), _round(in_flight)), ratio)
-            if solution.signature not in seen:
-                seen.add(solution.signature)
-                yield self._option(micro_batch_size, tp, solution)
+        for ratio in sorted(self.space.price_ratios, reverse=True) if mesh.tp > 1 else (0.0,):
+            for kind in self._kinds(split):
+                solution = self._solution(split, kind, (_round(num_micro_batches), _round(in_flight)), ratio)
+                signature = (kind, solution and solution.signature)
+                if signature not in seen:
+                    seen.add(signature)
+                    yield self._option(split, kind, solution)
 
     def whole(self, micro_batch_size: int) -> Option:
-        """The layout without a tensor-parallel axis."""
-        return self._option(micro_batch_size, 1, None)
+        """The layout with neither a context- nor a tensor-parallel axis."""
+        return self._option(Split(micro_batch_size=micro_batch_size), "", None)
 
-    def _solution(self, key: tuple[int, int, int, int], ratio: float) -> AxisSolution:
-        if (key, ratio) not in self._solutions:
-            micro_batch_size, tp, num_micro_batches, in_flight = key
-            price = ratio * self.least_time_s(micro_batch_size, tp) / self.model.device.memory_bytes
+    def _solution(self, split: Split, kind: str, orders: tuple[int, int], ratio: float) -> AxisSolution | None:
+        """The typing on ``tp``; None where there is no such axis."""
+        if split.tp == 1:
+            return None
+        key = (split, kind, orders, ratio)
+        if key not in self._solutions:
+            num_micro_batches, in_flight = orders
+            price = ratio * self._least_s(split) / self.model.device.memory_bytes
             weights = Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
-            self._solutions[key, ratio] = self._solver(micro_batch_size, tp).solve(weights)
-        return self._solutions[key, ratio]
+            self._solutions[key] = self._solver(split, kind).solve(weights)
+        return self._solutions[key]
 
-    def least_time_s(self, micro_batch_size: int, tp: int) -> float:
+    def least_time_s(self, micro_batch_size: int, mesh: Mesh) -> float:
         """Seconds of one micro-batch through the whole model, forward and backward, in the fastest of all layouts.
 
-        Sums of gradients and everything outside of the blocks are left out: no plan is faster.
+        Sums of gradients and everything outside of the blocks are left out: no plan is faster. Infinite where no
+        kind of attention fits the axis ``cp``.
         """
-        key = (micro_batch_size, tp)
-        if key not in self._least:
-            if tp == 1:
-                option = self.whole(micro_batch_size)
-                counts = [len(m) for m in self.compact.members]
-                times = [c.forward_s + c.backward_s for c in option.costs]
-                self._least[key] = sum(n * t for n, t in zip(counts, times, strict=True))
-            else:
-                self._least[key] = self._solver(micro_batch_size, tp).solve(Weights()).value
-        return self._least[key]
+        try:
+            return self._least_s(Split(micro_batch_size=micro_batch_size, cp=mesh.cp, tp=mesh.tp))
+        except InfeasibleError:
+            return float("inf")
 
-    def _solver(self, micro_batch_size: int, tp: int) -> AxisSolver:
-        key = (micro_batch_size, tp)
+    def _least_s(self, split: Split) -> float:
+        if split not in self._least:
+            self._least[split] = min(self._least_of_kind_s(split, kind) for kind in self._kinds(split))
+        return self._least[split]
+
+    def _least_of_kind_s(self, split: Split, kind: str) -> float:
+        if split.tp > 1:
+            return self._solver(split, kind).solve(Weights()).value
+        costs = self._option(split, kind, None).costs
+        counts = [len(m) for m in self.compact.members]
+        return sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
+
+    def _solver(self, split: Split, kind: str) -> AxisSolver:
+        key = (split, kind)
         if key not in self._solvers:
-            micro = self.micro(micro_batch_size)
+            base = self._base(split, kind)
             self._solvers[key] = AxisSolver(
-                micro,
+                base,
                 axis=TP,
-                size=tp,
-                pricing=self._pricing(tp),
-                rests=self._rests(micro.graph, tp),
-                allows=partial(self._allows, tp),
+                size=split.tp,
+                pricing=self._pricing(TP, split),
+                rests=self._rests(base.graph, split.tp),
+                narrow=partial(self._narrow, split.tp),
             )
         return self._solvers[key]
 
-    def _allows(self, tp: int, op: Op, strategy: Strategy) -> bool:
+    def _narrow(self, tp: int, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Experts are split over ``tp`` (ep=tp) or not (ep=1): what the pins of ``ep`` say of it."""
-        return op.target != EXPERTS or self.pins.allows("ep", tp if strategy.target in EXPERT_TARGETS else 1)
+        if op.target != EXPERTS:
+            return offered
+        return tuple(s for s in offered if self.pins.allows("ep", tp if s.target in EXPERT_TARGETS else 1))
+
+    # --- context parallelism
+
+    def _kinds(self, split: Split) -> tuple[str, ...]:
+        """The kinds of attention that can split the sequence; one without a name where it is not split.
+
+        Raises:
+            InfeasibleError: there are none; says why the last is none.
+        """
+        if split.cp == 1:
+            return ("",)
+        found, failure = [], None
+        for kind in self.kinds:
+            try:
+                self._sequence(split, kind)
+                found.append(kind)
+            except InfeasibleError as error:
+                failure = error
+        if not found:
+            raise failure or InfeasibleError("some kind of attention is allowed on cp", value="none")
+        return tuple(found)
+
+    def _sequence(self, split: Split, kind: str) -> AxisSolution:
+        """The typing on ``cp``: work and what is kept for backward are split wherever they can be."""
+        key = (split, kind)
+        if key not in self._sequences:
+            self._sequences[key] = self._split_sequence(split, kind)
+        found = self._sequences[key]
+        if isinstance(found, InfeasibleError):
+            raise found
+        return found
+
+    def _split_sequence(self, split: Split, kind: str) -> AxisSolution | InfeasibleError:
+        micro = self.micro(split.micro_batch_size)
+        whole = Split(micro_batch_size=split.micro_batch_size)
+        saved = sum(n.saved_bytes for n in self.whole(split.micro_batch_size).costs)
+        try:
+            solver = AxisSolver(
+                micro,
+                axis=CP,
+                size=split.cp,
+                pricing=self._pricing(CP, split),
+                rests={p.name: (I,) for p in micro.graph.parameters},
+                narrow=SequenceSplit(micro.graph, kind, split.cp),
+            )
+            return solver.solve(Weights(per_step_s=1.0, saved_byte=self._least_s(whole) / max(saved, 1)))
+        except InfeasibleError as error:
+            return error
+
+    def _base(self, split: Split, kind: str) -> Compact:
+        """The compact graph of one micro-batch and one rank of ``cp``."""
+        micro = self.micro(split.micro_batch_size)
+        if split.cp == 1:
+            return micro
+        key = (split, kind)
+        if key not in self._bases:
+            graph = shard(micro.graph, self._sequence(split, kind).typing)
+            self._bases[key] = replace(micro, graph=graph)
+        return self._bases[key]
+
+    # --- prices
 
     def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
         rests = {}
@@ -181,7 +276,7 @@ class Layouts:
                 rests[parameter.name] = (pinned,)
         return rests
 
-    def _pricing(self, tp: int) -> AxisPricing:
+    def _pricing(self, axis: str, split: Split) -> AxisPricing:
         """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
         precision = self.model.precision
         storage, compute, reduce = (itemsize(name) for name in (precision.storage, precision.compute, precision.reduce))
@@ -189,23 +284,25 @@ class Layouts:
         return AxisPricing(
             device=self.model.device,
             collectives=self.model.collectives,
-            mesh=self.mesh(tp),
-            axis=TP,
+            mesh=self.mesh(split),
+            axis=axis,
+            collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
             state_bytes_per_element=storage * (1 + self.model.optimizer.states) + reduce + copies,
             gradient_itemsize=storage,
         )
 
-    def mesh(self, tp: int) -> Mesh:
-        """A mesh of the whole cluster with this degree; groups of the innermost axis are the same in every other."""
-        return Mesh(dp_replicate=max(self.model.cluster.world_size // tp, 1), tp=tp)
+    def mesh(self, split: Split) -> Mesh:
+        """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
+        outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
+        return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp)
 
-    def _option(self, micro_batch_size: int, tp: int, solution: AxisSolution | None) -> Option:
-        key = (micro_batch_size, tp, solution and solution.signature)
+    def _option(self, split: Split, kind: str, solution: AxisSolution | None) -> Option:
+        key = (split, kind, solution and solution.signature)
         if key not in self._options:
-            graph = self.micro(micro_batch_size).graph
+            graph = self._base(split, kind).graph
             if solution is not None:
                 graph = shard(graph, solution.typing)
-            mesh = self.mesh(tp)
+            mesh = self.mesh(split)
             made: dict[object, BlockCost] = {}
             costs, keys = [], []
             for i, block in enumerate(graph.blocks):
@@ -215,6 +312,8 @@ class Layouts:
                 costs.append(made[alike])
                 keys.append(list(made).index(alike))
             self._options[key] = Option(
+                sequence=self._sequence(split, kind) if split.cp > 1 else None,
+                kind=kind,
                 solution=solution,
                 costs=tuple(costs),
                 keys=tuple(keys),
@@ -235,8 +334,7 @@ class Layouts:
         mine = []
         for i, block in enumerate(graph.blocks):
             typings = [self._batch_layout(i)]
-            if option.solution is not None:
-                typings.append(self._named(i, option.solution))
+            typings += [self._named(i, found) for found in (option.sequence, option.solution) if found is not None]
             layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
             mine.append(made.setdefault(layout, len(made)))
         return tuple(made), tuple(mine[k] for k in self.compact.class_of)
@@ -270,17 +368,6 @@ def expert_degree(option: Option, tp: int) -> int:
     """Over how many ranks a layout splits experts: ``tp`` where any mixture does, else 1."""
     chosen = option.solution.typing.strategies.values() if option.solution is not None else ()
     return tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1
-
-
-def attention_heads(graph: Graph) -> tuple[int, ...]:
-    """Head counts of the model's attentions: degrees of ``tp`` must divide them."""
-    found = set()
-    for op in graph.ops:
-        if "scaled_dot_product_attention" in op.target or op.target == "autopar.attention":
-            shape = graph.spec(op.operands[0]).shape
-            if len(shape) == 4:
-                found.add(shape[1])
-    return tuple(sorted(found))
 
 
 def operators_without_rule(graph: Graph) -> tuple[str, ...]:

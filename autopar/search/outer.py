@@ -177,10 +177,10 @@ def defaults(pool: Sequence[Candidate]) -> Iterator[Candidate]:
     """
     best: dict[tuple[int, int], Candidate] = {}
     for candidate in pool:
-        key = (candidate.mesh.tp, candidate.mesh.pp)
+        key = (candidate.mesh.cp * candidate.mesh.tp, candidate.mesh.pp)
         if key not in best or usual(candidate) < usual(best[key]):
             best[key] = candidate
-    yield from sorted(best.values(), key=lambda c: (c.mesh.tp * c.mesh.pp, usual(c)))
+    yield from sorted(best.values(), key=lambda c: (c.mesh.cp * c.mesh.tp * c.mesh.pp, usual(c)))
     whole = [c for c in pool if c.zero_stage == 3 and c.mesh.pp == 1 and c.mesh.dp_replicate == 1]
     yield from sorted(whole, key=usual)[:4]
 
@@ -191,7 +191,8 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
     order = {"none": 0, "1F1B": 0, "Interleaved1F1B": 1, "GPipe": 2}
     zero = 0 if candidate.zero_stage == (1 if mesh.data > 1 else 0) else 1 + candidate.zero_stage
     return (
-        mesh.tp * mesh.pp,
+        mesh.cp * mesh.tp * mesh.pp,
+        mesh.cp,
         mesh.pp,
         zero,
         min(mesh.dp_replicate, mesh.dp_shard),

@@ -6,6 +6,7 @@
 | ``ep=2``                                        | experts split over tp=2 ranks; ``ep=1``: not split |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
+| ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
 | ``stage@layers.0-7=0``                          | the pipeline stage of the selected blocks          |
 | ``model.layers.*.mlp.up_proj.weight=tp:S(0)``   | the type at rest of parameters, by a name pattern  |
@@ -26,6 +27,7 @@ from autopar.graph.ir import Graph
 from autopar.layout import Type, parse_type
 from autopar.plan import Recompute
 from autopar.schedule import SCHEDULES
+from autopar.search.sequence import KINDS
 from autopar.table import closest
 
 _RELATIONS: dict[str, Callable[[int, int], bool]] = {
@@ -53,7 +55,8 @@ _NUMBERS = {
     "virtual_stages": "virtual_stages",
 }
 _AXES = ("tp",)
-_KEYS = (*_NUMBERS, "schedule", "recompute", "precision", "stage@BLOCKS", "PARAMETER=tp:TYPE")
+_CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16"), "cp_attention": KINDS}
+_KEYS = (*_NUMBERS, "schedule", "cp_attention", "recompute", "precision", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class NumberPin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePin:
-    """A name that must (or, with ``!=``, must not) be chosen: ``schedule`` or ``precision``."""
+    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision`` or ``cp_attention``."""
 
     text: str
     key: str
@@ -133,10 +136,10 @@ def parse_pin(text: str) -> Pin:
         if not value.isdecimal():
             raise UsageError(f"the pin of {name} is a whole number", value=repr(value), place=f"pin '{text}'")
         return NumberPin(text=text, key=_NUMBERS[name], relation=relation, value=int(value))
-    if name in ("schedule", "precision"):
+    if name in _CHOICES:
         return _choice(text, name, relation, value)
     if relation not in ("=", "=="):
-        raise UsageError(f"'{relation}' is for numbers, schedule and precision", value=repr(text), remedy="write =")
+        raise UsageError(f"'{relation}' is for numbers and choices", value=repr(text), remedy="write =")
     if name == "recompute":
         return _recompute(text, value)
     if name.startswith("stage@"):
@@ -155,7 +158,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
-    known = SCHEDULES if name == "schedule" else ("fp32", "bf16")
+    known = _CHOICES[name]
     by_lower = {k.lower(): k for k in known}
     if relation not in ("=", "==", "!="):
         raise UsageError(f"{name} is pinned by = or !=", value=repr(text))

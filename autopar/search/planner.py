@@ -14,10 +14,11 @@ from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, St
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
-from autopar.search.layouts import attention_heads, expert_degree, operators_without_rule
+from autopar.search.layouts import expert_degree, operators_without_rule
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
+from autopar.search.sequence import attention_heads, attention_sequences
 from autopar.search.space import Space
 
 MAX_CONFLICT_TRIALS = 24
@@ -63,6 +64,8 @@ class Planner:
             global_batch_size=task.global_batch_size,
             num_blocks=len(task.graph.blocks),
             heads=attention_heads(task.graph),
+            key_heads=attention_heads(task.graph, operand=1),
+            sequences=attention_sequences(task.graph),
             space=task.space,
             mixes_samples=mixes_samples(task.graph),
         )
@@ -188,7 +191,7 @@ class Planner:
             pins=task.pins.texts,
             notes=(
                 *graph.notes,
-                *(operators_without_rule(graph) if candidate.mesh.tp > 1 else ()),
+                *(operators_without_rule(graph) if candidate.mesh.tp * candidate.mesh.cp > 1 else ()),
                 *_precision_note(task),
             ),
         )
@@ -243,7 +246,7 @@ def _leanness(candidate: Candidate) -> tuple[int, ...]:
         -candidate.zero_stage,
         candidate.micro_batch_size,
         mesh.dp_replicate,
-        -mesh.tp,
+        -mesh.tp * mesh.cp,
         candidate.num_micro_batches if candidate.schedule == "GPipe" else 0,
         -mesh.pp,
         candidate.virtual_stages,

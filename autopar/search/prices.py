@@ -20,6 +20,7 @@ class AxisPricing:
 
     ``state_bytes_per_element``: of a parameter with gradient and optimizer states, on one rank of the data axes.
     ``gradient_itemsize``: bytes of an element of a gradient sum.
+    ``collective_weight``: what a second of a collective counts beside a second of work.
     """
 
     device: Device
@@ -28,6 +29,7 @@ class AxisPricing:
     axis: str
     state_bytes_per_element: float
     gradient_itemsize: int
+    collective_weight: float = 1.0
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """See :class:`autopar.search.intra.Pricing`."""
@@ -37,7 +39,7 @@ class AxisPricing:
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:
         """See :class:`autopar.search.intra.Pricing`."""
-        return self.collectives.time_s(kind, num_bytes, self.mesh, (self.axis,))
+        return self.collective_weight * self.collectives.time_s(kind, num_bytes, self.mesh, (self.axis,))
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
         """See :class:`autopar.search.intra.Pricing`."""

@@ -12,6 +12,7 @@ MAX_REASONS = 10
 
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
+    ("cp", lambda c: c.mesh.cp),
     ("pp", lambda c: c.mesh.pp),
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),

@@ -19,7 +19,8 @@ class Space:
 
     Attributes:
         max_tp_nodes: ``tp`` groups span at most this many nodes (1: they stay on NVLink).
-        max_pp, max_tp: bounds on degrees.
+        max_pp, max_tp, max_cp: bounds on degrees.
+        cp_from: length of the sequence from which on ``cp`` > 1 is tried unless it is pinned.
         zero_stages, micro_batches, schedules, virtual_stages: values tried; pins may name others.
         hsdp: also split the data axis into ``dp_replicate`` x ``dp_shard`` at node boundaries.
         recompute: modes that a block may take.
@@ -33,6 +34,8 @@ class Space:
     max_tp_nodes: int
     max_pp: int
     max_tp: int
+    max_cp: int
+    cp_from: int
     zero_stages: tuple[int, ...]
     micro_batches: tuple[int, ...]
     schedules: tuple[ScheduleName, ...]
@@ -66,6 +69,8 @@ def load_space(name: str) -> Space:
         max_tp_nodes=table.integer("max_tp_nodes"),
         max_pp=table.integer("max_pp"),
         max_tp=table.integer("max_tp"),
+        max_cp=table.integer("max_cp"),
+        cp_from=table.integer("cp_from"),
         zero_stages=_integers(table, "zero_stages", 0),
         micro_batches=_integers(table, "micro_batches", 1),
         schedules=cast("tuple[ScheduleName, ...]", schedules),

@@ -78,3 +78,11 @@ class HfSubject:
         from autopar.graph.trace import trace
 
         return trace(self.build(), kwargs=self.make_batch(2, seed=0), name=self.kind)
+
+
+class Unpadded(HfSubject):
+    """Without a mask attention is causal by its flag."""
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = True) -> dict[str, Tensor]:
+        batch = HfSubject.make_batch(self, batch_size, seed=seed, padded=padded)
+        return {name: value for name, value in batch.items() if name != "attention_mask"}

@@ -291,6 +291,8 @@ def products(make: Maker) -> Iterator[Example]:
     yield c(attention, r(4, 8, 4), r(4, 8, 4), r(4, 8, 4))
     yield c(attention, r(*q), r(*k), r(*v), None, 0.5)
     yield c("autopar.attention", r(*q), r(*q), r(*q), None, 0.0, True)
+    yield c("autopar.attention_gathered", r(*q), r(4, 8, 16, 4), r(4, 8, 16, 4), None, 0.0, True, axis="other")
+    yield c("autopar.attention_ring", r(*q), r(*q), r(*q), None, 0.0, True, axis="other", ranks=2)
     for n in (1, 2, 3):
         yield c(f"aten.conv{n}d.default", r(4, 8, *(5,) * n), r(4, 8, *(3,) * n), r(4), (1,) * n, (1,) * n)
     yield c("aten.conv2d.default", r(4, 8, 4, 4), r(12, 8, 2, 2), None, (2, 2))

@@ -58,7 +58,7 @@ def test_pins_are_kept() -> None:
     ("pins", "world", "expected"),
     [
         (["tp=3"], 24, {"tp=3", "tp divides 64 attention heads"}),
-        (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * tp"}),
+        (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * cp * tp"}),
         (["zero=2", "pp=2"], 8, {"zero=2", "pp=2", "zero=2 has pp=1"}),
         (["tp<=2", "tp>=4", "pp=1"], 8, {"tp<=2", "tp>=4"}),
         (

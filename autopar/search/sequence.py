@@ -1,0 +1,93 @@
+"""The axis ``cp``: which strategies split the sequence, and nothing else.
+
+Parameters are whole there (I at rest, R at their use, with one gradient sum a step), samples are not split (that is
+what data axes are for), and attention runs in one of these kinds:
+
+| kind      | q       | k, v    | what moves                                                |
+|-----------|---------|---------|-----------------------------------------------------------|
+| ``gather``  | S(rows) | R       | keys and values are gathered, their gradients scattered |
+| ``ulysses`` | S(heads)| S(heads)| all-to-all between sequence and heads, there and back   |
+| ``ring``    | S(rows) | S(rows) | keys and values go round; zig-zag order                 |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.graph.ir import Graph, Op, Ref
+from autopar.layout import Type
+from autopar.rules.apply import BATCH, ZIGZAG_SAFE
+from autopar.rules.types import Strategy
+
+CP = "cp"
+KINDS = ("gather", "ulysses", "ring")
+"""How attention runs over a split sequence."""
+
+_ATTENTION = {"gather": ("split s", "gather"), "ulysses": ("split h",), "ring": ("ring",)}
+
+
+def is_attention(op: Op) -> bool:
+    """Whether an operator is fused attention."""
+    return op.target in ("aten.scaled_dot_product_attention.default", "autopar.attention")
+
+
+def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
+    """Head counts of the model's attentions: degrees of ``tp`` must divide those of the queries (``operand`` 0)."""
+    found = set()
+    for op in graph.ops:
+        if "scaled_dot_product_attention" in op.target or op.target == "autopar.attention":
+            shape = graph.spec(op.operands[operand]).shape
+            if len(shape) == 4:
+                found.add(shape[1])
+    return tuple(sorted(found))
+
+
+def attention_sequences(graph: Graph) -> tuple[int, ...]:
+    """Lengths of the queries and keys of the model's attentions."""
+    found = (graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2])
+    return tuple(sorted(set(found)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceSplit:
+    """Keeps the strategies that an operator of a micro-batch graph may take on ``cp`` under one kind of attention.
+
+    What is made of samples is split wherever it can be: work is repeated only where nothing else is left.
+    """
+
+    graph: Graph
+    kind: str
+    size: int
+
+    def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        allowed = tuple(s for s in offered if self._allows(op, s))
+        split = tuple(s for s in allowed if any(t.is_split for t in (*s.inputs, *s.outputs)))
+        return split if split and self._has_samples(op) else allowed
+
+    def _has_samples(self, op: Op) -> bool:
+        types = [self._samples(ref) for ref in (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))]
+        return any(kind is not None and kind.is_split for kind in types)
+
+    def _allows(self, op: Op, strategy: Strategy) -> bool:
+        if is_attention(op) and strategy.name not in _ATTENTION[self.kind]:
+            return False
+        if self.kind == "ring" and strategy.target not in ZIGZAG_SAFE:
+            return False
+        operands = zip(op.operands, strategy.inputs, strict=True)
+        outputs = ((Ref(op.name, i), kind) for i, kind in enumerate(strategy.outputs))
+        return all(self._holds(ref, kind) for ref, kind in (*operands, *outputs))
+
+    def _holds(self, ref: Ref, kind: Type) -> bool:
+        if not kind.is_split:
+            return True
+        if self.graph.is_parameter(ref) or (self.graph.batch_size > 1 and kind == self._samples(ref)):
+            return False
+        return self.kind != "ring" or self.graph.spec(ref).shape[kind.dim] % (2 * self.size) == 0
+
+    def _samples(self, ref: Ref) -> Type | None:
+        """The type of a value on the axis of samples."""
+        producer = self.graph.producer(ref)
+        if producer is not None:
+            return dict(producer.layouts[ref.index]).get(BATCH) if producer.layouts else None
+        leaf = next((leaf for leaf in self.graph.inputs if leaf.name == ref.name), None)
+        return None if leaf is None or leaf.batch_dim is None else Type("S", leaf.batch_dim)

@@ -1,0 +1,56 @@
+"""The axis cp: when it is tried, what it splits, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar import api
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan
+from autopar.search.candidates import candidates, conflict
+from autopar.search.pins import Pins
+from tests.distributed.subjects import HfSubject
+from tests.search.test_candidates import PROBLEM
+
+LONG = replace(PROBLEM, sequences=(32768,), key_heads=(8,))
+
+
+def planned(kind: str, *pins: str, subject: str = "llama", ranks: int = 2) -> Plan:
+    graph = HfSubject(subject).trace()
+    wanted = [f"cp={ranks}", f"cp_attention={kind}", "micro_batch=2", *pins]
+    return api.estimate(graph, cluster=f"cpu:1x{ranks}", global_batch_size=4, pins=wanted)
+
+
+def test_a_long_sequence_is_split_without_being_asked() -> None:
+    assert any(c.mesh.cp > 1 for c in candidates(LONG, Pins()))
+    assert all(c.mesh.cp == 1 for c in candidates(replace(LONG, sequences=(4096,)), Pins()))
+    assert all(c.mesh.cp == 4 for c in candidates(replace(LONG, sequences=(4096,)), Pins.parse(["cp=4"])))
+
+
+def test_what_does_not_divide_is_refused_by_name() -> None:
+    odd = replace(LONG, sequences=(36,))
+    assert "cp divides the sequence of 36" in conflict(odd, Pins.parse(["cp=8"]))
+    assert "2 * cp divides the sequence of 36 (ring)" in conflict(odd, Pins.parse(["cp=4", "cp_attention=ring"]))
+    assert candidates(odd, Pins.parse(["cp=4", "cp_attention=gather"]))
+    assert "cp divides 8 heads (Ulysses)" in conflict(LONG, Pins.parse(["cp=16", "cp_attention=ulysses"]))
+    plain = replace(PROBLEM, sequences=())
+    assert "cp=1 in a model without attention operators" in conflict(plain, Pins.parse(["cp=2"]))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("gather", "split s"), ("ulysses", "split h"), ("ring", "ring")])
+def test_the_sequence_is_split_everywhere(kind: str, name: str) -> None:
+    plan = planned(kind)
+    inner = [typing for layout in plan.layouts[1:-1] for typing in layout.typings if typing.axis == "cp"]
+    assert inner
+    for typing in inner:
+        assert name in typing.strategies
+        assert not {"invariant", "replicate", "split b"} & set(typing.strategies)
+        assert [str(t) for t in typing.boundary] == ["S(1)"]
+        assert {str(t) for t in typing.parameters} == {"I"}
+
+
+def test_heads_that_ulysses_cannot_split() -> None:
+    with pytest.raises(InfeasibleError, match="heads \\(Ulysses\\)"):
+        planned("ulysses", ranks=8)
