@@ -14,12 +14,13 @@ from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Call, Value
 from autopar.graph.canonical import COMPOSITES, HANDLERS, generic
 from autopar.graph.fold import fold, hint
+from autopar.graph.indexing import INDEXING
 from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
 from autopar.graph.products import PRODUCTS
 
-_ALL_HANDLERS = HANDLERS | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
+_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."
