@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.graph import trace
+from autopar.graph import convert, trace
 from autopar.graph.evaluate import evaluate
 from autopar.model_specs import MeanSquareLoss
 from autopar.models import resolve_model
@@ -97,3 +97,15 @@ def test_models_of_images_and_speech_get_their_inputs() -> None:
         "labels": (2, 8),
     }
     assert any("decoder.layers.0.encoder_attn.q_proj" in p.fqn for p in whisper.trace().parameters)
+
+
+def test_a_call_that_no_form_fits_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(builder: object, call: object) -> None:
+        raise RuntimeError("no such form")
+
+    monkeypatch.setitem(convert._ALL_HANDLERS, "aten.index.Tensor", fails)
+    batch = {"x": torch.ones(3, 5, 4), "place": torch.tensor([0, 1, 3])}
+    with pytest.raises(TraceError, match="no such form") as caught:
+        trace(Picked(), (), batch)
+    assert "test_trace_images.py" in caught.value.place
+    assert "aten.index.Tensor" in caught.value.place
