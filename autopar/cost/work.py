@@ -269,6 +269,16 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
         flops=flops, smallest_dim=min(rows, columns, query.shape[-1]), is_attention=True, num_bytes=passes[0], backward_bytes=passes[1],
         backward_launches=2, saved=tuple(range(len(operands))), saves_output=True, saved_bytes=statistic,
     )  # fmt: skip
+    if op.target == "autopar.attention_ring":  # not fused: scores of one rank's columns at a time, in fp32
+        whole = scores * _FLOAT
+        block = rows * whole // columns if rows < columns else whole
+        return replace(
+            common, is_attention=False, backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
+            workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
+        )  # fmt: skip
+    if op.target == "autopar.attention_gathered":  # the mask, and as it is added to the scores
+        mask = rows * columns * (1 + query.dtype.itemsize)
+        common = replace(common, workspace_bytes=mask, backward_workspace_bytes=mask)
     if kind == "cpu" and _argument(op, 4, "dropout_p", 0.0):
         whole = scores * _FLOAT
         kept = 3 * whole + sum(spec.numel for spec in operands[:3]) * _FLOAT
