@@ -1,0 +1,76 @@
+"""Mixtures of experts on ranks: every way to run them, in random typings, against one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar import nn as autopar_nn
+from autopar.errors import UsageError
+from autopar.lower.check import typecheck
+from autopar.lower.program import Program, lower
+from autopar.mesh import Mesh
+from autopar.rules import apply
+from tests.lower import chooser
+from tests.lower.models import plan_of, whole_tensors
+from tests.lower.moe import Mixture, mixture_graph
+from tests.lower.ranks import dense, run_ranks, sharded, slice_of
+
+WAYS = {"autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"}
+
+
+def program(mesh: Mesh, seed: int) -> Program:
+    graph = mixture_graph()
+    batch = chooser.batch_typing(graph, 2)
+    local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
+    return lower(plan_of(graph, mesh, 2, (batch, chooser.axis_typing(local, "tp", mesh.tp, seed))), graph)
+
+
+def test_loss_and_gradients_are_those_of_one_device_whatever_the_way() -> None:
+    graph = mixture_graph()
+    whole = whole_tensors(graph)
+    loss, gradients = dense(graph, whole)
+    seen = set()
+    for tp, seed in ((2, 0), (2, 1), (2, 2), (2, 3), (2, 4), (4, 5), (4, 6)):
+        mesh = Mesh(tp=tp)
+        made = program(mesh, seed)
+        ways = {op.target for op in made.graph.ops} & WAYS
+        for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank, p=made: sharded(p, whole, rank))):
+            torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
+            for parameter in made.graph.parameters:
+                expected = slice_of(gradients[parameter.name], parameter.layout, mesh, rank)
+                torch.testing.assert_close(found[parameter.name], expected, rtol=1e-4, atol=1e-6)
+        seen |= ways
+    assert seen == WAYS, "the seeds cover every way"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp_shard=16, tp=4)], ids=str)
+def test_programs_are_well_typed(mesh: Mesh) -> None:
+    assert sum(typecheck(program(Mesh(tp=mesh.tp), seed), mesh) for seed in range(5)) > 50
+
+
+def test_traced_and_eager_agree_and_experts_without_tokens_have_a_gradient() -> None:
+    torch.manual_seed(0)
+    model = Mixture()
+    graph = mixture_graph()
+    batch = {"input_ids": torch.randint(0, 64, (4, 8)), "labels": torch.randint(0, 64, (4, 8))}
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.weight[0] -= 100 * model.embed.weight.mean(0)
+    loss = model(**batch)
+    loss.backward()
+    values = {p.name: model.get_parameter(p.fqn).detach() for p in graph.parameters}
+    found, gradients = dense(graph, {**values, **batch})
+    torch.testing.assert_close(found, loss)
+    for parameter in graph.parameters:
+        torch.testing.assert_close(gradients[parameter.name], model.get_parameter(parameter.fqn).grad)
+    experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8)
+    x = torch.randn(5, 4)
+    experts(x, torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64)).sum().backward()
+    assert experts.gate.grad is not None and not experts.gate.grad[[0, 2]].any() and experts.gate.grad[1].any()
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8)
+    with pytest.raises(UsageError, match="experts take hidden"):
+        experts(torch.randn(5, 3), torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64))
