@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.graph import counts
 from autopar.graph.builder import Builder, Value
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
@@ -52,12 +53,22 @@ def trace(
         The graph; batch sizes in its shapes are those of the example (or 2).
 
     Raises:
-        TraceError: export fails, there is no scalar loss, or the batch size cannot be told; the
-            place is the line of the user's code.
+        TraceError: export fails, there is no scalar loss, the batch size cannot be told, or the loss
+            is scaled by a number that depends on it; the place is the line of the user's code.
     """
-    mode = FakeTensorMode()
     batch = named_batch(model, args, kwargs or {})
-    batch, batch_size = _fake_batch(batch, mode)
+    graph = _traced(model, batch, name, loss_fn)
+    if counts.suspects(graph):
+        counts.check(graph, _traced(model, batch, name, loss_fn, times=2))
+    return graph
+
+
+def _traced(
+    model: torch.nn.Module, batch: dict[str, Any], name: str, loss_fn: LossFunction | None, times: int = 1
+) -> Graph:
+    """One trace, at ``times`` the batch size of the example."""
+    mode = FakeTensorMode()
+    batch, batch_size = _fake_batch(batch, mode, times)
     wrapper = _Training(_fake_model(model, mode), batch, loss_fn)
     program = _export(wrapper, batch, model)
     builder = Builder()
@@ -99,7 +110,7 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     return {key: value for key, value in batch.items() if value is not None}
 
 
-def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode) -> tuple[dict[str, Any], int]:
+def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple[dict[str, Any], int]:
     """The batch as fake tensors, and its size; a batch of one doubled."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     if not tensors:
@@ -111,7 +122,7 @@ def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode) -> tuple[dict[str, 
     sizes = Counter(tensor.shape[0] for tensor in tensors)
     most = max(sizes.values())
     size = next(tensor.shape[0] for tensor in tensors if sizes[tensor.shape[0]] == most)
-    doubled = 2 if size == 1 else 1
+    doubled = times * (2 if size == 1 else 1)
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace

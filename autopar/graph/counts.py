@@ -1,0 +1,58 @@
+"""Numbers that a trace takes for constants although they count samples.
+
+``loss.sum() / labels.numel()`` traces as a division by a number, that of the example's batch: for another batch size
+it would be wrong. Whether a number depends on the batch size, a second trace at twice the size tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.errors import TraceError
+from autopar.graph.ir import Graph, Op, Ref
+
+_SCALING = frozenset(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar"))
+
+
+def suspects(graph: Graph) -> list[Op]:
+    """Operators that scale by a number what has a gradient and may have no batch dim: surely not, or near the loss."""
+    last = graph.blocks[-1].start
+    return [
+        op
+        for i, op in enumerate(graph.ops)
+        if op.target in _SCALING
+        and op.spec.requires_grad
+        and (not op.spec.shape or op.spec.shape[0] % graph.batch_size or i >= last)
+        and any(n != 1 for n in _numbers(graph, op))
+    ]
+
+
+def check(graph: Graph, larger: Graph) -> None:
+    """Compare a trace with one at another batch size.
+
+    Raises:
+        TraceError: a number of :func:`suspects` differs.
+    """
+    others = {op.name: op for op in larger.ops}
+    for op in suspects(graph):
+        other = others.get(op.name)
+        here, there = list(_numbers(graph, op)), [] if other is None else list(_numbers(larger, other))
+        if here != there:
+            raise TraceError(
+                "a loss is scaled by numbers that do not depend on the batch size, or by counts computed from tensors",
+                value=f"{here} for a batch of {graph.batch_size}, {there} for one of {larger.batch_size}",
+                place=op.source or op.module or op.name,
+                remedy="take a mean, or divide by a count of the inputs: (labels != -100).sum()",
+            )
+
+
+def _numbers(graph: Graph, op: Op) -> Iterator[float]:
+    """Literals, and constants of one value, among the arguments."""
+    values = {buffer.name: buffer.value for buffer in graph.buffers if not buffer.fqn}
+    for argument in op.args:
+        if isinstance(argument, int | float) and not isinstance(argument, bool):
+            yield float(argument)
+        elif isinstance(argument, Ref):
+            value = values.get(argument.name)
+            if value is not None and value.numel() == 1:
+                yield float(value.item())
