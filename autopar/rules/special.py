@@ -108,6 +108,21 @@ def repeat(op: Op, operands: Specs) -> Pattern:
     return Pattern(inputs=(right[lead:],), outputs=(right,), linear=((0,),))
 
 
+def one_hot(op: Op, operands: Specs) -> Pattern:
+    """A new last dim of classes, which stays whole."""
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(inputs=(labels,), outputs=((*labels, ""),))
+
+
+def repeat_interleave(op: Op, operands: Specs) -> Pattern:
+    """Each element of a vector, or each slice along a dim, some times: parts stay parts."""
+    rank = len(operands[0].shape)
+    labels = NAMES[:rank]
+    if rank > 1 and argument(op, 2, "dim") is None:
+        raise RuleError("repeat_interleave of more than a vector names its dim", value=op.target, place=op.name)
+    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+
+
 # --- slices and joins ----------------------------------------------------------------------------
 
 

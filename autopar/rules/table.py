@@ -221,6 +221,8 @@ def _functions() -> dict[str, PatternMaker]:
         special.permute: "transpose.int t permute",
         special.expand: "expand",
         special.repeat: "repeat",
+        special.one_hot: "one_hot",
+        special.repeat_interleave: "repeat_interleave.self_int",
         special.take: "slice.Tensor select.int narrow",
         special.divide: "split.Tensor split_with_sizes split.sizes chunk unbind.int tensor_split.sections",
         special.cat: "cat",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autopar import search as search_plan
 from autopar.api import estimate
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError, RuleError, UsageError
+from autopar.graph.trace import trace
 from autopar.layout import S
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
-from tests.lower.moe import mixture_graph
+from tests.lower.moe import Layer, mixture_graph
 
 from .graphs import mlp
 
@@ -63,6 +65,27 @@ def test_what_ep_cannot_be_is_named() -> None:
         planned("ep=8", "tp=8", ranks=8)
     with pytest.raises(UsageError, match="ep splits the experts of a model"):
         estimate(mlp(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
+
+
+class Balanced(torch.nn.Module):
+    """A product of two means over tokens, as auxiliary losses of routers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, 16)
+        self.layer = Layer(True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.embed(ids))
+        shares = self.layer.router(x).softmax(-1)
+        counts = torch.nn.functional.one_hot(shares.argmax(-1), 4).float()
+        return x.square().mean() + (counts.mean((0, 1)) * shares.mean((0, 1))).sum()
+
+
+def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
+    graph = trace(Balanced(), (torch.zeros((4, 8), dtype=torch.int64),))
+    with pytest.raises(RuleError, match=r"aten\.mul\.Tensor.*samples are independent up to the loss"):
+        estimate(graph, cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["dp=4"])
 
 
 def test_ep_is_no_axis() -> None:
