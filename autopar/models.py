@@ -290,6 +290,7 @@ def _check_positions(model: torch.nn.Module, sequence_length: int | None, spec: 
         if (
             isinstance(module, torch.nn.Embedding)
             and ("position" in last or last == "wpe")
+            and "vision" not in name  # positions of patches
             and sequence_length is not None
             and module.num_embeddings < sequence_length
         ):

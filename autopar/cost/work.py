@@ -233,6 +233,14 @@ def _convolution(op: Op, operands: Specs, kind: Kind) -> Work:
     return _product(op, operands, 2.0 * out * contracted, smallest, 0, 1)
 
 
+def _transposed(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Every element of the input meets a window of the weight [in, out / groups, ...]."""
+    source, weight = operands[0], operands[1]
+    contracted = weight.numel // weight.shape[0]
+    smallest = min(weight.shape[0], contracted, source.numel // weight.shape[0])
+    return _product(op, operands, 2.0 * source.numel * contracted, smallest, 0, 1)
+
+
 def _argument(op: Op, position: int, name: str, default: object) -> object:
     if position < len(op.args):
         return op.args[position]
@@ -399,7 +407,11 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     ),
     "aten.einsum.default": _einsum,
     **dict.fromkeys(
-        ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.convolution.default"), _convolution
+        (*(f"aten.conv{n}d.{form}" for n in (1, 2, 3) for form in ("default", "padding")), "aten.convolution.default"),
+        _convolution,
+    ),
+    **dict.fromkeys(
+        ("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _transposed
     ),
     **dict.fromkeys(
         ("aten.scaled_dot_product_attention.default", "autopar.attention", "autopar.attention_gathered", "autopar.attention_ring"), _attention
@@ -407,7 +419,7 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
     "autopar.cross_entropy_vocabulary": _split_softmax_loss,
     **dict.fromkeys(
-        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default"), _norm
+        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "autopar.batch_norm"), _norm
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
     **dict.fromkeys(("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"), _experts),

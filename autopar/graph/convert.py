@@ -13,13 +13,15 @@ from torch import fx
 from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Call, Value
 from autopar.graph.canonical import COMPOSITES, HANDLERS, generic
+from autopar.graph.failures import FAILURES, first_line
 from autopar.graph.fold import fold, hint
+from autopar.graph.indexing import INDEXING
 from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
 from autopar.graph.products import PRODUCTS
 
-_ALL_HANDLERS = HANDLERS | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
+_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."
@@ -90,7 +92,15 @@ class Converter:
         )
         if not call.outputs:
             return None
-        return _apply(self.builder, call)
+        try:
+            return _apply(self.builder, call)
+        except FAILURES as error:
+            raise TraceError(
+                "every traced call has a form in the graph",
+                value=f"{type(error).__name__}: {first_line(error)}",
+                place=f"{call.source or call.module or call.name} ({call.target})",
+                remedy=_REPORT,
+            ) from error
 
     def _region(
         self,

@@ -141,7 +141,8 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
         kwargs["device"] = torch.device("cpu")
     if _size(args, spec, pointwise) > FOLD_LIMIT:
         return None
-    result = call.overload(*args, **kwargs)
+    views = ("aten.view.default", "aten._unsafe_view.default")  # what is kept compact may have other strides
+    result = (torch.ops.aten.reshape.default if call.target in views else call.overload)(*args, **kwargs)
     return result if isinstance(result, torch.Tensor) else None
 
 

@@ -59,6 +59,11 @@ def _convolution(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[int, int]:
     return 2 * op.spec.numel * prod(operands[1].shape[1:]), 0
 
 
+def _transposed(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[int, int]:
+    """Every element of the input meets a window of the weight."""
+    return 2 * operands[0].numel * prod(operands[1].shape[1:]), 0
+
+
 def _attention(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[int, int]:
     query, key, value = (spec.shape for spec in operands[:3])
     return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]), 0
@@ -69,7 +74,9 @@ _COUNTERS: Mapping[str, _Counter] = {
     **dict.fromkeys(("aten.linear.default", "autopar.linear_t"), _linear),
     **dict.fromkeys(("aten.matmul.default", "aten.mm.default", "aten.bmm.default"), _linear),
     **dict.fromkeys(("aten.addmm.default", "aten.baddbmm.default"), _added),
-    **dict.fromkeys(("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"), _convolution),
+    **dict.fromkeys((f"aten.conv{n}d.{form}" for n in (1, 2, 3) for form in ("default", "padding")), _convolution),
+    "aten.conv_transpose1d.default": _transposed,
+    **dict.fromkeys(("aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _transposed),
     "aten.convolution.default": _convolution,
     **dict.fromkeys(_ATTENTION, _attention),
 }

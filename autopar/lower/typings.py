@@ -52,7 +52,7 @@ def batch_typing(plan: Plan, graph: Graph) -> Typing:
         raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
     reader.read(graph.prelude, plan.prelude, "prelude")
     typing = _read_blocks(plan, graph, reader)
-    mixing = next((op for op in graph.ops if reader.strategies[op.name].communication), None)
+    mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
         raise PlanError(
             "statistics over the batch take all samples of a data rank in one micro-batch",

@@ -242,7 +242,7 @@ def _functions() -> dict[str, PatternMaker]:
         compute.matmul: "matmul mv dot",
         compute.einsum: "einsum",
         compute.attention: "scaled_dot_product_attention",
-        compute.convolution: "conv1d conv2d conv3d convolution",
+        compute.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
         compute.histogram: "histc",
         compute.embedding: "embedding",
         compute.layer_norm: "layer_norm native_layer_norm rms_norm",

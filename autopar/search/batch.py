@@ -126,6 +126,13 @@ def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]]) -> dict[s
 
 def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:
     where = f"{op.name} ({op.target}), {op.module or 'no module'}" if op else str(graph.loss)
+    if op is not None and not rules.has_rule(op.target):
+        return RuleError(
+            "every operator on samples has a sharding rule, or nobody knows whether it mixes them",
+            value=f"{op.target} without one",
+            place=f"{where}, {op.source}" if op.source else where,
+            remedy=f'declare one: register_rule("{op.target}", "b... -> b..."), or write it with other operators',
+        )
     return RuleError(
         "samples are independent up to the loss, so that a batch can be split",
         value=value,

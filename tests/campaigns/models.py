@@ -269,8 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"{name:10} {cells} | {row.num_split} of {row.num_operators} | {seconds:.0f} s\n")
             sys.stdout.write("".join(f"    {line}" for line in _failures({name: row})))
             sys.stdout.flush()
-    if not options.families:
-        PAGE.write_text(page(rows), encoding="utf-8")
+            if not options.families:
+                PAGE.write_text(page(rows), encoding="utf-8")
     return int(any(not result.error and not result.passed for row in rows.values() for result in row.results.values()))
 
 

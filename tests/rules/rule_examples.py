@@ -298,6 +298,7 @@ def products(make: Maker) -> Iterator[Example]:
     yield c("autopar.attention_ring", r(*q), r(*q), r(*q), None, 0.0, True, axis="other", ranks=2)
     for n in (1, 2, 3):
         yield c(f"aten.conv{n}d.default", r(4, 8, *(5,) * n), r(4, 8, *(3,) * n), r(4), (1,) * n, (1,) * n)
+        yield c(f"aten.conv{n}d.padding", r(4, 8, *(5,) * n), r(4, 8, *(3,) * n), None, (1,) * n, "same")
     yield c("aten.conv2d.default", r(4, 8, 4, 4), r(12, 8, 2, 2), None, (2, 2))
     yield c("aten.conv2d.default", r(4, 8, 4, 4), r(8, 1, 3, 3), r(8), (1, 1), (1, 1), (1, 1), 8)
     yield c("aten.conv1d.default", r(8, 5), r(4, 8, 3))
