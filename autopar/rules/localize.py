@@ -87,7 +87,9 @@ def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Where the own experts stand among all."""
+    """Where the own experts stand among all; those that an earlier axis has split stay as they are."""
+    if not strategy.target:
+        return op
     down = local.operands[-1]
     num_experts = down.shape[0] * local.size
     args = (*op.args[:7], local.axis, int(num_experts))

@@ -91,7 +91,7 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
     """
     hidden, _, indices = operands[:3]
     num_experts = operands[-1].shape[0]
-    if axis == BATCH_AXIS or not divides(num_experts, size):
+    if axis in (BATCH_AXIS, "cp") or not divides(num_experts, size):  # parameters are whole on both
         return
     owned = (S(0),) * (len(operands) - 3)
     yield Strategy(
