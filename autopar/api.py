@@ -46,6 +46,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     seed: int = 0,
     progress: Progress | None = None,
     name: str = "",
+    cache_dir: Path | None = None,
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -63,6 +64,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         seed: of the sampler of spaces too large for an exhaustive search.
         progress: called with (what, done, total).
         name: of the model in the plan.
+        cache_dir: where rules that are found by execution are kept; nowhere when None.
 
     Raises:
         UsageError: malformed pins, cluster, space or batch.
@@ -72,7 +74,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     planner = _planner(
         model,
         cluster,
-        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name),
+        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name, cache_dir),
         progress,
     )
     limits = Limits(trials=trials, timeout_s=timeout_s)
@@ -91,6 +93,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     space: str = "default",
     progress: Progress | None = None,
     name: str = "",
+    cache_dir: Path | None = None,
 ) -> Plan:
     """The plan that the pins describe, without a search over what they leave open; arguments as in :func:`search`.
 
@@ -100,7 +103,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     planner = _planner(
         model,
         cluster,
-        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name),
+        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name, cache_dir),
         progress,
     )
     return planner.estimate()
@@ -305,6 +308,7 @@ class _Wish:
     optimizer: str
     space: str
     name: str
+    cache_dir: Path | None
 
 
 def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Planner:
@@ -328,5 +332,6 @@ def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish
         optimizer=wish.optimizer,
         pins=pins,
         space=space,
+        cache_dir=wish.cache_dir,
     )
     return Planner(task)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from autopar.cli.console import print_json, print_text, progress, warn
+from autopar.cli.console import cache_dir, print_json, print_text, progress, warn
 from autopar.cli.options import (
     ClusterOption,
     GlobalBatch,
@@ -196,6 +196,7 @@ def make_plan(
             optimizer=optimizer,
             pins=pins,
             progress=advance,
+            cache_dir=cache_dir() or Path.home() / ".cache" / "autopar",
             **options,
         )
 

@@ -146,8 +146,12 @@ class _Check:
         args, kwargs = _arguments(node, env)
         operands = [n for n in node.all_input_nodes if "types" in n.meta]
         pending = [axis for axis in self.axes if any(self.kind(n, axis) == "P" for n in operands)]
-        partial = bool(pending) and all(self.kind(node, axis) in ("P", None) for axis in pending)
+        stated = [node] if "types" in node.meta else list(node.users)  # several outputs: each getitem states its own
+        partial = bool(pending) and all(self.kind(n, axis) in ("P", None) for n in stated for axis in pending)
         call = _linear(node.target) if partial else cast("Callable[..., Any]", node.target)
+        if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
+            self.count += 1
+            return self.annotate(cast("Callable[..., Any]", node.target)(*args, **kwargs), node)
         if node.target is operator.getitem or (partial and not _is_known(call)):
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
@@ -261,9 +265,14 @@ def _text(layout: Layout) -> str:
 
 
 def _has_global_rule(node: fx.Node) -> bool:
-    """Causal attention makes its mask inside, where the checker cannot follow."""
-    causal = _target(node) == "aten.scaled_dot_product_attention.default" and node.args[5:6] == (True,)
-    return _target(node) in GLOBAL and not causal
+    """Causal attention makes its mask inside, where the checker cannot follow.
+
+    A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule.
+    """
+    target = _target(node)
+    causal = target == "aten.scaled_dot_product_attention.default" and node.args[5:6] == (True,)
+    thin = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
+    return target in GLOBAL and not causal and not thin
 
 
 def _is_known(call: Callable[..., Any]) -> bool:
@@ -306,6 +315,8 @@ def _product_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args = fx.node.map_arg(node.args, lambda n: values[n])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
+    if "device" in kwargs:  # a factory makes its tensor where the checker's are
+        kwargs = {**kwargs, "device": torch.device("meta")}
     return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)
 
 

@@ -11,6 +11,7 @@ from autopar.graph.ir import Graph, Op, digest
 from autopar.layout import Type
 from autopar.plan import AxisTyping, Plan
 from autopar.rules.apply import BATCH, shard, signature
+from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
 
 SHARDED_AXES = ("cp", "tp")
@@ -32,6 +33,7 @@ def local_graph(plan: Plan, graph: Graph) -> Graph:
         )
     if len(plan.blocks) != len(graph.blocks):
         raise PlanError("the plan has a layout for each block", value=f"{len(plan.blocks)} of {len(graph.blocks)}")
+    complete(graph)  # a plan may name strategies of rules that were found when it was made
     result = shard(
         graph,
         batch_typing(plan, graph),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 
@@ -59,17 +60,38 @@ def strategies(
 
 
 def has_rule(target: str, *, table: RuleTable | None = None) -> bool:
-    """True when the table has a rule for an operator, by its target."""
-    return target in (default_table() if table is None else table).rules
+    """True when the table has a declared rule for an operator, by its target."""
+    rule = (default_table() if table is None else table).rules.get(target)
+    return rule is not None and not rule.found
 
 
-def register_rule(target: str, line: str, *, table: RuleTable | None = None) -> None:
+def register_rule(
+    target: str,
+    line: str,
+    *,
+    example: Sequence[object] | None = None,
+    check: bool = True,
+    table: RuleTable | None = None,
+) -> None:
     """Adds a rule for an operator in one line: ``register_rule("mylib::fused_mlp", "b s k+, f k+ -> b s f")``.
 
-    See :mod:`autopar.rules.grammar` for the language, and :func:`autopar.rules.verify.verify_rule`
-    to check it by execution.
+    The rule is checked by execution before it is added: every strategy on two and on four ranks, forward and
+    gradient, against one device. See :mod:`autopar.rules.grammar` for the language.
+
+    Args:
+        target: ``mylib::fused_mlp`` or ``mylib::fused_mlp.overload``.
+        line: the rule.
+        example: arguments of one call for the check, tensors (float64 where they are floats) and others; made from
+            the line when None: a tensor for each operand, every dim another length.
+        check: False for an operator that cannot run here in float64: the rule is then taken on trust.
+        table: default: the one that everything uses.
 
     Raises:
-        RuleError: the line is malformed.
+        RuleError: the line is malformed, the operator does not run on the example, or a strategy gives
+            another result than one device; names the strategies.
     """
+    from autopar.rules.register import check_rule
+
+    if check:
+        check_rule(target, line, example)
     (default_table() if table is None else table).register(target, line)

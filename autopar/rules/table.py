@@ -23,11 +23,15 @@ MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How one target is split: a line or a function, and strategies of its own besides."""
+    """How one target is split: a line or a function, and strategies of its own besides.
+
+    ``found``: nobody declared it, a search by execution did.
+    """
 
     line: str = ""
     make: PatternMaker | None = None
     more: MoreStrategies | None = None
+    found: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,8 +59,11 @@ class RuleTable:
             RuleError: the line is malformed.
         """
         parse(line)
-        name = target.replace("::", ".")
-        self.rules[name if name.count(".") > 1 or "::" not in target else f"{name}.default"] = Rule(line=line)
+        self.put(full_target(target), Rule(line=line))
+
+    def put(self, target: str, rule: Rule) -> None:
+        """Adds or replaces a rule, by the target as graphs name it."""
+        self.rules[target] = rule
         self._known.clear()
 
     def pattern(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
@@ -105,6 +112,16 @@ class RuleTable:
                 found += rule.more(op, operands, axis, size)
             known = self._known[key] = tuple(found)
         return known
+
+
+def full_target(target: str) -> str:
+    """A target as graphs name it.
+
+    >>> full_target("mylib::fused_mlp")
+    'mylib.fused_mlp.default'
+    """
+    name = target.replace("::", ".")
+    return name if name.count(".") > 1 or "::" not in target else f"{name}.default"
 
 
 def _repeated(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[Strategy, ...]:

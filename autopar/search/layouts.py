@@ -18,8 +18,8 @@ from autopar.graph.ir import Graph, Op, Parameter
 from autopar.layout import I, Type
 from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, BlockLayout
-from autopar.rules import has_rule
 from autopar.rules.apply import shard
+from autopar.rules.missing import Found, key_of
 from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import BATCH, solve_batch
@@ -370,15 +370,22 @@ def expert_degree(option: Option, tp: int) -> int:
     return tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1
 
 
-def operators_without_rule(graph: Graph) -> tuple[str, ...]:
-    """A note for each kind of operator that runs whole on every rank of ``tp`` because no rule says how to split it."""
-    targets: dict[str, int] = {}
-    for op in graph.ops:
-        if not has_rule(op.target):
-            targets[op.target] = targets.get(op.target, 0) + 1
-    return tuple(
-        f"{target} has no rule: its {n} calls are repeated on every rank of tp" for target, n in targets.items()
-    )
+def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:
+    """A note for each kind of call without a declared rule: what was found by execution, or what repeating it costs."""
+    notes = []
+    for one in found:
+        calls = [op for op in (*graph.prelude, *graph.ops) if op.target == one.target]
+        calls = [op for op in calls if key_of(op, tuple(graph.spec(r) for r in op.operands)) == one.key]
+        if one.line:
+            notes.append(f"{one.target} has no declared rule: found by execution '{one.line}' ({len(calls)} calls)")
+            continue
+        times = [model.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in calls]
+        cost_s = sum(time.forward_s + time.backward_s for time in times)
+        notes.append(
+            f"{one.target} has no rule and none was found ({one.why}): its {len(calls)} calls are repeated on every "
+            f"rank of an axis that splits the work inside a sample, {1e3 * cost_s:.3g} ms for {graph.batch_size} samples"
+        )
+    return tuple(notes)
 
 
 def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, StagePlan
+from autopar.rules.missing import complete
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
@@ -27,7 +29,7 @@ MAX_CONFLICT_TRIALS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a plan is wanted for."""
+    """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept."""
 
     graph: Graph
     cluster: Cluster
@@ -36,6 +38,7 @@ class Task:
     optimizer: str
     pins: Pins
     space: Space
+    cache_dir: Path | None = None
 
 
 class Planner:
@@ -57,6 +60,7 @@ class Planner:
                 value=f"precision {task.precision.name} and {', '.join(_texts_on(task.pins, 'precision'))}",
                 remedy="change one of them",
             )
+        self.found = complete(task.graph, cache_dir=task.cache_dir)
         self.model = CostModel(task.cluster, task.precision, task.optimizer)
         self.problem = Problem(
             world_size=task.cluster.world_size,
@@ -191,7 +195,7 @@ class Planner:
             pins=task.pins.texts,
             notes=(
                 *graph.notes,
-                *(operators_without_rule(graph) if candidate.mesh.tp * candidate.mesh.cp > 1 else ()),
+                *operators_without_rule(graph, self.found, self.model),
                 *_precision_note(task),
             ),
         )

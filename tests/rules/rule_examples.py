@@ -105,6 +105,8 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
         kwargs = {"rounding_mode": "floor"} if target.endswith("Tensor_mode") else {}
         if target in ("aten.masked_fill.Tensor", "aten.fill.Tensor"):
             args[-1] = make.real()
+        if target == "aten.acosh.default":  # defined from one on
+            args[0] = make.real(4, 1, 8).detach().add(1).requires_grad_()
         yield make.call(target, *args, **kwargs)
 
 
@@ -226,7 +228,8 @@ def whole(make: Maker) -> Iterator[Example]:
 def reductions(make: Maker) -> Iterator[Example]:
     """Sums, means, extrema."""
     c, r, w = make.call, make.real, make.whole
-    for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin", "amax", "amin", "median"):
+    yield c("aten.prod.default", r(4, 8, grad=False).add(0.6).requires_grad_())
+    for name in ("sum", "mean", "max", "min", "argmax", "argmin", "amax", "amin", "median"):
         yield c(f"aten.{name}.default", r(4, 8))
     yield c("aten.sum.default", make.truth(4, 8))
     yield c("aten.sum.default", w(4, 8))
@@ -243,10 +246,12 @@ def reductions(make: Maker) -> Iterator[Example]:
         yield c(f"aten.{name}.dim", r(4, 8), 1)
     yield c("aten.argmax.default", r(4, 8), 1, True)
     yield c("aten.argmin.default", r(4, 8), 1)
-    for name in ("any", "all"):
-        yield c(f"aten.{name}.default", make.truth(4, 8))
-        yield c(f"aten.{name}.dim", make.truth(4, 8), 1, True)
-        yield c(f"aten.{name}.dims", make.truth(4, 8), (1,), True)
+    for name, one in (("any", True), ("all", False)):  # one element decides
+        x = torch.full((4, 8), not one)
+        x[0, 0] = one
+        yield c(f"aten.{name}.default", x)
+        yield c(f"aten.{name}.dim", x, 1, True)
+        yield c(f"aten.{name}.dims", x, (1,), True)
     yield c("aten.prod.dim_int", r(4, 8), 1)
     yield c("aten.logsumexp.default", r(4, 8), (1,))
     for name in ("var", "std", "var_mean"):

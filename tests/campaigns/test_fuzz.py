@@ -1,0 +1,42 @@
+"""A part of the campaign in every run of the tests, and what campaigns found, again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.rules import default_table
+from autopar.rules.table import Rule, torch_rules
+from tests.campaigns.fuzz import Tally, run_chunk
+from tests.campaigns.pairs import check_pair
+from tests.campaigns.saved import read
+
+FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
+
+
+def test_random_models_under_random_plans_compute_what_one_device_does() -> None:
+    tally = Tally()
+    for number in range(3):
+        tally.add(run_chunk(40, number, None))
+    assert tally.wrong == 0
+    assert len(tally.seen) > 70
+    assert len({target for target, _ in tally.strategies}) > 20
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_what_campaigns_found_stays_right(path: Path) -> None:
+    assert check_pair(read(path), checked=True) == ""
+
+
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias that every summand of a split contraction adds: only execution tells."""
+    monkeypatch.setitem(
+        default_table().rules, "aten.linear.default", Rule(line="b... k+, n k+, n -> b... n; linear 0, 1")
+    )
+    default_table().put("aten.linear.default", default_table().rules["aten.linear.default"])
+    try:
+        found = any(run_chunk(40, number, None, shrink=False).wrong for number in range(8))
+    finally:
+        default_table().put("aten.linear.default", torch_rules()["aten.linear.default"])
+    assert found

@@ -1,0 +1,13 @@
+"""Every rule made wrong in one place is caught: a share of the mutants; the command checks all of them."""
+
+from __future__ import annotations
+
+from tests.campaigns.mutants import mutate
+
+
+def test_rules_made_wrong_in_one_place_are_caught() -> None:
+    outcome = mutate(every_nth=17)
+    assert outcome.survivors == []
+    assert outcome.mutants > 800
+    assert len(outcome.rules) > 200
+    assert outcome.caught > 0.95 * outcome.mutants

@@ -1,0 +1,112 @@
+"""Operators that the table does not know: found at planning time, kept, reported; and rules that users declare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.errors import RuleError
+from autopar.graph.ir import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.rules import RuleTable, has_rule, register_rule
+from autopar.rules import missing as found_rules
+from autopar.rules.missing import complete
+from autopar.rules.table import torch_rules
+from autopar.rules.verify import verify_rule
+
+LIBRARY = torch.library.Library("autopar_test", "DEF")
+LIBRARY.define("gated(Tensor x, Tensor w) -> Tensor")
+LIBRARY.define("pairs(Tensor x) -> Tensor")
+LIBRARY.define("whole(Tensor x) -> Tensor")
+LIBRARY.impl("gated", lambda x, w: torch.sigmoid(x) * w, "CompositeImplicitAutograd")
+LIBRARY.impl("pairs", lambda x: x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) ** 2, "CompositeImplicitAutograd")
+LIBRARY.impl("whole", lambda x: x / x.norm(), "CompositeImplicitAutograd")
+
+
+def graph_of(target: str, *shapes: tuple[int, ...]) -> Graph:
+    real = [TensorSpec(shape=shape, dtype=torch.float32, requires_grad=True) for shape in shapes]
+    names = [f"p{i}" for i in range(1, len(shapes))]
+    ops = (
+        Op(name="y", target=target, args=(Ref("x"), *map(Ref, names)), outputs=(real[0],)),
+        Op(name="loss", target="aten.sum.default", args=(Ref("y"),), outputs=(replace(real[0], shape=()),)),
+    )
+    return Graph(
+        name="custom",
+        batch_size=shapes[0][0],
+        inputs=(Input(name="x", spec=real[0], batch_dim=0),),
+        parameters=tuple(Parameter(name=n, fqn=n, spec=s) for n, s in zip(names, real[1:], strict=True)),
+        buffers=(),
+        prelude=(),
+        ops=ops,
+        blocks=(Block(index=0, start=0, stop=2, hash="h", label=""),),
+        loss=Ref("loss"),
+        fingerprint="custom",
+    )
+
+
+def names(table: RuleTable, graph: Graph, size: int) -> set[str]:
+    op = graph.ops[0]
+    specs = tuple(graph.spec(ref) for ref in op.operands)
+    return {s.name for s in table.strategies(op, specs, axis="tp", size=Fraction(size))}
+
+
+def test_an_unknown_operator_is_found_kept_and_verified_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of("autopar_test.gated.default", (2, 12, 20), (20,))
+    table = RuleTable(rules=torch_rules())
+    (found,) = complete(graph, cache_dir=tmp_path, table=table)
+    assert found.line == "b c a, a -> b c a; linear 1"
+    assert {"split a", "split b", "split c", "linear 1"} <= names(table, graph, 2)
+    assert not has_rule(found.target, table=table), "found is not declared"
+    assert len(list(tmp_path.glob("rules-*.json"))) == 1
+
+    def never(*_: object, **__: object) -> str:
+        raise AssertionError("the file has it")
+
+    monkeypatch.setattr(found_rules, "discover_rule", never)
+    again = RuleTable(rules=torch_rules())
+    assert complete(graph, cache_dir=tmp_path, table=again) == (found,)
+
+
+def test_what_a_file_says_wrongly_is_found_anew(tmp_path: Path) -> None:
+    graph = graph_of("autopar_test.gated.default", (2, 12, 20), (20,))
+    (found,) = complete(graph, cache_dir=tmp_path, table=RuleTable(rules=torch_rules()))
+    (path,) = tmp_path.glob("rules-*.json")
+    path.write_text(path.read_text().replace("linear 1", "linear 0"))
+    assert complete(graph, cache_dir=tmp_path, table=RuleTable(rules=torch_rules())) == (found,)
+
+
+def test_a_split_that_holds_for_two_ranks_alone_is_no_rule() -> None:
+    graph = graph_of("autopar_test.pairs.default", (2, 16))
+    table = RuleTable(rules=torch_rules())
+    (found,) = complete(graph, table=table)
+    assert found.line == "a b^ -> a b^"
+    assert names(table, graph, 2) == {"split a", "invariant", "replicate"}
+    example = torch.rand(8, 8, dtype=torch.float64).requires_grad_()
+    assert verify_rule(graph.ops[0], [example], size=8, table=table) == []
+
+
+def test_an_operator_for_which_nothing_is_found_is_repeated_and_named() -> None:
+    graph = graph_of("autopar_test.whole.default", (2, 12))
+    table = RuleTable(rules=torch_rules())
+    (found,) = complete(graph, table=table)
+    assert (found.line, found.why) == ("", "no dim can be split")
+    assert names(table, graph, 2) == {"invariant", "replicate"}
+
+
+def test_a_declared_rule_is_checked_by_execution() -> None:
+    table = RuleTable(rules={})
+    register_rule("autopar_test::gated", "b... n, n -> b... n; linear 1", table=table)
+    assert has_rule("autopar_test.gated.default", table=table)
+    with pytest.raises(RuleError, match=r"linear 0.*output 0: P differs"):
+        register_rule("autopar_test::gated", "b... n, n -> b... n; linear 0", table=table)
+    with pytest.raises(RuleError, match="give arguments that it takes"):
+        register_rule("autopar_test::gated", "b... n, m -> b... n m", table=table)
+    register_rule(
+        "aten::cumsum", "b n^ -> b n; linear 0", example=(torch.rand(4, 8, dtype=torch.float64), 1), table=table
+    )
+    with pytest.raises(RuleError, match="split n"):
+        register_rule("aten::cumsum", "b n -> b n", example=(torch.rand(4, 8, dtype=torch.float64), 1), table=table)
+    register_rule("autopar_test::gated", "b... n, n -> b... n; linear 0", table=table, check=False)
