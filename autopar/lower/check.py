@@ -265,14 +265,15 @@ def _text(layout: Layout) -> str:
 
 
 def _has_global_rule(node: fx.Node) -> bool:
-    """Causal attention makes its mask inside, where the checker cannot follow.
+    """Causal attention makes its mask inside, where the checker cannot follow; nor does it know grouped heads.
 
     A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule.
     """
     target = _target(node)
-    causal = target == "aten.scaled_dot_product_attention.default" and node.args[5:6] == (True,)
+    is_attention = target == "aten.scaled_dot_product_attention.default"
+    beyond = is_attention and (node.args[5:6] == (True,) or node.kwargs.get("enable_gqa", False))
     thin = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
-    return target in GLOBAL and not causal and not thin
+    return target in GLOBAL and not beyond and not thin
 
 
 def _is_known(call: Callable[..., Any]) -> bool:

@@ -351,20 +351,25 @@ def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
-    """Text that is equal for equal sequences of operators, names aside."""
+    """Text that is equal for equal sequences of operators, names aside; equal ones have equal strategies."""
     known: dict[str, str] = {}
+    outside: dict[Ref, str] = {}
 
     def numbered(ref: Ref) -> Argument:
-        if ref.name not in known:
+        if ref.name in known:
+            return f"{known[ref.name]}[{ref.index}]"
+        if ref not in outside:  # a tensor without gradient has other strategies than one with
             spec = specs[ref]
-            known[ref.name] = f"${len(known)}:{spec.shape}:{spec.dtype}"
-        return f"{known[ref.name]}[{ref.index}]"
+            outside[ref] = f"${len(outside)}:{spec.shape}:{spec.dtype}:{spec.requires_grad}"
+        return outside[ref]
 
     lines: list[str] = []
     for op in ops:
         args: Iterable[Argument] = (map_refs(arg, numbered) for arg in op.args)
         kwargs = ((key, map_refs(value, numbered)) for key, value in op.kwargs)
         for_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
-        lines.append(f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype) for s in op.outputs]}{op.layouts}")
+        lines.append(
+            f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype, s.requires_grad) for s in op.outputs]}{op.layouts}"
+        )
         known[op.name] = f"%{len(known)}"
     return "\n".join(lines)

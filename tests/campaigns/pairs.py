@@ -77,7 +77,9 @@ def draw_pair(choose: Choose) -> Pair:
             local = apply.shard(local, typings[-1])
     cuts = tuple(i for i in range(1, len(traced.blocks)) if choose(3) == 2)
     plan = plan_of(traced, mesh, micro, tuple(typings), cuts)
-    return Pair(whole=whole, traced=traced, plan=replace(plan, global_batch_size=batch))
+    return Pair(
+        whole=whole, traced=traced, plan=replace(plan, global_batch_size=batch, cluster=f"cpu:1x{mesh.world_size}")
+    )
 
 
 def draw_typing(choose: Choose, graph: Graph, axis: str, size: int) -> Typing:

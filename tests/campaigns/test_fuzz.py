@@ -12,6 +12,8 @@ from tests.campaigns.fuzz import Tally, run_chunk
 from tests.campaigns.pairs import check_pair
 from tests.campaigns.saved import read
 
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr:hypothesis.errors.HypothesisWarning")
+
 FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
 
 

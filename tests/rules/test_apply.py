@@ -6,11 +6,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 
 from autopar.errors import RuleError
-from autopar.graph.ir import Graph, Op, Ref
+from autopar.graph.ir import Graph, Op, Ref, TensorSpec
 from autopar.layout import I, P, R, S
-from autopar.rules.apply import shard
+from autopar.rules.apply import shard, signature
 from autopar.rules.types import Typing
 from tests.lower import mlp
 
@@ -117,3 +118,10 @@ def test_a_missing_strategy_is_refused() -> None:
     rest = {name: s for name, s in typing.strategies.items() if name != "g1"}
     with pytest.raises(RuleError, match="a strategy for every operator"):
         shard(batch_graph(), replace(typing, strategies=rest))
+
+
+def test_operators_with_and_without_gradient_are_told_apart() -> None:
+    plain = TensorSpec(shape=(4,), dtype=torch.float32)
+    op = Op(name="y", target="aten.sin.default", args=(Ref("x"),), outputs=(plain,))
+    with_gradient = replace(plain, requires_grad=True)
+    assert signature((op,), {Ref("x"): plain}) != signature((op,), {Ref("x"): with_gradient})
