@@ -157,7 +157,7 @@ def _check_version(data: object, place: str) -> None:
     version = data.get("version")
     if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
         writer = data.get(WRITTEN_BY)
-        is_newer = isinstance(writer, str) and writer and writer != _autopar_version()
+        is_newer = isinstance(writer, str) and writer and writer.removeprefix("autopar ") != _autopar_version()
         newer = f"{writer} or later" if is_newer else "the autopar that wrote it"
         raise PlanError(
             f"this autopar ({_autopar_version()}) reads plan formats up to version {FORMAT_VERSION}",

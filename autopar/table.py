@@ -181,6 +181,8 @@ def line_of(text: str, keys: tuple[Key, ...]) -> int | None:
 
     >>> line_of('a = 1' + chr(10) + '[[b]]' + chr(10) + 'c = 2', ("b", 0, "c"))
     3
+    >>> line_of('a = 1' + chr(10) + '[[b]]', ("b",))
+    2
     """
     best, best_length, counts = None, 0, dict[tuple[Key, ...], int]()
     current: tuple[Key, ...] = ()
@@ -193,6 +195,8 @@ def line_of(text: str, keys: tuple[Key, ...]) -> int | None:
             here = (*current, *_parts(assignment[1]))
         else:
             continue
+        if here[: len(keys)] == keys:  # the key itself, or the first of its array of tables
+            return number
         if len(here) > best_length and keys[: len(here)] == here:
             best, best_length = number, len(here)
     return best

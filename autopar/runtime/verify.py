@@ -257,9 +257,9 @@ def _compare(
 def _worst(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[str, float]:
     """The tensor with the largest relative error; one that is missing counts as infinitely wrong.
 
-    A tensor that is nothing but rounding beside the others (1e-5 of the largest) is measured against that.
+    A tensor that is nothing but rounding beside the others (1e-6 of the largest) is measured against that.
     """
-    floor = 1e-5 * max((float(tensor.abs().max()) for tensor in reference.values()), default=0.0)
+    floor = 1e-6 * max((float(tensor.abs().max()) for tensor in reference.values()), default=0.0)
     errors = {
         name: _relative(float((found[name] - tensor).abs().max()), max(float(tensor.abs().max()), floor))
         if name in found

@@ -52,4 +52,4 @@ def test_the_worst_tensor_is_the_one_with_the_largest_relative_error() -> None:
 def test_a_tensor_of_rounding_noise_is_measured_against_the_others() -> None:
     reference = {"large": torch.ones(2), "noise": torch.full((2,), 1e-9)}
     found = {"large": torch.ones(2), "noise": torch.zeros(2)}
-    assert _worst(found, reference)[1] == pytest.approx(1e-4, rel=1e-4)
+    assert _worst(found, reference)[1] == pytest.approx(1e-3, rel=1e-4)
