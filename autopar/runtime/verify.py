@@ -94,7 +94,7 @@ class VerifyReport:
                 raise VerificationError(
                     f"losses agree with one device within {LOSS_TOLERANCE:g}",
                     value=f"{row.loss:.2e}: {row.losses} for {self.reference_losses}",
-                    place=f"rank {row.rank}",
+                    place=self._place(row),
                 )
         worst = max(self.rows, key=lambda row: max(row.gradient, row.parameter))
         for what, error, name in (
@@ -105,8 +105,13 @@ class VerifyReport:
                 raise VerificationError(
                     f"{what} agree with one device within {TENSOR_TOLERANCE:g}",
                     value=f"{error:.2e} for {name}",
-                    place=f"rank {worst.rank}",
+                    place=self._place(worst),
                 )
+
+    def _place(self, row: RankErrors) -> str:
+        """The rank, and the first operator that differs where it was found."""
+        first = self.bisection.difference if self.bisection is not None else None
+        return f"rank {row.rank}" + (f", first in {first.place}" if first is not None and first.place else "")
 
 
 def verify(
