@@ -87,8 +87,9 @@ def _difference(found: Difference) -> list[str]:
 
 
 def _mismatch(found: Mismatch) -> list[tuple[str, str]]:
-    many = len(found.micro_batches) > 1
-    ranks = f"{', '.join(map(str, found.ranks))} (micro-batch{'es' if many else ''} {', '.join(map(str, found.micro_batches))})"
+    ranks = ", ".join(map(str, found.ranks))
+    if found.micro_batches:
+        ranks += f" (micro-batch {', '.join(map(str, found.micro_batches))})"
     shapes = f"{list(found.local_shape)} on a rank, {list(found.shape)} in all"
     samples = "; ".join(f"{list(s.index)}: {s.found:.6g} instead of {s.expected:.6g}" for s in found.samples)
     return [("ranks", ranks), ("shape", shapes), ("error", f"{found.error:.1e}"), ("elements", samples)]

@@ -24,7 +24,7 @@ from autopar.lower.program import lower
 from autopar.plan import Plan, Precision
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.pieces import Mismatch, largest
+from autopar.runtime.pieces import TOLERANCE, Mismatch, largest
 from autopar.runtime.record import OneDevice, Tape, Watch, attach
 from autopar.runtime.trail import Spot, Trail
 from autopar.runtime.workers import WorkerPool
@@ -110,6 +110,7 @@ def bisect(
     *,
     pool: WorkerPool,
     timeout_s: float = 300.0,
+    thorough: bool = False,
 ) -> Bisection:
     """Runs steps until one differs, and finds the place in that one.
 
@@ -121,6 +122,7 @@ def bisect(
         losses: of the model itself on one device.
         pool: workers for the ranks.
         timeout_s: for each run of all ranks.
+        thorough: compares values and gradients between blocks also in steps whose results agree.
 
     Raises:
         AutoparError: a rank failed, or the time is up.
@@ -130,7 +132,7 @@ def bisect(
     )
     graph_loss = 0.0
     for step, expected in enumerate(losses):
-        found = search.step(step)
+        found = search.step(step, thorough=thorough)
         loss = float(search.one.loss)
         graph_loss = max(graph_loss, abs(loss - expected) / abs(expected) if expected else abs(loss))
         if found is not None:
@@ -158,28 +160,26 @@ class _Search:
         self.one = OneDevice(self.trail.whole, subject.build())
         self.optimizer = adamw(self.one.parameters.values())
 
-    def step(self, step: int) -> Difference | None:
+    def step(self, step: int, *, thorough: bool) -> Difference | None:
         """The first difference of one step; None when losses, gradients and parameters after it agree."""
         ranks = self._run(step, self.trail.boundaries())
         gradients = {name: gradient.clone() for name, gradient in self.one.gradients().items()}
         loss = self.one.loss
-        losses = {(rank, 0): torch.tensor(one.loss, dtype=torch.float64) for rank, one in enumerate(ranks)}
-        wrong_loss = self.trail.split.compare(losses, loss, (), tolerance=LOSS_TOLERANCE)
+        losses = [torch.tensor(rank.loss, dtype=torch.float64) for rank in ranks]
+        wrong_loss = self._same_everywhere(losses, loss, tolerance=LOSS_TOLERANCE)
         wrong_gradient = self._worst([rank.gradients for rank in ranks], gradients)
         self.optimizer.step()
         trained = {name: p.detach() for name, p in self.one.parameters.items() if name in gradients}
         wrong_parameter = self._worst([rank.parameters for rank in ranks], trained)
-        if not (wrong_loss or wrong_gradient or wrong_parameter):
-            return None
-        spot = self._find(step, ranks)
+        wrong = wrong_loss or wrong_gradient or wrong_parameter
+        spot = self._find(step, ranks) if wrong or thorough else None
         if spot is not None:
             return _difference(self.trail, spot, step)
         if wrong_gradient is not None:
             return _of_sum(self.trail, *wrong_gradient, step)
         if wrong_loss is not None:
             return _of_loss(wrong_loss, step)
-        assert wrong_parameter is not None
-        return _of_optimizer(self.trail, *wrong_parameter, step)
+        return None if wrong_parameter is None else _of_optimizer(*wrong_parameter, step)
 
     def _find(self, step: int, ranks: Sequence[_Recorded]) -> Spot | None:
         spot = self.trail.first([rank.tape for rank in ranks], self.tape, self.one.values)
@@ -207,9 +207,13 @@ class _Search:
             for name, value in values.items():
                 self.one.parameters[name].copy_(value)
 
-    def _same_everywhere(self, found: Sequence[Tensor | None], whole: Tensor, scale: float) -> Mismatch | None:
+    def _same_everywhere(
+        self, found: Sequence[Tensor | None], whole: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
+    ) -> Mismatch | None:
+        """What of a step's results, whole on every rank, differs."""
         pieces = {(rank, 0): value for rank, value in enumerate(found)}
-        return self.trail.split.compare(pieces, whole, (), scale=scale)
+        wrong = self.trail.split.compare(pieces, whole, (), scale=scale, tolerance=tolerance)
+        return None if wrong is None else replace(wrong, micro_batches=())
 
     def _worst(
         self, found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
@@ -219,7 +223,7 @@ class _Search:
         wrong = [
             (name, mismatch)
             for name, whole in expected.items()
-            if (mismatch := self._same_everywhere([rank.get(name) for rank in found], whole, scale))
+            if (mismatch := self._same_everywhere([rank.get(name) for rank in found], whole, scale=scale))
         ]
         return max(wrong, key=lambda pair: pair[1].error, default=None)
 
@@ -311,7 +315,7 @@ def _of_loss(mismatch: Mismatch, step: int) -> Difference:
     )
 
 
-def _of_optimizer(trail: Trail, name: str, mismatch: Mismatch, step: int) -> Difference:
+def _of_optimizer(name: str, mismatch: Mismatch, step: int) -> Difference:
     return Difference(
         step=step + 1,
         what=f"parameter {name} after the step of the optimizer",

@@ -39,7 +39,8 @@ class Mismatch:
     """A tensor that is not that of one device.
 
     Attributes:
-        ranks, micro_batches: which hold wrong parts (or wrong summands: then all that are added).
+        ranks, micro_batches: which hold wrong parts (or wrong summands: then all that are added); no micro-batches for
+            what a step leaves.
         error: largest difference over the largest element.
         local_shape, shape: of a rank's part and of the whole.
         samples: the elements furthest off, of the first such rank.

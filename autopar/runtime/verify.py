@@ -153,7 +153,10 @@ def verify(
             if find == "never" or (report.passed and find != "always"):
                 return report
             graph = in_dtype(graph, torch.float32, torch.float64)
-            found = bisect(subject, plan, graph, batches, losses, pool=workers, timeout_s=timeout_s)
+            is_thorough = find == "always"
+            found = bisect(
+                subject, plan, graph, batches, losses, pool=workers, timeout_s=timeout_s, thorough=is_thorough
+            )
     return replace(report, bisection=found)
 
 
