@@ -67,10 +67,14 @@ def verify(
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, metavar="S", help="Processes are killed after it.")
     ] = 600,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank.
 
+    What differs is followed, in float64, to the first block and operator whose value or gradient is wrong.
     For a MODEL a plan is made first, under the pins and as if links were free, so that it splits what it can.
     """
     from autopar.cli.verify_report import render_verification, verification
@@ -90,7 +94,9 @@ def verify(
     from autopar.runtime.verify import verify as compare
 
     with progress(f"running {plan.mesh.world_size} ranks"):
-        report = compare(subject, plan, graph, steps=steps, timeout_s=timeout)
+        report = compare(
+            subject, plan, graph, steps=steps, timeout_s=timeout, find="always" if bisect else "if it differs"
+        )
     if as_json:
         print_json({"mesh": str(plan.mesh), **verification(report)})
     else:

@@ -9,7 +9,12 @@ from autopar.report.table import plain_table
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
+    from autopar.runtime.bisect import Bisection, Difference
+    from autopar.runtime.pieces import Mismatch
     from autopar.runtime.verify import VerifyReport
+
+GRAPH_TOLERANCE = 1e-5
+"""Between the losses of the model in float32 and of its graph in float64, both on one device."""
 
 
 def render_verification(report: VerifyReport, plan: Plan, *, tolerances: tuple[float, float]) -> str:
@@ -42,7 +47,52 @@ def render_verification(report: VerifyReport, plan: Plan, *, tolerances: tuple[f
     ]
     verdict = "every rank agrees" if report.passed else "the parallel program DIFFERS from one device"
     lines.append(f"{verdict} (allowed: loss {tolerances[0]:g}, gradients and parameters {tolerances[1]:g})")
+    if report.bisection is not None:
+        lines += ["", *_bisection(report.bisection, report.passed)]
     return "\n".join(lines)
+
+
+def _bisection(found: Bisection, passed: bool) -> list[str]:
+    """Where the program first differs, in float64."""
+    difference = found.difference
+    if difference is not None:
+        return _difference(difference)
+    lines = [f"in float64 no loss, gradient or parameter differs in {found.steps} steps"]
+    if not passed and found.graph_loss > GRAPH_TOLERANCE:
+        lines.append(
+            f"but the traced graph's own loss is {found.graph_loss:.1e} off the model's: the trace differs, not the plan"
+        )
+    elif not passed:
+        lines.append("what differs above is rounding: see whether it grows with the depth of the model")
+    return lines
+
+
+def _difference(found: Difference) -> list[str]:
+    at = f"block {found.block} ({found.label or '-'}), stage {found.stage}" if found.block is not None else "no block"
+    rows = [
+        (
+            "first difference",
+            f"step {found.step}, {at}" if found.op or found.block is not None else f"step {found.step}",
+        )
+    ]
+    if found.op:
+        code = ", ".join(part for part in (found.module, found.source) if part)
+        rows.append(("operator", f"{found.op}: {found.target}{f' ({code})' if code else ''}"))
+    rows += [("wrong", found.what), ("right", found.while_right)]
+    rows.append(("strategies", ", ".join(f"{axis}: {name}" for axis, name in found.strategies)))
+    rows += [("reads" if i == 0 else "", text) for i, text in enumerate(found.reads)]
+    rows += [("makes" if i == 0 else "", text) for i, text in enumerate(found.makes)]
+    rows += [*_mismatch(found.mismatch), ("next", found.remedy)]
+    return [f"{name:<17} {text}" for name, text in rows if text]
+
+
+def _mismatch(found: Mismatch) -> list[tuple[str, str]]:
+    ranks = ", ".join(map(str, found.ranks))
+    if found.micro_batches:
+        ranks += f" (micro-batch {', '.join(map(str, found.micro_batches))})"
+    shapes = f"{list(found.local_shape)} on a rank, {list(found.shape)} in all"
+    samples = "; ".join(f"{list(s.index)}: {s.found:.6g} instead of {s.expected:.6g}" for s in found.samples)
+    return [("ranks", ranks), ("shape", shapes), ("error", f"{found.error:.1e}"), ("elements", samples)]
 
 
 def verification(report: VerifyReport) -> dict[str, Any]:
@@ -51,6 +101,7 @@ def verification(report: VerifyReport) -> dict[str, Any]:
         "passed": report.passed,
         "steps": report.steps,
         "reference_losses": list(report.reference_losses),
+        "bisection": None if report.bisection is None else asdict(report.bisection),
         "ranks": [{**asdict(row), "losses": list(row.losses), "passed": row.passed} for row in report.rows],
     }
 

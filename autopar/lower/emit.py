@@ -79,6 +79,7 @@ class Emitter:
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
         """Adds a tensor that the caller passes; gives its name."""
         node = _typed(self._placeholder(str_name(ref)), spec, layout)
+        node.meta["reads"] = ref
         self.values[ref] = node
         return str_name(ref)
 
@@ -106,7 +107,9 @@ class Emitter:
         if value is None:
             value = torch.empty(buffer.spec.shape, dtype=buffer.spec.dtype, device="meta")
         self.root.register_buffer(buffer.name, value)
-        self.values[Ref(buffer.name)] = _typed(self.graph.get_attr(buffer.name), buffer.spec, ())
+        node = _typed(self.graph.get_attr(buffer.name), buffer.spec, ())
+        node.meta["reads"] = Ref(buffer.name)
+        self.values[Ref(buffer.name)] = node
         return buffer.name
 
     def op(self, op: Op) -> None:
@@ -127,6 +130,7 @@ class Emitter:
         )
         if is_random(op):
             node.update_kwarg("seed", self.seed)
+        node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)
         if len(op.outputs) == 1:
@@ -153,6 +157,7 @@ class Emitter:
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
         local = self.graph.create_node("call_function", emitted.local, (node,), name=name)
+        local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
 
     def _argument(self, argument: Argument) -> Any:

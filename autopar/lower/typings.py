@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from autopar import rules
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph, Op, digest
 from autopar.layout import Type
+from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, Plan
 from autopar.rules.apply import BATCH, shard, signature
 from autopar.rules.missing import complete
@@ -25,6 +27,11 @@ def local_graph(plan: Plan, graph: Graph) -> Graph:
         PlanError: the plan is for another graph, or names a strategy that no rule gives.
         RuleError: a typing does not hold.
     """
+    return local_graph_and_typings(plan, graph)[0]
+
+
+def local_graph_and_typings(plan: Plan, graph: Graph) -> tuple[Graph, tuple[Typing, ...]]:
+    """:func:`local_graph` with the typings that it applies, in their order: ``batch``, then the sharded axes."""
     if plan.model.fingerprint != graph.fingerprint:
         raise PlanError(
             f"the plan is for this model ({graph.name}, {graph.fingerprint})",
@@ -34,16 +41,24 @@ def local_graph(plan: Plan, graph: Graph) -> Graph:
     if len(plan.blocks) != len(graph.blocks):
         raise PlanError("the plan has a layout for each block", value=f"{len(plan.blocks)} of {len(graph.blocks)}")
     complete(graph)  # a plan may name strategies of rules that were found when it was made
-    result = shard(
-        graph,
-        batch_typing(plan, graph),
-        global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-    )
+    typings = [batch_typing(plan, graph)]
+    result = shard(graph, typings[0], global_batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size)
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
-            result = shard(result, axis_typing(plan, result, axis))
-    return result
+            typings.append(axis_typing(plan, result, axis))
+            result = shard(result, typings[-1])
+    return result, tuple(typings)
+
+
+def whole_graph(plan: Plan, graph: Graph) -> Graph:
+    """The traced ``graph`` for the plan's global batch on one device: every operator as traced, shapes aside."""
+    one = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size)
+    typing = batch_typing(one, graph)
+    as_traced = {
+        name: replace(strategy, target="", extra=(), communication=()) for name, strategy in typing.strategies.items()
+    }
+    size = plan.global_batch_size
+    return shard(graph, replace(typing, strategies=as_traced), global_batch_size=size, micro_batch_size=size)
 
 
 def batch_typing(plan: Plan, graph: Graph) -> Typing:

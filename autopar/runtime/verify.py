@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.graph.trace import pick_loss
 from autopar.lower.program import lower
 from autopar.plan import FP32, Plan
+from autopar.runtime.bisect import Bisection, bisect
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.workers import WorkerPool
@@ -69,11 +71,12 @@ class RankErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """A row for each rank; ``reference_losses`` are those of one device."""
+    """A row for each rank; ``reference_losses`` are those of one device; ``bisection``: where it differs, if sought."""
 
     steps: int
     reference_losses: tuple[float, ...]
     rows: tuple[RankErrors, ...]
+    bisection: Bisection | None = None
 
     @property
     def passed(self) -> bool:
@@ -91,7 +94,7 @@ class VerifyReport:
                 raise VerificationError(
                     f"losses agree with one device within {LOSS_TOLERANCE:g}",
                     value=f"{row.loss:.2e}: {row.losses} for {self.reference_losses}",
-                    place=f"rank {row.rank}",
+                    place=self._place(row),
                 )
         worst = max(self.rows, key=lambda row: max(row.gradient, row.parameter))
         for what, error, name in (
@@ -102,8 +105,13 @@ class VerifyReport:
                 raise VerificationError(
                     f"{what} agree with one device within {TENSOR_TOLERANCE:g}",
                     value=f"{error:.2e} for {name}",
-                    place=f"rank {worst.rank}",
+                    place=self._place(worst),
                 )
+
+    def _place(self, row: RankErrors) -> str:
+        """The rank, and the first operator that differs where it was found."""
+        first = self.bisection.difference if self.bisection is not None else None
+        return f"rank {row.rank}" + (f", first in {first.place}" if first is not None and first.place else "")
 
 
 def verify(
@@ -115,6 +123,7 @@ def verify(
     padded: bool = True,
     timeout_s: float = 300.0,
     pool: WorkerPool | None = None,
+    find: Literal["if it differs", "always", "never"] = "if it differs",
 ) -> VerifyReport:
     """Runs the plan's program on local processes and compares it with one process.
 
@@ -125,11 +134,12 @@ def verify(
         steps: of AdamW.
         timeout_s: for all ranks together; processes are killed after it.
         pool: workers to use; otherwise made for this call.
+        find: when the first operator that differs is sought, in float64: see :mod:`autopar.runtime.bisect`.
 
     Raises:
         AutoparError: a rank failed, or the time is up.
     """
-    graph = _in_fp32(_without_dropout(graph), getattr(torch, plan.precision.compute))
+    graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank
     batches = [subject.make_batch(plan.global_batch_size, seed=step, padded=padded) for step in range(steps)]
@@ -137,12 +147,17 @@ def verify(
         path = Path(folder) / "reference.pt"
         losses = _save_reference(subject.build(), batches, path)
         job = (_compare, subject, plan, graph, batches, str(path), losses)
-        if pool is not None:
-            rows = pool.run(*job, size=plan.mesh.world_size, timeout_s=timeout_s)
-        else:
-            with WorkerPool(plan.mesh.world_size, preload=PRELOAD) as own:
-                rows = own.run(*job, timeout_s=timeout_s)
-    return VerifyReport(steps=steps, reference_losses=losses, rows=rows)
+        with nullcontext(pool) if pool is not None else WorkerPool(plan.mesh.world_size, preload=PRELOAD) as workers:
+            rows = workers.run(*job, size=plan.mesh.world_size, timeout_s=timeout_s)
+            report = VerifyReport(steps=steps, reference_losses=losses, rows=rows)
+            if find == "never" or (report.passed and find != "always"):
+                return report
+            graph = in_dtype(graph, torch.float32, torch.float64)
+            is_thorough = find == "always"
+            found = bisect(
+                subject, plan, graph, batches, losses, pool=workers, timeout_s=timeout_s, thorough=is_thorough
+            )
+    return replace(report, bisection=found)
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
@@ -160,18 +175,18 @@ def _without_dropout(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
 
 
-def _in_fp32(graph: Graph, compute: torch.dtype) -> Graph:
-    """The same graph, fingerprint included, with float32 wherever it has the dtype ``compute``."""
-    if compute == torch.float32:
+def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
+    """The same graph, fingerprint included, with ``wanted`` wherever it has the dtype ``compute``."""
+    if compute == wanted:
         return graph
 
     def spec(old: TensorSpec) -> TensorSpec:
-        return replace(old, dtype=torch.float32) if old.dtype == compute else old
+        return replace(old, dtype=wanted) if old.dtype == compute else old
 
     def argument(old: Argument) -> Argument:
         if isinstance(old, tuple):
             return tuple(argument(item) for item in old)
-        return torch.float32 if old is compute else old
+        return wanted if old is compute else old
 
     def op(old: Op) -> Op:
         kwargs = tuple((key, argument(value)) for key, value in old.kwargs)
@@ -179,7 +194,7 @@ def _in_fp32(graph: Graph, compute: torch.dtype) -> Graph:
         return replace(old, args=tuple(argument(a) for a in old.args), kwargs=kwargs, outputs=outputs)
 
     def value(old: Tensor | None) -> Tensor | None:
-        return old.float() if old is not None and old.dtype == compute else old
+        return old.to(wanted) if old is not None and old.dtype == compute else old
 
     return replace(
         graph,
