@@ -12,12 +12,11 @@ from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.graph.fold import LOGICAL
 from autopar.graph.fuse import fuse_gelu
 from autopar.graph.ir import Argument, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest, map_refs
+from autopar.graph.random import draws_random
 from autopar.graph.unfuse import cut_parameters, unfuse
 
 _SMALL = 2**16
 """Elements up to which equal constants are shared."""
-
-RANDOM_TARGETS = frozenset({"autopar.dropout"})
 
 
 def finish(
@@ -105,7 +104,7 @@ def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]
     prelude: list[Op] = []
     live: list[Op] = []
     for op in ops:
-        if op.target not in RANDOM_TARGETS and all(ref.name in known for ref in op.operands):
+        if not draws_random(op.target) and all(ref.name in known for ref in op.operands):
             known.add(op.name)
             prelude.append(op)
         else:

@@ -20,6 +20,7 @@ from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
 from autopar.graph.products import PRODUCTS
+from autopar.graph.random import draws_random, random_call
 
 _ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
@@ -143,7 +144,8 @@ def _apply(builder: Builder, call: Call) -> Value:
     folded = fold(builder, call)
     if folded is not None:
         return folded
-    value = _ALL_HANDLERS.get(call.target, generic)(builder, call)
+    handler = random_call if draws_random(call.target) else generic
+    value = _ALL_HANDLERS.get(call.target, handler)(builder, call)
     hint(builder, call, value)
     return value
 

@@ -123,6 +123,8 @@ class _Check:
                 env[node] = 0 if node.target == SEED else self.tensor(node)
             elif node.op == "get_attr":
                 env[node] = self.tensor(node)
+            elif node.target is operator.floordiv:
+                env[node] = 0  # the seed of a step, from that of a micro-batch
             elif node.op == "call_function":
                 with _named(here):
                     env[node] = self.call(node, env, here)
@@ -152,7 +154,8 @@ class _Check:
         if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
             self.count += 1
             return self.annotate(cast("Callable[..., Any]", node.target)(*args, **kwargs), node)
-        if node.target is operator.getitem or (partial and not _is_known(call)):
+        passes = partial and (not _is_known(call) or (node.target in _CHANGES and node.args[1] not in pending))
+        if node.target is operator.getitem or passes:
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
             self.operands(node, operands, place)
@@ -256,6 +259,19 @@ class _Check:
         found = self.type(node, axis)
         return None if found is None else found.kind
 
+
+_CHANGES = frozenset(
+    (
+        ops.all_gather,
+        ops.all_reduce,
+        ops.all_to_all,
+        ops.invariant_to_replicate,
+        ops.keep_on_first,
+        ops.reduce_scatter,
+        ops.shard,
+    )
+)
+"""Changes of type on one axis: linear, so that a pending sum on another one may pass; the checker does not know it."""
 
 _LOCAL = {"I": spmd_types.I, "R": spmd_types.R, "S": spmd_types.V, "P": spmd_types.P}
 

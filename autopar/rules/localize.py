@@ -135,8 +135,18 @@ LOCALIZERS: dict[str, Localizer] = {
     },
     **{
         target: _shape_at(0, "size")
-        for target in ("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format")
+        for target in (
+            "aten.full.default",
+            "aten.zeros.default",
+            "aten.ones.default",
+            "aten.empty.memory_format",
+            "aten.rand.default",
+            "aten.randn.default",
+        )
     },
+    "aten.randint.default": _shape_at(1, "size"),
+    "aten.randint.low": _shape_at(2, "size"),
+    "aten.normal.float_float": _shape_at(2, "size"),
     "aten.slice.Tensor": _slice,
     "aten.squeeze.default": _as_view,
     "aten.squeeze.dim": _as_view,

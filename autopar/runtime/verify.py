@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.errors import VerificationError
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
+from autopar.graph.random import draws_random
 from autopar.graph.trace import pick_loss
 from autopar.lower.program import lower
 from autopar.plan import FP32, Plan
@@ -171,7 +172,19 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _without_dropout(graph: Graph) -> Graph:
-    """The same graph, fingerprint included, that drops nothing."""
+    """The same graph, fingerprint included, that drops nothing.
+
+    Raises:
+        VerificationError: it draws other random numbers besides.
+    """
+    drawn = next((op for op in graph.ops if draws_random(op.target) and op.target not in _DROPOUT_ARGUMENT), None)
+    if drawn is not None:
+        raise VerificationError(
+            "a model that is compared with one device draws no random numbers of its own, dropout aside",
+            value=drawn.target,
+            place=drawn.source or drawn.module or drawn.name,
+            remedy="turn it off in the model that is verified: one device and many draw other numbers",
+        )
     return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
 
 

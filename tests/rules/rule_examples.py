@@ -105,6 +105,8 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
         kwargs = {"rounding_mode": "floor"} if target.endswith("Tensor_mode") else {}
         if target in ("aten.masked_fill.Tensor", "aten.fill.Tensor"):
             args[-1] = make.real()
+        if target == "aten.randint_like.low_dtype":
+            args[-1] = 9
         if target == "aten.acosh.default":  # defined from one on
             args[0] = make.real(4, 1, 8).detach().add(1).requires_grad_()
         yield make.call(target, *args, **kwargs)
@@ -184,6 +186,10 @@ def moved(make: Maker) -> Iterator[Example]:
     yield c("aten.rand.default", (4, 8))
     yield c("aten.randn.default", (4, 8))
     yield c("aten.randint.default", 9, (4, 8))
+    yield c("aten.randint.low", 2, 9, (4, 8))
+    yield c("aten.normal.float_float", 0.5, 2.0, (4, 8))
+    yield c("aten.randperm.default", 8)
+    yield c("aten.multinomial.default", make.real(4, 8, grad=False), 3)
 
 
 def whole(make: Maker) -> Iterator[Example]:
