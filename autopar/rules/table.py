@@ -176,10 +176,9 @@ _UNARY = (
 )
 _RANDOM = (
     "bernoulli bernoulli.p rand_like randn_like randint_like randint_like.low_dtype exponential uniform"
-    " normal_functional normal.Tensor_float normal.float_Tensor cauchy log_normal geometric random random.from random.to"
+    " normal_functional normal.Tensor_float normal.float_Tensor cauchy log_normal geometric random random.to"
     " poisson _standard_gamma"
 )
-_RANDOM_BINARY = "bernoulli.Tensor normal.Tensor_Tensor binomial"
 _LINEAR_UNARY = "neg clone contiguous detach alias lift_fresh_copy positive mul.Scalar div.Scalar real"
 _BINARY = (
     "pow.Tensor_Tensor atan2 maximum minimum remainder.Tensor fmod.Tensor floor_divide bitwise_and.Tensor"
@@ -197,7 +196,6 @@ def _lines() -> dict[str, str]:
     """Rules that one line says."""
     lines = {_full(name): "x... -> x..." for name in _UNARY.split()}
     lines |= {_full(name): "x... -> x...; random" for name in _RANDOM.split()}
-    lines |= {_full(name): "x..., x... -> x...; random" for name in _RANDOM_BINARY.split()}
     lines |= {_full(name): "x... -> x...; linear 0" for name in _LINEAR_UNARY.split()}
     lines |= {_full(name): "x..., x... -> x..." for name in _BINARY.split()}
     lines |= {

@@ -154,6 +154,8 @@ def run_module(
             env[node] = _call(node, env, tape, micro_batch)
         elif node.target is operator.getitem:
             env[node] = env[node.args[0]][node.args[1]]
+        elif node.target is operator.floordiv:  # the seed of a step
+            env[node] = env[node.args[0]] // node.args[1]
         else:
             assert node.target is emitted.local
             env[node] = emitted.local(env[node.args[0]])
@@ -166,7 +168,7 @@ def _call(node: fx.Node, env: Mapping[fx.Node, Any], tape: Tape, micro_batch: in
     name, positions, operands = node.meta["op"], count(), list[Any]()
 
     def value(source: fx.Node) -> Any:
-        if source.name == SEED:
+        if source.name == SEED or source.target is operator.floordiv:
             return env[source]
         operands.append(tape.taken(name, next(positions), env[source], micro_batch))
         return operands[-1]
