@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops import group
+from autopar.mesh import DATA_AXES
+from autopar.ops import all_reduce, group, keep_on_first
 
 
 def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:
@@ -171,6 +172,20 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if bias is not None:
         y = y + bias.view(shape)
     return y.to(x.dtype)
+
+
+def batch_all_reduce(x: Tensor, to: str) -> Tensor:
+    """P over samples to ``to`` (``I`` or ``R``): the sum over all data ranks, each with its samples in one micro-batch."""
+    for axis in DATA_AXES:
+        x = all_reduce(x, axis, to)
+    return x
+
+
+def batch_keep_on_first(x: Tensor, source: str) -> Tensor:
+    """``source`` (``I`` or ``R``) over samples to P: the tensor on the first data rank, zeros on the others."""
+    for axis in DATA_AXES:
+        x = keep_on_first(x, axis, source)
+    return x
 
 
 def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

@@ -119,6 +119,7 @@ def _splits(plan: Plan) -> list[str]:
         ]
         split = sum(name not in ("invariant", "replicate") for name in names)
         lines.append(f"cp={plan.mesh.cp} splits {split} of {len(names)} operators along the sequence")
+    lines += [note for note in plan.notes if note.startswith("mixtures of experts (")]
     for axis in ("tp",):
         if getattr(plan.mesh, axis) > 1:
             kinds = [

@@ -20,8 +20,9 @@ from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
 from autopar.graph.products import PRODUCTS
+from autopar.graph.sums import SUMS
 
-_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
+_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."

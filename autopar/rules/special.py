@@ -315,6 +315,19 @@ def scatter(op: Op, operands: Specs) -> Pattern:
     return Pattern(inputs=(labels,) * len(operands), outputs=(labels,), linear=linear)
 
 
+def scatter_sum(op: Op, operands: Specs) -> Pattern:
+    """Pattern of ``autopar.scatter_sum``: what is scattered along its dim adds up."""
+    shape, dim = op.spec.shape, integer(op, 2, "dim")
+    kept = tuple(
+        "" if i == dim or any(s.shape[i] != shape[i] for s in operands) else NAMES[i] for i in range(len(shape))
+    )
+    same = operands[0].shape == operands[1].shape
+    inputs = tuple(NAMES[i] if i == dim and same else label for i, label in enumerate(kept))
+    return Pattern(
+        inputs=(inputs,) * 2, outputs=(kept,), contracted=frozenset((NAMES[dim],) if same else ()), linear=((1,),)
+    )
+
+
 def index_put(op: Op, operands: Specs) -> Pattern:
     """Values put at indices: nothing is split."""
     return Pattern(inputs=tuple(("",) * len(s.shape) for s in operands), outputs=(("",) * len(op.spec.shape),))

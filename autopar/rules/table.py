@@ -222,6 +222,7 @@ def _lines() -> dict[str, str]:
         "aten.baddbmm.default": "~b n m, b n k+, b k+ m -> b n m; linear 0+1, 0+2",
         "aten.outer.default": "n, m -> n m; linear 0, 1",
         "autopar.experts": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
+        "autopar.experts_dispatch": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
         "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
         "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
         "autopar.cross_entropy_vocabulary": "b...+ c^, b...+ -> ",
@@ -275,6 +276,7 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.batch_norm"] = images.batch_norm
+    found["autopar.scatter_sum"] = special.scatter_sum
     found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, sharded.RING), compute.attention)
     return found
 
@@ -283,6 +285,7 @@ _MORE: dict[str, MoreStrategies] = {
     "aten.embedding.default": sharded.embedding_vocabulary,
     "autopar.cross_entropy_sum": sharded.cross_entropy_vocabulary,
     "autopar.experts": sharded.experts,
+    "autopar.experts_dispatch": sharded.experts,
     "aten.mean.default": sharded.partial_mean,
     "aten.mean.dim": sharded.partial_mean,
     "autopar.batch_norm": images.batch_statistics,

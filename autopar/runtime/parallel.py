@@ -43,8 +43,9 @@ class Parallel:
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
         self._tied = [h for h in held if h.tie_group is not None]
-        self._leaf_sums = None if self._assembly.is_fsdp else BucketedSums(held)
-        self._late = [] if self._leaf_sums is not None else [h for h in held if h.group is not None]
+        leaves = [h for h in held if h.leaf is not None]
+        self._leaf_sums = BucketedSums(leaves) if leaves else None
+        self._late = [h for h in held if h.leaf is None and h.group is not None]
         self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
         world_group = dist.group.WORLD if self.plan.mesh.world_size > 1 else None
         self._norm = Norm(held, world_group, world.device)

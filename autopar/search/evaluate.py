@@ -117,7 +117,7 @@ class Evaluator:
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
-        option = self.layouts.whole(candidate.micro_batch_size)
+        option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
         blocks = self._cut_blocks(option, self.step(candidate, option))
         device = self.model.device
         least = self._least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)

@@ -15,12 +15,14 @@ from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter
-from autopar.layout import I, Type
+from autopar.layout import I, S, Type
 from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, BlockLayout
 from autopar.rules.apply import shard
 from autopar.rules.missing import Found, key_of
 from autopar.rules.sharded import EXPERT_TARGETS
+from autopar.rules.spread import AXIS as SPREAD
+from autopar.rules.spread import DISPATCH, EXPERTS, spread, spread_parameters, strategy_names
 from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import BATCH, solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
@@ -32,7 +34,10 @@ from autopar.search.sequence import CP, KINDS, SequenceSplit
 from autopar.search.space import Space
 
 TP = "tp"
-EXPERTS = "autopar.experts"
+SPREAD_EXPERTS = "autopar.experts_dispatch"
+MIXTURE_NOTE = "mixtures of experts ("
+"""Begins the notes that say which strategy the solver chose for them."""
+MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 COLLECTIVE_WEIGHT = 1e-3
 """Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
 that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
@@ -40,9 +45,13 @@ that repeats them rather than send must not win because a model is small. Plans 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model."""
+    """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model.
+
+    ``ep_data``: data ranks over which experts are split.
+    """
 
     micro_batch_size: int
+    ep_data: int = 1
     cp: int = 1
     tp: int = 1
 
@@ -55,6 +64,7 @@ class Option:
         sequence: the typing on ``cp``; None where that axis has one rank.
         kind: of attention on ``cp``; empty likewise.
         solution: the typing on ``tp``; None where that axis has one rank.
+        ep_data: data ranks over which experts are split.
         costs: of each block of the compact graph.
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
@@ -63,6 +73,7 @@ class Option:
     sequence: AxisSolution | None
     kind: str
     solution: AxisSolution | None
+    ep_data: int
     costs: tuple[BlockCost, ...]
     keys: tuple[int, ...]
     prelude_s: float
@@ -132,7 +143,7 @@ class Layouts:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        split = Split(micro_batch_size=micro_batch_size, cp=mesh.cp, tp=mesh.tp)
+        split = split_of(micro_batch_size, mesh)
         seen = set()
         for ratio in sorted(self.space.price_ratios, reverse=True) if mesh.tp > 1 else (0.0,):
             for kind in self._kinds(split):
@@ -142,9 +153,9 @@ class Layouts:
                     seen.add(signature)
                     yield self._option(split, kind, solution)
 
-    def whole(self, micro_batch_size: int) -> Option:
+    def whole(self, micro_batch_size: int, ep_data: int = 1) -> Option:
         """The layout with neither a context- nor a tensor-parallel axis."""
-        return self._option(Split(micro_batch_size=micro_batch_size), "", None)
+        return self._option(Split(micro_batch_size=micro_batch_size, ep_data=ep_data), "", None)
 
     def _solution(self, split: Split, kind: str, orders: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""
@@ -165,7 +176,7 @@ class Layouts:
         kind of attention fits the axis ``cp``.
         """
         try:
-            return self._least_s(Split(micro_batch_size=micro_batch_size, cp=mesh.cp, tp=mesh.tp))
+            return self._least_s(split_of(micro_batch_size, mesh))
         except InfeasibleError:
             return float("inf")
 
@@ -191,15 +202,18 @@ class Layouts:
                 size=split.tp,
                 pricing=self._pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
-                narrow=partial(self._narrow, split.tp),
+                narrow=partial(self._narrow, split),
             )
         return self._solvers[key]
 
-    def _narrow(self, tp: int, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Experts are split over ``tp`` (ep=tp) or not (ep=1): what the pins of ``ep`` say of it."""
-        if op.target != EXPERTS:
+    def _narrow(self, split: Split, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Experts are split over ``tp`` as well or not: what the pins of ``ep`` say of it."""
+        if op.target not in MIXTURES:
             return offered
-        return tuple(s for s in offered if self.pins.allows("ep", tp if s.target in EXPERT_TARGETS else 1))
+        outside = split.ep_data if op.target == SPREAD_EXPERTS else 1
+        return tuple(
+            s for s in offered if self.pins.allows("ep", outside * (split.tp if s.target in EXPERT_TARGETS else 1))
+        )
 
     # --- context parallelism
 
@@ -233,9 +247,9 @@ class Layouts:
         return found
 
     def _split_sequence(self, split: Split, kind: str) -> AxisSolution | InfeasibleError:
-        micro = self.micro(split.micro_batch_size)
-        whole = Split(micro_batch_size=split.micro_batch_size)
-        saved = sum(n.saved_bytes for n in self.whole(split.micro_batch_size).costs)
+        micro = self._spread(split)
+        whole = Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data)
+        saved = sum(n.saved_bytes for n in self.whole(split.micro_batch_size, split.ep_data).costs)
         try:
             solver = AxisSolver(
                 micro,
@@ -251,13 +265,23 @@ class Layouts:
 
     def _base(self, split: Split, kind: str) -> Compact:
         """The compact graph of one micro-batch and one rank of ``cp``."""
-        micro = self.micro(split.micro_batch_size)
+        micro = self._spread(split)
         if split.cp == 1:
             return micro
         key = (split, kind)
         if key not in self._bases:
             graph = shard(micro.graph, self._sequence(split, kind).typing)
             self._bases[key] = replace(micro, graph=graph)
+        return self._bases[key]
+
+    def _spread(self, split: Split) -> Compact:
+        """The compact graph of one micro-batch on one data rank, with its share of the experts."""
+        micro = self.micro(split.micro_batch_size)
+        if split.ep_data == 1:
+            return micro
+        key = (Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data), "")  # cp=1: no kind of attention
+        if key not in self._bases:
+            self._bases[key] = replace(micro, graph=spread(micro.graph, split.ep_data))
         return self._bases[key]
 
     # --- prices
@@ -294,7 +318,7 @@ class Layouts:
     def mesh(self, split: Split) -> Mesh:
         """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
         outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
-        return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp)
+        return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp, ep=split.ep_data, ep_data=split.ep_data)
 
     def _option(self, split: Split, kind: str, solution: AxisSolution | None) -> Option:
         key = (split, kind, solution and solution.signature)
@@ -315,6 +339,7 @@ class Layouts:
                 sequence=self._sequence(split, kind) if split.cp > 1 else None,
                 kind=kind,
                 solution=solution,
+                ep_data=split.ep_data,
                 costs=tuple(costs),
                 keys=tuple(keys),
                 prelude_s=self.model.prelude_time_s(graph),
@@ -334,10 +359,27 @@ class Layouts:
         mine = []
         for i, block in enumerate(graph.blocks):
             typings = [self._batch_layout(i)]
+            if option.ep_data > 1:
+                typings.append(self._spread_layout(i))
             typings += [self._named(i, found) for found in (option.sequence, option.solution) if found is not None]
             layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
             mine.append(made.setdefault(layout, len(made)))
         return tuple(made), tuple(mine[k] for k in self.compact.class_of)
+
+    def mixtures(self, option: Option) -> tuple[str, ...]:
+        """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
+        graph, ways = self.compact.graph, Counter[str]()
+        for block, members in zip(graph.blocks, self.compact.members, strict=True):
+            for op in graph.block_ops(block):
+                if op.target != EXPERTS:
+                    continue
+                spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+                parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
+                for axis, found in ((CP, option.sequence), (TP, option.solution)):
+                    if found is not None:
+                        parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
+                ways[", ".join(parts) or "whole, on each rank's samples"] += len(members)
+        return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
 
     def _batch_layout(self, index: int) -> AxisTyping:
         graph = self.compact.graph
@@ -352,6 +394,18 @@ class Layouts:
             boundary=tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block)),
         )
 
+    def _spread_layout(self, index: int) -> AxisTyping:
+        """On ``ep_data`` experts are split, everything else goes on with its rank's samples."""
+        graph = self.compact.graph
+        block = graph.blocks[index]
+        ops, split = graph.block_ops(block), spread_parameters(graph, graph.block_ops(block))
+        return AxisTyping(
+            axis=SPREAD,
+            strategies=tuple(strategy_names(graph, ops)),
+            parameters=tuple(S(0) if p.name in split else I for p in graph.block_parameters(block)),
+            parameter_names=self._names(index),
+        )
+
     def _named(self, index: int, solution: AxisSolution) -> AxisTyping:
         graph = self.compact.graph
         outputs = graph.block_outputs(graph.blocks[index])
@@ -364,10 +418,15 @@ class Layouts:
         return tuple(p.key.removeprefix(prefix) for p in self.compact.graph.block_parameters(block))
 
 
+def split_of(micro_batch_size: int, mesh: Mesh) -> Split:
+    """What of a mesh a layout depends on."""
+    return Split(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
+
+
 def expert_degree(option: Option, tp: int) -> int:
-    """Over how many ranks a layout splits experts: ``tp`` where any mixture does, else 1."""
+    """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
     chosen = option.solution.typing.strategies.values() if option.solution is not None else ()
-    return tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1
+    return option.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
 
 
 def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:

@@ -200,5 +200,6 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
         candidate.micro_batch_size,
         candidate.virtual_stages,
         mesh.dp_replicate,
+        mesh.ep_data,
         SCHEDULES.index(candidate.schedule),
     )

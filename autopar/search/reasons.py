@@ -14,6 +14,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
     ("cp", lambda c: c.mesh.cp),
     ("pp", lambda c: c.mesh.pp),
+    ("ep_data", lambda c: c.mesh.ep_data),
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
