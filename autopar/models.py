@@ -113,9 +113,9 @@ def resolve_model(
         )
     with quiet_transformers(), torch.device("meta"):
         model = maker().to(dtype)
-    _check_positions(model, sequence_length, spec)
     inner = model.model if isinstance(model, MeanSquareLoss) else model
     fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length)
+    _check_positions(model, sequence_length, spec)
     if head == "image" or not any(f.kind == "tokens" for f in fields):
         fields = tuple(_as_dtype(f, dtype) for f in fields)
     return ModelSource(
