@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import json
@@ -191,7 +192,7 @@ def _make(loader: Any, config: Any, *, wrap: bool) -> torch.nn.Module:
         ways = ways[1::2]
     for way in ways:
         try:
-            model = loader.from_config(config, **way)
+            model = loader.from_config(copy.deepcopy(config), **way)  # which it changes, even where it fails
         except _UNFIT as error:
             if way is ways[-1] or not isinstance(error, ValueError | TypeError):
                 raise _unfit(error, str(config.model_type)) from error
