@@ -20,7 +20,7 @@ from autopar.layout import I, P, R, Type
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
 from autopar.search.elimination import Marginal
-from autopar.search.problem import FREE, Choice, Cost, Problem, Weights, rests_of, types_of
+from autopar.search.problem import FREE, MAX_EXTRAS, Choice, Cost, Problem, Weights, rests_of, types_of
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -174,7 +174,13 @@ class BlockProblem:
     ) -> None:
         self.graph, self.block, self.costs, self.rests = graph, block, costs, rests
         self.boundary = boundary_of(graph, block, costs.owners)
-        problem = Problem(graph, costs, offered=self._offered, at_rest=self.rest_types)
+        self.problem, self.keep = self._problem(types, MAX_EXTRAS)
+        if self.problem.is_wide(self.keep):
+            self.problem, self.keep = self._problem(types, 1)
+
+    def _problem(self, types: Mapping[Ref, Sequence[Type]], max_extras: int) -> tuple[Problem, tuple[int, ...]]:
+        graph, block, costs = self.graph, self.block, self.costs
+        problem = Problem(graph, costs, offered=self._offered, at_rest=self.rest_types, max_extras=max_extras)
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(block):
             problem.operator(op)
@@ -184,7 +190,7 @@ class BlockProblem:
         if graph.loss.name in problem.ops:
             loss = graph.spec(graph.loss)
             problem.end(graph.loss, lambda kind: costs.change(loss, kind, I))
-        self.problem, self.keep = problem, tuple(keep)
+        return problem, tuple(keep)
 
     def rest_types(self, parameter: Parameter) -> Sequence[Type]:
         """The types at rest that a parameter may have."""
