@@ -130,6 +130,12 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
         config = load(**given)
     except _UNFIT as error:
         raise _unfit(error, where) from error
+    _mend(config, given)
+    return config
+
+
+def _mend(config: Any, given: Mapping[str, Any]) -> None:
+    """Sets what training needs otherwise than a published checkpoint, where it is not in ``given``."""
     config.use_cache = False
     if getattr(config, "architectures", None) is None:
         config.architectures = []  # transformers looks through them where a type has several heads
@@ -147,7 +153,6 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
             config.pad_token_id = 0
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
-    return config
 
 
 def _unfit(error: BaseException, where: str) -> UsageError:
@@ -201,7 +206,16 @@ def _make(loader: Any, config: Any, *, wrap: bool) -> torch.nn.Module:
     raise AssertionError("the last way returns or raises")
 
 
-_UNFIT = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError)
+_UNFIT = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+)
 """What transformers raises for settings that fit no model, or where a package of its own is missing."""
 
 _EXPERTS = {"experts_implementation": "grouped_mm"}

@@ -162,13 +162,17 @@ def head_of(class_name: str) -> str | None:
 
 
 def without_dropout(model: torch.nn.Module) -> None:
-    """Sets every dropout probability of ``model`` to 0, in modules and in what they copied of a config."""
+    """Sets every probability of dropping something to 0, in modules and in what they copied of a config."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            if isinstance(value, float) and any(word in name for word in _DROPPING):
                 setattr(module, name, 0.0)
+
+
+_DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop")
+"""In the names of attributes: elements, whole branches of a sample, layers."""
 
 
 # --- factories ------------------------------------------------------------------------------------

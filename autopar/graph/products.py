@@ -50,7 +50,7 @@ def _batch_norm(builder: Builder, call: Call) -> Value:
 
 
 def _weight_norm(builder: Builder, call: Call) -> Value:
-    """v * (g / |v|), the norm over all dims but one; nobody may read the norm."""
+    """The weight ``v * (g / |v|)``, the norm over all dims but one; nobody may read the norm."""
     given = call.bound()
     direction, length, dim = given["v"], given["g"], given["dim"]
     assert isinstance(direction, Ref) and isinstance(length, Ref) and isinstance(dim, int)

@@ -135,7 +135,13 @@ LOCALIZERS: dict[str, Localizer] = {
     },
     **{
         target: _shape_at(0, "size")
-        for target in ("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format", "autopar.noise")
+        for target in (
+            "aten.full.default",
+            "aten.zeros.default",
+            "aten.ones.default",
+            "aten.empty.memory_format",
+            "autopar.noise",
+        )
     },
     "aten.slice.Tensor": _slice,
     "aten.squeeze.default": _as_view,

@@ -314,7 +314,7 @@ def factory(op: Op, operands: Specs) -> Pattern:
 
 
 def noise(op: Op, operands: Specs) -> Pattern:
-    """noise(shape, kind, salt): every dim is split freely, parts draw other numbers than their neighbours."""
+    """Noise of a shape: every dim is split freely, parts draw other numbers than their neighbours."""
     return Pattern(inputs=(), outputs=(NAMES[: len(op.spec.shape)],), random=True)
 
 

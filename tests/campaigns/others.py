@@ -194,9 +194,7 @@ def remarks(kind: str, found: Outcome) -> list[str]:
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
     """The whole page."""
-    head = _HEAD.format(
-        loss=LOSS_TOLERANCE, tensor=TENSOR_TOLERANCE, layouts=" | ".join(USED), bars="---|" * len(USED)
-    )
+    head = _HEAD.format(loss=LOSS_TOLERANCE, tensor=TENSOR_TOLERANCE, layouts=" | ".join(USED), bars="---|" * len(USED))
     lines = [head]
     for kind, found in outcomes.items():
         share = f"{found.num_split} of {found.num_operators}" if found.num_operators else "not traced"

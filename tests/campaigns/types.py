@@ -31,7 +31,7 @@ TYPES: dict[str, str] = {
     "opt": f"{_SIZES}&ffn_dim=64&vocab_size=96&max_position_embeddings=32&word_embed_proj_dim=32",
     "gptj": f"{_GPT}&rotary_dim=4",
     "gpt_bigcode": _GPT,
-    "gpt_neo": 'hidden_size=32&num_layers=2&num_heads=4&vocab_size=96&max_position_embeddings=32&window_size=8'
+    "gpt_neo": "hidden_size=32&num_layers=2&num_heads=4&vocab_size=96&max_position_embeddings=32&window_size=8"
     '&attention_types=[[["global","local"],1]]',
     "codegen": f"{_GPT}&n_ctx=32&rotary_dim=4",
     "falcon": f"{_SIZES}&vocab_size=96&num_kv_heads=2&new_decoder_architecture=true",
@@ -140,8 +140,7 @@ TYPES: dict[str, str] = {
     "&num_encoder_blocks=2&image_size=32&num_labels=5",
     "levit": "image_size=32&patch_size=16&hidden_sizes=[16,32]&num_attention_heads=[2,4]&depths=[1,1]&key_dim=[4,4]"
     "&mlp_ratio=[2,2]&attention_ratio=[2,2]&num_labels=5",
-    "cvt": "embed_dim=[16,32,32]&num_heads=[1,2,2]&depth=[1,1,1]&drop_path_rate=[0.0,0.0,0.0]"
-    "&num_labels=5",
+    "cvt": "embed_dim=[16,32,32]&num_heads=[1,2,2]&depth=[1,1,1]&drop_path_rate=[0.0,0.0,0.0]&num_labels=5",
     "pvt": "image_size=32&num_encoder_blocks=2&depths=[1,1]&sequence_reduction_ratios=[2,1]&hidden_sizes=[16,32]"
     "&patch_sizes=[4,2]&strides=[4,2]&num_attention_heads=[1,2]&mlp_ratios=[2,2]&num_labels=5",
     "bit": "embedding_size=8&hidden_sizes=[16,32]&depths=[1,1]&num_groups=4&num_labels=5",
@@ -165,7 +164,7 @@ TYPES: dict[str, str] = {
     "git": f"{_TEXT}&max_position_embeddings=40&vision_config={_IMAGE_TOWER}",
     "vilt": f"{_BERT}&image_size=16&patch_size=4",
     "bridgetower": f"{_SIZES}&text_config={_TEXT_TOWER}"
-    '&vision_config={"num_hidden_layers":2,"hidden_size":64,"image_size":16,"patch_size":4}' ,
+    '&vision_config={"num_hidden_layers":2,"hidden_size":64,"image_size":16,"patch_size":4}',
     "llava": f'text_config={{"model_type":"llama",{_HEADS},"vocab_size":96}}'
     f'&vision_config={{"model_type":"clip_vision_model",{_HEADS},"image_size":16,"patch_size":4}}&image_token_index=95',
     "idefics": f"{_TEXT}&vision_config={_IMAGE_TOWER}",
