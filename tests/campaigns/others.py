@@ -2,19 +2,21 @@
 
 Run: ``python -m tests.campaigns.others [TYPE ...]``; without arguments it writes ``docs/families.md``. Each type is
 traced and planned in a process of its own that is killed after a while, then verified as
-:mod:`tests.campaigns.models` does. With ``--plan`` nothing is verified.
+:mod:`tests.campaigns.models` does. With ``--plan`` nothing is verified. ``--results FILE`` keeps what came out, so that a
+run that was stopped goes on where it was; the page is then written from all of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import pickle
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -192,11 +194,31 @@ def remarks(kind: str, found: Outcome) -> list[str]:
     return lines
 
 
+def _loaded(path: Path) -> dict[str, Outcome]:
+    """What earlier runs wrote by :func:`_saved`."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {
+        kind: Outcome(**entry | {"results": {name: Result(**r) for name, r in entry["results"].items()}})
+        for kind, entry in known.items()
+    }
+
+
+def _saved(outcomes: Mapping[str, Outcome], path: Path) -> None:
+    kept = ("error", "traceback", "num_operators", "num_split", "whole", "rounding")
+    entries = {
+        kind: {name: getattr(found, name) for name in kept}
+        | {"results": {layout: asdict(result) for layout, result in found.results.items()}}
+        for kind, found in outcomes.items()
+    }
+    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
 def page(outcomes: Mapping[str, Outcome]) -> str:
     """The whole page."""
     head = _HEAD.format(loss=LOSS_TOLERANCE, tensor=TENSOR_TOLERANCE, layouts=" | ".join(USED), bars="---|" * len(USED))
     lines = [head]
-    for kind, found in outcomes.items():
+    for kind in [kind for kind in TYPES if kind in outcomes]:
+        found = outcomes[kind]
         share = f"{found.num_split} of {found.num_operators}" if found.num_operators else "not traced"
         lines.append(f"| {kind} | {' | '.join(cell(found, layout) for layout in USED)} | {share} |\n")
     right = sum(bool(o.results) and all(r.passed for r in o.results.values()) for o in outcomes.values())
@@ -216,14 +238,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE", help=", ".join(TYPES))
     parser.add_argument("--plan", action="store_true", help="trace and search, verify nothing")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="JSON of what is known, read and written")
     options = parser.parse_args(arguments)
     unknown = [kind for kind in options.types if kind not in TYPES]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(TYPES)}")
-    outcomes: dict[str, Outcome] = {}
+    outcomes = _loaded(options.results) if options.results else {}
     pool = None if options.plan else WorkerPool(RANKS, preload=PRELOAD).__enter__()
     try:
-        for kind in options.types or TYPES:
+        for kind in options.types or [kind for kind in TYPES if kind not in outcomes]:
             start = time.perf_counter()
             found = outcomes[kind] = run_type(kind, pool)
             found.graph = None
@@ -233,7 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write("".join(f"    {line}" for line in remarks(kind, found)))
             sys.stdout.write("".join(f"    ! {line}\n" for line in found.traceback.splitlines()[-9:]))
             sys.stdout.flush()
-            if not options.types and not options.plan:
+            if options.results and not options.plan:
+                _saved(outcomes, options.results)
+            if (options.results or not options.types) and not options.plan:
                 PAGE.write_text(page(outcomes), encoding="utf-8")
     finally:
         if pool is not None:
