@@ -223,6 +223,9 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
         lines.append(f"| {kind} | {' | '.join(cell(found, layout) for layout in USED)} | {share} |\n")
     right = sum(bool(o.results) and all(r.passed for r in o.results.values()) for o in outcomes.values())
     lines.append(f"\n{right} of {len(outcomes)} types are within the limits under every layout.\n")
+    missing = [kind for kind in TYPES if kind not in outcomes]
+    if missing:
+        lines.append(f"\n{len(missing)} of {len(TYPES)} types have not been run: {', '.join(missing)}.\n")
     lines.append("\n## What does not work\n\n")
     lines += [line for kind, found in outcomes.items() for line in remarks(kind, found)] or ["Nothing in the table.\n"]
     lines.append("\n## Operators that are repeated on every rank\n\n")
