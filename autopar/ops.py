@@ -261,6 +261,22 @@ def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[s
     return cast("Tensor", _Dropout.apply(x, p, stream_seed(salt, seed, axes)))  # type: ignore[no-untyped-call]
 
 
+def noise(
+    shape: Sequence[int],
+    kind: str,
+    salt: Salt = 0,
+    seed: int = 0,
+    axes: Sequence[str] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Random numbers of this rank's ``shape``, ``uniform`` in [0, 1) or ``normal``, from the stream of :func:`dropout`."""
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    generator = _generator(made.device, stream_seed(salt, seed, axes))
+    return made.uniform_(generator=generator) if kind == "uniform" else made.normal_(generator=generator)
+
+
 def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
     query: Tensor,
     key: Tensor,

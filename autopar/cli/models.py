@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -132,13 +133,24 @@ class VerifiedModel:
         names = batch if self.masked else self.source.example_inputs
         return {name: batch[name] for name in names if name in batch}
 
-    def trace(self) -> Graph:
-        """The graph on such batches."""
+    def trace(self, *, as_trained: bool = False) -> Graph:
+        """The graph on such batches.
+
+        Args:
+            as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
+                is traced without dropping anything, because what two processes draw cannot be compared.
+        """
         from autopar.graph import trace as trace_model
+        from autopar.models import without_dropout
 
         batch = self.make_batch(self.source.batch_size, seed=0, padded=True)
         example = {name: value.to("meta") for name, value in batch.items()}
-        return trace_model(self.source.model, (), example, name=self.source.name)
+        graph = trace_model(self.source.model, (), example, name=self.source.name)
+        if as_trained or not any(op.target == "autopar.noise" for op in graph.ops):
+            return graph
+        quiet = copy.deepcopy(self.source.model)
+        without_dropout(quiet)
+        return trace_model(quiet, (), example, name=self.source.name)
 
 
 def _is_file(text: str) -> bool:
@@ -167,7 +179,7 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
     with progress("tracing the model"):
         source = resolve_model(name, sequence_length=sequence)
         traced = resolve_model(name, sequence_length=sequence, dtype=getattr(torch, plan.precision.compute))
-        graphs = {masked: VerifiedModel(traced, masked).trace() for masked in (False, True)}
+        graphs = {masked: VerifiedModel(traced, masked).trace(as_trained=True) for masked in (False, True)}
     for masked, graph in graphs.items():
         if graph.fingerprint == plan.model.fingerprint:
             return plan, VerifiedModel(source, masked), graph

@@ -101,7 +101,16 @@ _SAVE_CONDITION = {"aten.where.self": (0,), "aten.where.ScalarOther": (0,), "ate
 _SAVE_CONDITION |= {"aten.masked_fill.Scalar": (1,), "aten.masked_fill.Tensor": (1,), "aten.index.Tensor": (1,)}
 _SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1,)}
 
-_FACTORIES = ("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.new_", "aten.rand")
+_FACTORIES = (
+    "aten.zeros",
+    "aten.ones",
+    "aten.full",
+    "aten.empty",
+    "aten.arange",
+    "aten.new_",
+    "aten.rand",
+    "autopar.noise",
+)
 
 
 def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:

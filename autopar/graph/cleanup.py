@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from autopar.graph import random
 from autopar.graph.blocks import find_blocks
 from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.graph.fold import LOGICAL
@@ -16,8 +17,6 @@ from autopar.graph.unfuse import cut_parameters, unfuse
 
 _SMALL = 2**16
 """Elements up to which equal constants are shared."""
-
-RANDOM_TARGETS = frozenset({"autopar.dropout"})
 
 
 def finish(
@@ -105,7 +104,7 @@ def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]
     prelude: list[Op] = []
     live: list[Op] = []
     for op in ops:
-        if op.target not in RANDOM_TARGETS and all(ref.name in known for ref in op.operands):
+        if op.target not in random.TARGETS and all(ref.name in known for ref in op.operands):
             known.add(op.name)
             prelude.append(op)
         else:

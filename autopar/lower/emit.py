@@ -50,12 +50,13 @@ Strides depend on kernels, which differ between devices and shapes: a view is a 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_DRAWING = ("autopar.dropout", "autopar.noise")
 _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
 
 
 def is_random(op: Op) -> bool:
     """Whether the operator draws random numbers."""
-    if op.target == "autopar.dropout":
+    if op.target in _DRAWING:
         return True
     return op.target in _ATTENTIONS and len(op.args) > 4 and bool(op.args[4])
 
@@ -117,10 +118,10 @@ class Emitter:
         """Adds one call; several outputs are taken apart."""
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
         if is_random(op):
-            args = args[:2] if target == "autopar.dropout" else args
+            args = args[:2] if target in _DRAWING else args
             target = "autopar.attention" if target == _ATTENTION else target
             kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
-        if not op.operands and target.startswith("aten.") and _has_device(target):
+        if not op.operands and (target == "autopar.noise" or (target.startswith("aten.") and _has_device(target))):
             kwargs["device"] = self.device
         node = self.graph.create_node(
             "call_function",

@@ -393,7 +393,7 @@ def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
     for op in ops:
         args: Iterable[Argument] = (map_refs(arg, numbered) for arg in op.args)
         kwargs = ((key, map_refs(value, numbered)) for key, value in op.kwargs)
-        for_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
+        for_salt = tuple(args)[:2] if op.target in ("autopar.dropout", "autopar.noise") else tuple(args)
         lines.append(
             f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype, s.requires_grad) for s in op.outputs]}{op.layouts}"
         )

@@ -139,7 +139,13 @@ LOCALIZERS: dict[str, Localizer] = {
     },
     **{
         target: _shape_at(0, "size")
-        for target in ("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format")
+        for target in (
+            "aten.full.default",
+            "aten.zeros.default",
+            "aten.ones.default",
+            "aten.empty.memory_format",
+            "autopar.noise",
+        )
     },
     "autopar.scatter_sum": _shape_at(3, "shape"),
     "aten.slice.Tensor": _slice,

@@ -224,6 +224,10 @@ def _lines() -> dict[str, str]:
         "autopar.experts": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
         "autopar.experts_dispatch": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
         "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
+        "aten.view_as_complex.default": "b... t^ -> b...; linear 0",
+        "aten.view_as_real.default": "b... -> b... t^; linear 0",
+        "aten.im2col.default": "b c^ h^ w^ -> b k^ l^; linear 0",
+        "aten.col2im.default": "b k^ l^ -> b c^ h^ w^; linear 0",
         "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
         "autopar.cross_entropy_vocabulary": "b...+ c^, b...+ -> ",
     }
@@ -254,6 +258,7 @@ def _functions() -> dict[str, PatternMaker]:
         special.gather: "gather",
         special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
         special.factory: factories,
+        special.noise: "autopar.noise",
         special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace rand randn randint",
         compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
         compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
@@ -270,7 +275,11 @@ def _functions() -> dict[str, PatternMaker]:
         images.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
         compute.cross_entropy: "cross_entropy_loss",
     }
-    found = {_full(name): make for make, names in groups.items() for name in names.split()}
+    found = {
+        name if name.startswith("autopar.") else _full(name): make
+        for make, names in groups.items()
+        for name in names.split()
+    }
     found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)

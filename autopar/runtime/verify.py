@@ -171,7 +171,19 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _without_dropout(graph: Graph) -> Graph:
-    """The same graph, fingerprint included, that drops nothing."""
+    """The same graph, fingerprint included, that drops nothing.
+
+    Raises:
+        VerificationError: it draws random numbers for something else, which no two runs draw alike.
+    """
+    for op in graph.ops:
+        if op.target == "autopar.noise":
+            raise VerificationError(
+                "what is compared draws no random numbers but those of dropout, which is off",
+                value="noise",
+                place=op.source or op.module or op.name,
+                remedy="verify the MODEL instead of the plan, or one without stochastic depth (drop_path_rate=0.0)",
+            )
     return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
 
 

@@ -223,6 +223,13 @@ def whole(make: Maker) -> Iterator[Example]:
     yield c("aten.native_dropout.default", r(4, 8), 0.5, True)
     yield c("aten.dropout.default", r(4, 8), 0.5, True)
     yield c("autopar.dropout", r(4, 8), 0.5)
+    yield c("autopar.noise", (4, 8), "uniform")
+    yield c("aten.fft_fftn.default", r(4, 8, 4), None, (1, 2))
+    yield c("aten.fft_ifftn.default", r(4, 8, 4), None, (1, 2))
+    yield c("aten.view_as_complex.default", r(4, 8, 2))
+    yield c("aten.view_as_real.default", torch.complex(r(4, 8, grad=False), r(4, 8, grad=False)).requires_grad_())
+    yield c("aten.im2col.default", r(4, 8, 6, 6), (3, 3), (1, 1), (1, 1), (1, 1))
+    yield c("aten.col2im.default", r(4, 8, 4), (4, 4), (2, 2), (1, 1), (0, 0), (2, 2))
 
 
 def reductions(make: Maker) -> Iterator[Example]:
