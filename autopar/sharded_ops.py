@@ -155,6 +155,37 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """
     if not axes:
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+    return _normalised(x, weight, bias, eps, axes)[0]
+
+
+def batch_norm_running(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    *axes: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`batch_norm`, and the new running mean and (unbiased) variance, [channels], the same on all ranks."""
+    if not axes:
+        mean, variance = running_mean.clone(), running_var.clone()
+        return F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps), mean, variance
+    y, mean, variance, count = _normalised(x, weight, bias, eps, axes)
+    with torch.no_grad():
+        unbiased = variance * (count / max(count - 1, 1))
+        new = [
+            (1 - momentum) * old + momentum * seen.flatten().to(old.dtype)
+            for old, seen in ((running_mean, mean), (running_var, unbiased))
+        ]
+    return y, *new
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: Sequence[str]
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and of how many elements."""
     dims = [d for d in range(x.dim()) if d != 1]
     groups = [group(axis) for axis in axes]
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -170,7 +201,12 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         y = y * weight.view(shape)
     if bias is not None:
         y = y + bias.view(shape)
-    return y.to(x.dtype)
+    return y.to(x.dtype), mean, variance, count
+
+
+def total(x: Tensor, *axes: str) -> Tensor:
+    """x itself, or the sum over all ranks of ``axes`` of what is a part of it here (P), R; without gradient."""
+    return _total(x, [group(axis) for axis in axes])
 
 
 def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

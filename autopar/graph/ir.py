@@ -163,6 +163,17 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """A buffer that training changes: after a step it holds what ``value`` was in it, the same for every sample.
+
+    ``buffer`` is the name of one of :attr:`Graph.buffers`; whoever reads that name reads what the step began with.
+    """
+
+    buffer: str
+    value: Ref
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Operators ``start:stop`` of :attr:`Graph.ops`; blocks partition them in order.
 
@@ -192,6 +203,7 @@ class Graph:
         sums: values of the prelude that are partial over the batch: before the rest of the graph
             runs they are summed over all micro-batches and data ranks (token counts). Whoever
             reads such a Ref reads the total.
+        mutations: buffers that a step changes.
         fingerprint: of the traced model; passes keep it.
         notes: what a reader of the plan should know (opaque regions, operators without a rule).
     """
@@ -206,6 +218,7 @@ class Graph:
     blocks: tuple[Block, ...]
     loss: Ref
     sums: tuple[Ref, ...] = ()
+    mutations: tuple[Mutation, ...] = ()
     fingerprint: str
     notes: tuple[str, ...] = ()
 
@@ -266,6 +279,11 @@ class Graph:
             for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
             if ref == self.loss or any(user >= block.stop for user in self._index.users.get(ref, ()))
         )
+
+    def block_mutations(self, block: Block) -> tuple[Mutation, ...]:
+        """Buffers whose new value this block makes."""
+        inside = {op.name for op in self.block_ops(block)} if self.mutations else set()
+        return tuple(m for m in self.mutations if m.value.name in inside)
 
     def users(self, ref: Ref) -> tuple[int, ...]:
         """Positions in ``ops`` of the live operators that read ``ref``, ascending."""

@@ -147,6 +147,8 @@ LOCALIZERS: dict[str, Localizer] = {
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
     "autopar.batch_norm": _batch_norm,
+    "autopar.batch_norm_running": _batch_norm,
+    "autopar.total": _batch_norm,
     "autopar.experts_split": _split_experts,
     "autopar.experts_dispatch": _split_experts,
 }

@@ -1,13 +1,15 @@
 """Checkpoints by ``torch.distributed.checkpoint``: written under one plan, read under any other.
 
 Keys are ``model.KEY`` and ``optimizer.KEY.STATE`` with ``Parameter.key``, which is the same in all
-plans; values are DTensors, so every rank writes and reads its own elements alone.
+plans; values are DTensors, so every rank writes and reads its own elements alone. Buffers that
+training changes are ``buffer.FQN``, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,12 +27,27 @@ from autopar.runtime.gradients import Held
 from autopar.runtime.world import World
 
 
-def save(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
-    """Writes a folder; all ranks call it."""
-    save_state(_state(held, progress, optimizer), checkpoint_id=str(path))
+Values = Mapping[str, Tensor]
 
 
-def load(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
+def save(
+    path: str | Path,
+    held: Sequence[Held],
+    progress: dict[str, Tensor],
+    optimizer: Optimizer | None,
+    buffers: Values = MappingProxyType({}),
+) -> None:
+    """Writes a folder; all ranks call it. ``buffers``: those that training changes, by name."""
+    save_state(_state(held, progress, optimizer, buffers), checkpoint_id=str(path))
+
+
+def load(
+    path: str | Path,
+    held: Sequence[Held],
+    progress: dict[str, Tensor],
+    optimizer: Optimizer | None,
+    buffers: Values = MappingProxyType({}),
+) -> None:
     """Reads a folder in place; all ranks call it.
 
     Raises:
@@ -38,19 +55,24 @@ def load(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], op
     """
     if optimizer is not None:
         _make_state(optimizer)
-    state = _state(held, progress, optimizer)
+    state = _state(held, progress, optimizer, buffers)
     try:
         load_state(state, checkpoint_id=str(path))
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         raise PlanError("a checkpoint is of the same model and optimizer", value=str(error), place=str(path)) from error
     for name in progress:
         progress[name] = state[f"progress.{name}"]
+    for name, value in buffers.items():
+        value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
         _put_groups(optimizer, state)
 
 
-def _state(held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> dict[str, Any]:
+def _state(
+    held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None, buffers: Values
+) -> dict[str, Any]:
     state: dict[str, Any] = {f"model.{h.key}": h.parameter.detach() for h in held}
+    state |= {f"buffer.{name}": value for name, value in buffers.items()}
     state |= {f"progress.{name}": value for name, value in progress.items()}
     if optimizer is None:
         return state
@@ -93,9 +115,17 @@ def _make_state(optimizer: Optimizer) -> None:
 
 
 def full_state_dict(
-    program: Program, world: World, held: Sequence[Held], *, gradients: bool = False
+    program: Program,
+    world: World,
+    held: Sequence[Held],
+    buffers: Values = MappingProxyType({}),
+    *,
+    gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """All parameters (or gradients) of the model whole, parts merged, on every rank. All ranks call it."""
+    """All parameters (or gradients) of the model whole, parts merged, on every rank. All ranks call it.
+
+    ``buffers``: those that this rank's stages make, by name; they are added as they are.
+    """
     parts: dict[str, Tensor] = {}
     for h in held:
         value = h.parameter.grad if gradients else h.parameter.detach()
@@ -103,12 +133,14 @@ def full_state_dict(
             continue
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         parts[h.name] = whole.detach().to("cpu", copy=True)
+    whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
     group = world.axis_group(("pp",))
     if group is not None:
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, parts, group=group)
-        parts = {name: value for part in gathered for name, value in part.items()}
-    return _merge(program, parts)
+        dist.all_gather_object(gathered, (parts, whole_buffers), group=group)
+        parts = {name: value for part, _ in gathered for name, value in part.items()}
+        whole_buffers = {name: value for _, part in gathered for name, value in part.items()}
+    return _merge(program, parts) | whole_buffers
 
 
 def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:

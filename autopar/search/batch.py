@@ -12,13 +12,14 @@ from fractions import Fraction
 
 from autopar import rules
 from autopar.errors import RuleError
-from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
+from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact
 from autopar.search.problem import FREE, Cost, Problem, Weights
 
 BATCH = "batch"
+_MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,10 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     for a, b in compact.alike:
         problem.same_type(a, b)
     problem.end(graph.loss, lambda kind: FREE if kind == P else None)
+    for mutation in graph.mutations:
+        if mutation.value.name in problem.ops:
+            total = graph.is_prelude(mutation.value)
+            problem.end(mutation.value, lambda kind, total=total: FREE if kind in (R, I) or (total and kind == P) else None)
     best = problem.solve((), Weights())
     value = float(best.table)
     if value == float("inf"):
@@ -96,7 +101,7 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
 
 def mixes_samples(graph: Graph) -> bool:
     """True when an operator looks at the samples of all data ranks: then none may be left for a later micro-batch."""
-    return any(op.target == "autopar.batch_norm" for op in graph.ops)
+    return any(op.target in _MIXING for op in graph.ops)
 
 
 def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]]) -> dict[str, tuple[Strategy, ...]]:
@@ -119,9 +124,24 @@ def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]]) -> dict[s
             if P in made and not spec.requires_grad and graph.is_prelude(Ref(op.name, i)):
                 made |= {I, R}
             types[Ref(op.name, i)] = made
+    for mutation in graph.mutations:
+        if not types[mutation.value] & {R, I}:
+            raise _changes(graph, mutation, types[mutation.value])
     if P not in types[graph.loss]:
         raise _mixes(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, types[graph.loss]))}")
     return kept
+
+
+def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
+    op = graph.producer(mutation.value)
+    fqn = next(b.fqn for b in graph.buffers if b.name == mutation.buffer)
+    where = f"{op.name} ({op.target}){f', {op.source}' if op.source else ''}" if op else str(mutation.value)
+    return RuleError(
+        "the new value of a buffer is the same for all samples of a batch, so that a batch can be split",
+        value=f"one of type {sorted(map(str, found))}",
+        place=f"{fqn}: {where}",
+        remedy="keep sums or means over the batch in buffers, not values of single samples",
+    )
 
 
 def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:
