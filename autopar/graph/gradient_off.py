@@ -31,14 +31,26 @@ def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node],
         for spec in program.graph_signature.input_specs
         if spec.kind == InputKind.PARAMETER
     }
-    _Marker(place_of).walk(program.graph_module, trained, off=False)
+    marker = _Marker(place_of)
+    marker.parameters |= trained
+    marker.walk(program.graph_module, trained, off=False)
+
+
+def written_parameter(name: str, place: str = "") -> TraceError:
+    """Forward writes to a parameter."""
+    return TraceError(
+        "parameters change by the optimizer's step alone, not in forward",
+        value=f"forward writes to {name}",
+        place=place,
+        remedy="write to it after optimizer.step(), outside of the model, or make it a buffer",
+    )
 
 
 class _Marker:
     """One pass over a module and the regions inside."""
 
     def __init__(self, place_of: Callable[[fx.Node], str]) -> None:
-        self.place_of = place_of
+        self.place_of, self.parameters = place_of, set[str]()
 
     def walk(self, module: fx.GraphModule, with_gradient: set[str], *, off: bool) -> None:
         """``with_gradient``: names of the placeholders of ``module`` that have one; grows by what depends on them."""
@@ -54,6 +66,7 @@ class _Marker:
                 places = [n for n in inner.graph.nodes if n.op == "placeholder"]
                 arguments = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
                 entering = {p.name for p, a in zip(places, arguments, strict=False) if a.name in with_gradient}
+                self.parameters |= {p.name for p, a in zip(places, arguments, strict=False) if a.name in self.parameters}
                 if not is_on and not off:
                     _detach(inner, places)
                 self.walk(inner, entering, off=off or not is_on)
@@ -64,6 +77,8 @@ class _Marker:
 
     def _check(self, node: fx.Node, with_gradient: set[str], off: bool) -> None:
         written, detached = _root(node.args[0])
+        if written.op == "placeholder" and written.name in self.parameters:
+            raise written_parameter(written.name, self.place_of(node))
         if written.name in with_gradient and (off or detached):
             raise TraceError(
                 "what has a gradient is not written in place where gradients are off",

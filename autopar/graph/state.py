@@ -7,7 +7,8 @@ be the same for every sample: what is added up over the batch on the way is summ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Value
+from autopar.graph.gradient_off import written_parameter
 from autopar.graph.ir import Mutation, Op, Ref
 
 TOTAL = "autopar.total"
@@ -28,6 +30,36 @@ _ADDS_UP = frozenset(
     ]
 ) | {"autopar.linear_t"}  # fmt: skip
 """Operators that can contract the dim of samples."""
+
+
+@contextmanager
+def written_back(model: torch.nn.Module) -> Iterator[None]:
+    """Buffers that forward replaces (``self.mean = new``) are written into instead: export drops what is replaced.
+
+    Raises:
+        TraceError: a buffer is removed, or replaced by one of another shape.
+    """
+    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    yield
+    for path, module, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if new is old:
+                continue
+            if old is None or new is None or new.shape != old.shape:
+                raise TraceError(
+                    "a buffer keeps its shape in training",
+                    value=f"{_shape(old)} becomes {_shape(new)}",
+                    place=f"{path}.{name}" if path else name,
+                    remedy="make it in __init__ with the shape that it has in training",
+                )
+            with torch.no_grad():
+                old.copy_(new)
+            module._buffers[name] = old
+
+
+def _shape(buffer: torch.Tensor | None) -> str:
+    return "None" if buffer is None else str(tuple(buffer.shape))
 
 
 def mutations_of(
@@ -51,11 +83,7 @@ def mutations_of(
     found: list[Mutation] = []
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
         if spec.kind is written:
-            raise TraceError(
-                "parameters change by the optimizer's step alone, not in forward",
-                value=f"forward writes to {(spec.target or '').removeprefix('model.')}",
-                remedy="write to it after optimizer.step(), outside of the model, or make it a buffer",
-            )
+            raise written_parameter((spec.target or "").removeprefix("model."))
         if spec.kind != OutputKind.BUFFER_MUTATION:
             continue
         buffer = env[places[spec.target]]

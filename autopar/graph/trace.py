@@ -26,7 +26,7 @@ from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.gradient_off import cut_off
 from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
 from autopar.graph.moe import swap_experts
-from autopar.graph.state import mutations_of
+from autopar.graph.state import mutations_of, written_back
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -179,9 +179,10 @@ class _Training(torch.nn.Module):
             )
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
-        if self.loss_fn is not None:
-            output = self.loss_fn(output, batch)
+        with written_back(self.model):
+            output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
+            if self.loss_fn is not None:
+                output = self.loss_fn(output, batch)
         return pick_loss(output, type(self.model).__name__)
 
 
