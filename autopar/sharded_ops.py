@@ -40,7 +40,12 @@ def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: in
 
 
 def cross_entropy_vocabulary(
-    logits: Tensor, target: Tensor, axis: str, ignore_index: int = -100, label_smoothing: float = 0.0
+    logits: Tensor,
+    target: Tensor,
+    axis: str,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    num_classes: int = 0,
 ) -> Tensor:
     """Summed cross entropy of logits whose classes are split over ``axis`` (Megatron's vocabulary-parallel loss).
 
@@ -53,16 +58,20 @@ def cross_entropy_vocabulary(
         axis: mesh axis.
         ignore_index: tokens with this target count nothing.
         label_smoothing: weight of the uniform distribution.
+        num_classes: over all ranks, the first ones of all logits; the rest is padding, shorter than what a rank has.
+            0: all are classes.
 
     Returns:
         A scalar, I: the same on all ranks.
     """
     pg = group(axis)
     classes = logits.shape[-1]
+    wanted = target - pg.rank() * classes
+    if num_classes and (pg.rank() + 1) * classes > num_classes:
+        logits = logits[..., : num_classes - pg.rank() * classes]
     largest = logits.detach().amax(dim=-1, keepdim=True)
     if logits.dtype in (torch.float16, torch.bfloat16):
         largest = largest.float()
-    wanted = target - pg.rank() * classes
     parts = _ExponentialSums.apply(logits, _maximum(largest, pg), wanted, label_smoothing > 0)  # type: ignore[no-untyped-call]
     sums = spmd_types.all_reduce(
         _pending(parts, pg),
@@ -74,7 +83,7 @@ def cross_entropy_vocabulary(
     normalizer = sums[0].log()
     losses = normalizer - sums[1]
     if label_smoothing:
-        uniform = normalizer - sums[2] / (classes * pg.size())
+        uniform = normalizer - sums[2] / (num_classes or classes * pg.size())
         losses = (1.0 - label_smoothing) * losses + label_smoothing * uniform
     return torch.where(target != ignore_index, losses, 0.0).sum()
 

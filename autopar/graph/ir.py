@@ -124,6 +124,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Zeros behind the first ``length`` elements of dim ``dim``, so that it splits evenly; the model has no more."""
+
+    dim: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A trained tensor, or a part of one where the model computes several projections from it.
 
@@ -134,6 +142,7 @@ class Parameter:
         spec: shape and dtype of this part.
         part: None when this is the whole model parameter.
         layout: at rest, I or S(d) on each axis applied so far; ``spec`` is then the local shape.
+        padding: None when the model's parameter is as long as this one.
         gradient_sum_axes: axes on which the gradient that backward leaves is a pending sum (the
             parameter is I at rest and used as R): summed once a step, not once a micro-batch.
     """
@@ -144,6 +153,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     part: Part | None = None
     layout: Layout = ()
+    padding: Padding | None = None
     gradient_sum_axes: tuple[str, ...] = ()
 
     @property

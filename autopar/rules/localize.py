@@ -82,7 +82,7 @@ def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     if not strategy.target:
         return op
     ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
-    args = (op.args[0], op.args[1], local.axis, ignore, smoothing)
+    args = (op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:])
     return replace(op, target=strategy.target, args=args, kwargs=())
 
 

@@ -13,7 +13,7 @@ from autopar.graph.ir import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.mesh import MESH_AXES
 from autopar.runtime import data_parallel
-from autopar.runtime.gradients import Group, Held, hand_over
+from autopar.runtime.gradients import Group, Held, hand_over, lengthened
 from autopar.runtime.materialize import Weights, local_index
 from autopar.runtime.stage import BlockModule, StageModule
 from autopar.runtime.world import World
@@ -139,6 +139,8 @@ class _Assembler:
     def _value(self, ir: Parameter) -> Tensor:
         index = local_index(ir, self.weights.shape(ir.fqn), self.degrees, self.world.coordinate)
         value = self.weights.parameter(ir, index)
+        if ir.padding is not None:
+            value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])
         return value.to(device=self.world.device, dtype=self.storage, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
@@ -166,6 +168,7 @@ class _Assembler:
                     group=self.groups[self._sum_axes(ir)],
                     tie_group=self.tie_groups.get(name),
                     copies=self._copies(ir),
+                    padding=ir.padding,
                 )
             )
         return found

@@ -19,11 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from autopar.errors import PlanError
+from autopar.graph.ir import Padding
 from autopar.lower.program import Program
-from autopar.runtime.gradients import Held
+from autopar.runtime.gradients import Held, lengthened
 from autopar.runtime.world import World
 
 
@@ -56,12 +58,15 @@ def load(
     if optimizer is not None:
         _make_state(optimizer)
     state = _state(held, progress, optimizer, buffers)
+    padded = _padded(held, optimizer)
     try:
         load_state(state, checkpoint_id=str(path))
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         raise PlanError("a checkpoint is of the same model and optimizer", value=str(error), place=str(path)) from error
     for name in progress:
         progress[name] = state[f"progress.{name}"]
+    for name, (target, padding) in padded.items():
+        _put_whole(target, padding, state[name])
     for name, value in buffers.items():
         value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
@@ -73,18 +78,49 @@ def _state(
 ) -> dict[str, Any]:
     state: dict[str, Any] = {f"model.{h.key}": h.parameter.detach() for h in held}
     state |= {f"buffer.{name}": value for name, value in buffers.items()}
+    state |= {name: _unpadded(value, padding) for name, (value, padding) in _padded(held, optimizer).items()}
     state |= {f"progress.{name}": value for name, value in progress.items()}
     if optimizer is None:
         return state
     for h in held:
         for name, value in optimizer.state.get(h.parameter, {}).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and f"optimizer.{h.key}.{name}" not in state:
                 state[f"optimizer.{h.key}.{name}"] = value
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if isinstance(value, float | int | bool | tuple):
                 state[f"optimizer.group{number}.{name}"] = value
     return state
+
+
+def _padded(held: Sequence[Held], optimizer: Optimizer | None) -> dict[str, tuple[Tensor, Padding]]:
+    """Entries of a checkpoint that are longer here than in the model, and so than in the file."""
+    found: dict[str, tuple[Tensor, Padding]] = {}
+    for h in held:
+        if h.padding is None:
+            continue
+        found[f"model.{h.key}"] = h.parameter.detach(), h.padding
+        for name, value in optimizer.state.get(h.parameter, {}).items() if optimizer is not None else ():
+            if isinstance(value, Tensor) and value.shape == h.parameter.shape:
+                found[f"optimizer.{h.key}.{name}"] = value, h.padding
+    return found
+
+
+def _unpadded(value: Tensor, padding: Padding) -> Tensor:
+    """The whole tensor as the model has it, on every rank's CPU; ranks that hold parts of it call together."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.narrow(padding.dim, 0, padding.length).to("cpu", copy=True).contiguous()
+
+
+def _put_whole(target: Tensor, padding: Padding, whole: Tensor) -> None:
+    """Writes this rank's part of ``whole``, zeros behind it, into ``target``."""
+    long = lengthened(whole, padding.dim, target.shape[padding.dim])
+    if not isinstance(target, DTensor):
+        target.copy_(long)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    local = long[tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))]
+    target._local_tensor.copy_(local)
 
 
 def _put_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -132,6 +168,7 @@ def full_state_dict(
         if value is None:
             continue
         whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = whole if h.padding is None else whole.narrow(h.padding.dim, 0, h.padding.length)
         parts[h.name] = whole.detach().to("cpu", copy=True)
     whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
     group = world.axis_group(("pp",))
