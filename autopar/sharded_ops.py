@@ -214,7 +214,7 @@ def _normalised(
 
 
 def total(x: Tensor, *axes: str) -> Tensor:
-    """x itself, or the sum over all ranks of ``axes`` of what is a part of it here (P), R; without gradient."""
+    """The tensor itself, or the sum over all ranks of ``axes`` of what is a part of it here (P), R; without gradient."""
     return _total(x, [group(axis) for axis in axes])
 
 

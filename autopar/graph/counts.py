@@ -12,7 +12,9 @@ from autopar.errors import TraceError
 from autopar.graph.ir import Graph, Op, Ref
 
 _SCALING = frozenset(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar"))
-_SHIFTING = _SCALING | {f"aten.{name}.{kind}" for name in ("add", "sub", "rsub", "pow") for kind in ("Tensor", "Scalar")}
+_SHIFTING = _SCALING | {
+    f"aten.{name}.{kind}" for name in ("add", "sub", "rsub", "pow") for kind in ("Tensor", "Scalar")
+}
 
 
 def suspects(graph: Graph) -> list[Op]:

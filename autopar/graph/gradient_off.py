@@ -66,7 +66,9 @@ class _Marker:
                 places = [n for n in inner.graph.nodes if n.op == "placeholder"]
                 arguments = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
                 entering = {p.name for p, a in zip(places, arguments, strict=False) if a.name in with_gradient}
-                self.parameters |= {p.name for p, a in zip(places, arguments, strict=False) if a.name in self.parameters}
+                self.parameters |= {
+                    p.name for p, a in zip(places, arguments, strict=False) if a.name in self.parameters
+                }
                 if not is_on and not off:
                     _detach(inner, places)
                 self.walk(inner, entering, off=off or not is_on)

@@ -92,7 +92,9 @@ def pad(graph: Graph, wanted: Mapping[str, int]) -> Graph:
     vocabs = {id(known[key]): (known[key], size) for key, size in wanted.items()}
     for vocabulary, size in vocabs.values():
         if any(wanted.get(graph.parameter(n).key) != size for n in vocabulary.parameters) or size < vocabulary.size:
-            raise ValueError(f"{', '.join(vocabulary.parameters)} are padded together, to one length of at least {size}")
+            raise ValueError(
+                f"{', '.join(vocabulary.parameters)} are padded together, to one length of at least {size}"
+            )
         graph = _padded(graph, vocabulary, size)
     return graph
 

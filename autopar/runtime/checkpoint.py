@@ -28,7 +28,6 @@ from autopar.lower.program import Program
 from autopar.runtime.gradients import Held, lengthened
 from autopar.runtime.world import World
 
-
 Values = Mapping[str, Tensor]
 
 

@@ -89,7 +89,9 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     for mutation in graph.mutations:
         if mutation.value.name in problem.ops:
             total = graph.is_prelude(mutation.value)
-            problem.end(mutation.value, lambda kind, total=total: FREE if kind in (R, I) or (total and kind == P) else None)
+            problem.end(
+                mutation.value, lambda kind, total=total: FREE if kind in (R, I) or (total and kind == P) else None
+            )
     best = problem.solve((), Weights())
     value = float(best.table)
     if value == float("inf"):

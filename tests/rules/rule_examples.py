@@ -346,7 +346,7 @@ def images(make: Maker) -> Iterator[Example]:
     yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8, 4), None, None, 1e-5)
     for weight in (r(8), None):
-        yield c("autopar.batch_norm_running", r(4, 8, 4), f(8), f(8), weight, weight, 0.1, 1e-5)
+        yield c("autopar.batch_norm_running", r(4, 8, 4), r(8, grad=False), r(8, grad=False), weight, weight, 0.1, 1e-5)
     yield c("autopar.total", r(4, 8, grad=False))
 
 
