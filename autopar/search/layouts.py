@@ -26,7 +26,7 @@ from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import BATCH, solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
-from autopar.search.padding import used_padding
+from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
 from autopar.search.prices import AxisPricing
 from autopar.search.problem import Weights, rests_of
@@ -188,7 +188,7 @@ class Layouts:
     def _solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base = self._padded(self._base(split, kind), split.tp)
+            base = padded(self._base(split, kind), split.tp)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,
@@ -263,12 +263,6 @@ class Layouts:
             graph = shard(micro.graph, self._sequence(split, kind).typing)
             self._bases[key] = replace(micro, graph=graph)
         return self._bases[key]
-
-    @staticmethod
-    def _padded(base: Compact, tp: int) -> Compact:
-        """With every vocabulary as long as ``tp`` wants it; what a typing does not split stays as it was."""
-        wanted = lengths(base.graph, tp)
-        return replace(base, graph=pad(base.graph, wanted)) if wanted else base
 
     # --- prices
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.graph.ir import Graph, Ref
-from autopar.graph.padding import vocabularies
+from autopar.graph.padding import lengths, pad, vocabularies
 from autopar.plan import PaddedParameter
 from autopar.rules.types import Typing
+from autopar.search.classes import Compact
+
+
+def padded(base: Compact, tp: int) -> Compact:
+    """With every vocabulary as long as ``tp`` wants it; what a typing does not split stays as it was in the plan."""
+    wanted = lengths(base.graph, tp)
+    return replace(base, graph=pad(base.graph, wanted)) if wanted else base
 
 
 def used_padding(graph: Graph, wanted: Mapping[str, int], typing: Typing) -> dict[str, int]:

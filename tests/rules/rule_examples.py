@@ -365,6 +365,8 @@ def losses(make: Maker) -> Iterator[Example]:
         yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels, -100, smoothing)
     yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(min=0), 0, 0.0)
     yield c("autopar.cross_entropy_sum", r(32, 12), labels.view(-1), -100, 0.0)
+    for smoothing in (0.0, 0.1):
+        yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(max=10), -100, smoothing, 11)
     yield c("autopar.cross_entropy_vocabulary", r(4, 8, 12), labels, "other", -100, 0.0)
     for reduction in (0, 1, 2):
         yield c("aten.cross_entropy_loss.default", r(32, 12), labels.view(-1), None, reduction)
