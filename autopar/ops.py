@@ -205,8 +205,14 @@ def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.t(), bias)
 
 
-def cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
-    """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids."""
+def cross_entropy_sum(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, classes: int = 0
+) -> Tensor:
+    """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids.
+
+    ``classes``: how many of the logits are real, the first ones; 0: all.
+    """
+    logits = logits[..., :classes] if classes else logits
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return F.cross_entropy(

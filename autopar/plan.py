@@ -77,6 +77,17 @@ class BlockLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedParameter:
+    """A parameter made longer with zeros along its vocabulary: ``length`` is the padded one.
+
+    ``parameter``: its name in checkpoints, which hold it without the padding.
+    """
+
+    parameter: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
     """One block: ``layout`` counts in ``Plan.layouts``."""
 
@@ -186,6 +197,7 @@ class Plan:
         optimizer: its name for memory and time (``adamw``, ``sgd``, ``momentum``).
         prelude: strategy names of the prelude operators on axis ``batch``.
         layouts, blocks, stages: see there; blocks in order, stages in order of the model.
+        padding: parameters that are longer than the model's, so that they split evenly over ``tp``.
         pins: as the user wrote them.
         notes: what a reader should know (replicated operators, opaque regions).
     """
@@ -206,6 +218,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted: Prediction
     search: SearchRecord
+    padding: tuple[PaddedParameter, ...] = ()
     pins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     version: int = FORMAT_VERSION

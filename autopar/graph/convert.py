@@ -116,6 +116,13 @@ class Converter:
         name = str(target._name)
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
+            if args[0] and not grad:
+                raise TraceError(
+                    "gradients stay off inside torch.no_grad",
+                    value="torch.enable_grad inside it",
+                    place=next((place for n in _inner(owner, args[1]).graph.nodes if (place := source_of(n))), ""),
+                    remedy="end the no_grad block first",
+                )
             grad, args = bool(args[0]) and grad, args[1:]
         elif name == "wrap_with_autocast":
             if args[2]:

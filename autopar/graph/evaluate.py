@@ -27,9 +27,20 @@ def evaluate(
     Raises:
         AutoparError: an input or buffer is missing.
     """
+    return step(graph, batch, parameters, buffers)[0]
+
+
+def step(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As :func:`evaluate`; also the new values of the buffers that a step changes, by name (``fqn``)."""
     env = leaves(graph, batch, parameters, buffers or {})
     run((*graph.prelude, *graph.ops), env)
-    return env[graph.loss]
+    names = {buffer.name: buffer.fqn for buffer in graph.buffers}
+    return env[graph.loss], {names[m.buffer]: env[m.value].detach() for m in graph.mutations}
 
 
 def leaves(

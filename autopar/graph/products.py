@@ -40,12 +40,24 @@ def _linear(builder: Builder, call: Call) -> Value:
 def _batch_norm(builder: Builder, call: Call) -> Value:
     """Batch norm in training: the statistics are of the whole batch, whoever holds its samples.
 
-    Nobody may read the statistics that torch hands out for its backward, nor the running ones, which no loss reads.
+    Nobody may read the statistics that torch hands out for its backward. The running ones are results of the operator.
     """
     given = call.bound()
     if given.get("training") is not True:
         return generic(builder, call)
     args = (given["input"], given["weight"], given["bias"], given["eps"])
+    running = (given.get("running_mean"), given.get("running_var"))
+    if all(isinstance(ref, Ref) for ref in running):
+        kept = (call.outputs[0], *call.outputs[3:])
+        assert all(spec is not None for spec in kept) and len(kept) == 3
+        made = builder.emit(
+            call,
+            "autopar.batch_norm_running",
+            (given["input"], *running, given["weight"], given["bias"], given["momentum"], given["eps"]),
+            *(spec for spec in kept if spec is not None),
+        )
+        builder.stop_gradient(made, 1, 2)
+        return (made, None, None, Ref(made.name, 1), Ref(made.name, 2))
     return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from autopar import rules
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph, Op, digest
+from autopar.graph.padding import pad
 from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, Plan
@@ -51,6 +52,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph) -> tuple[Graph, tuple[Typi
         result = spread.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
+            result = _padded(plan, result) if axis == "tp" else result
             typings.append(axis_typing(plan, result, axis))
             result = shard(result, typings[-1])
     return result, tuple(typings)
@@ -91,6 +93,16 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
                     remedy="search again with this version of autopar",
                 )
     return frozenset(found)
+
+
+def _padded(plan: Plan, graph: Graph) -> Graph:
+    """With the vocabularies that the plan pads."""
+    try:
+        return pad(graph, {entry.parameter: entry.length for entry in plan.padding})
+    except ValueError as error:
+        raise PlanError(
+            "a plan pads whole vocabularies of the model", value=str(error), remedy="search again with this autopar"
+        ) from error
 
 
 def batch_typing(plan: Plan, graph: Graph) -> Typing:

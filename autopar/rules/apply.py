@@ -100,6 +100,8 @@ class _Sharding:
         self.explicit = {name for name, kinds in uses.items() if len(kinds) > 1}
         for op in graph.prelude:
             self._op(op, self.prelude)
+        for ref in (m.value for m in graph.mutations if graph.is_prelude(m.value)):
+            self._new_value(ref, self.prelude)
         ops, blocks = self._blocks()
         return replace(
             graph,
@@ -112,6 +114,7 @@ class _Sharding:
             blocks=blocks,
             loss=self.renamed.get(graph.loss, graph.loss),
             sums=(*graph.sums, *self.sums),
+            mutations=tuple(replace(m, value=self.renamed.get(m.value, m.value)) for m in graph.mutations),
         )
 
     # --- leaves
@@ -154,6 +157,8 @@ class _Sharding:
             section, start = _Section([], {}), len(ops)
             for op in graph.block_ops(block):
                 self._op(op, section)
+            for mutation in graph.block_mutations(block):
+                self._new_value(mutation.value, section)
             if block.index == len(graph.blocks) - 1:
                 self._loss(section)
             ops += section.ops
@@ -225,6 +230,23 @@ class _Sharding:
         elif found != I:
             new = self._change(loss, I, section, place=str(loss))
             self.renamed[loss] = new
+
+    def _new_value(self, ref: Ref, section: _Section) -> None:
+        """The new value of a buffer ends whole, the same on every rank and for all samples."""
+        found = self.types[ref]
+        if found.kind in ("R", "I"):
+            return
+        if not self.is_batch:
+            self.renamed[ref] = self._change(ref, R, section, place=str(ref))
+            return
+        if found != P or section is not self.prelude or ref in self.read_as_partial or ref.name in self.behind_sums:
+            raise RuleError(
+                "the new value of a buffer is the same for all samples, so that a batch can be split",
+                value=found,
+                place=f"{ref.name} ({self._module(ref)})",
+                remedy="keep sums or means over the batch in buffers, not values of single samples",
+            )
+        self.sums[ref] = None
 
     # --- changes of type
 

@@ -82,7 +82,7 @@ def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     if not strategy.target:
         return op
     ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
-    args = (op.args[0], op.args[1], local.axis, ignore, smoothing)
+    args = (op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:])
     return replace(op, target=strategy.target, args=args, kwargs=())
 
 
@@ -158,6 +158,8 @@ LOCALIZERS: dict[str, Localizer] = {
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
     "autopar.batch_norm": _batch_norm,
+    "autopar.batch_norm_running": _batch_norm,
+    "autopar.total": _batch_norm,
     "autopar.experts_split": _split_experts,
     "autopar.experts_dispatch": _split_experts,
     "autopar.experts_dispatch_split": _split_experts,

@@ -286,6 +286,8 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.batch_norm"] = images.batch_norm
     found["autopar.scatter_sum"] = special.scatter_sum
+    found["autopar.batch_norm_running"] = images.batch_norm_running
+    found["autopar.total"] = images.total
     found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, sharded.RING), compute.attention)
     return found
 
@@ -298,6 +300,8 @@ _MORE: dict[str, MoreStrategies] = {
     "aten.mean.default": sharded.partial_mean,
     "aten.mean.dim": sharded.partial_mean,
     "autopar.batch_norm": images.batch_statistics,
+    "autopar.batch_norm_running": images.batch_statistics,
+    "autopar.total": images.total_statistics,
     "aten.scaled_dot_product_attention.default": sharded.attention_sequence,
     "autopar.attention": sharded.attention_sequence,
 }

@@ -14,7 +14,7 @@ from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.mesh import EXPERT_MESH_AXES, MESH_AXES
 from autopar.rules.spread import AXIS as SPREAD
 from autopar.runtime import data_parallel
-from autopar.runtime.gradients import Group, Held, hand_over
+from autopar.runtime.gradients import Group, Held, hand_over, lengthened
 from autopar.runtime.materialize import Weights, local_index
 from autopar.runtime.stage import BlockModule, StageModule
 from autopar.runtime.world import World
@@ -169,6 +169,8 @@ class _Assembler:
         here = {**self.world.coordinate, "ep_data": self.world.data_index % self.plan.mesh.ep_data}
         index = local_index(ir, self.weights.shape(ir.fqn), degrees, here)
         value = self.weights.parameter(ir, index)
+        if ir.padding is not None:
+            value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])
         return value.to(device=self.world.device, dtype=self.storage, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
@@ -196,6 +198,7 @@ class _Assembler:
                     group=self.groups[self._sum_axes(ir)],
                     tie_group=self.tie_groups.get(name),
                     copies=self._copies(ir),
+                    padding=ir.padding,
                 )
             )
         return found

@@ -47,6 +47,8 @@ class StageModule(nn.Module):
 
     Attributes:
         totals: values of ``Program.sums`` over the global batch, set before the step's first micro-batch.
+        state: buffers that steps change, as they were at the step's begin.
+        new_state: what the last micro-batch made of those that this stage changes.
         seed: of the step; every micro-batch draws from a stream of its own.
     """
 
@@ -62,7 +64,10 @@ class StageModule(nn.Module):
         self.is_random = any(SEED in block.inputs for block in program.blocks)
         if program.prelude is not None:
             self.is_random = self.is_random or SEED in program.prelude.inputs
+        self.mutations = program.mutations
         self.totals: dict[str, Tensor] = {}
+        self.state: dict[str, Tensor] = {}
+        self.new_state: dict[str, Tensor] = {}
         self.seed = 0
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor | tuple[Tensor, ...]:
@@ -78,6 +83,7 @@ class StageModule(nn.Module):
         """
         values: dict[str, Any] = {name.removeprefix(INPUT): value for name, value in batch.items()}
         values.update(zip(self.receives, received, strict=True))
+        values.update(self.state)
         values.update(self.totals)
         for name in self.shared_names:
             values[name] = self._parameters[name]
@@ -92,6 +98,7 @@ class StageModule(nn.Module):
                 assert isinstance(block, BlockModule)
                 made = block(*[values[name] for name in block.inputs])
                 values.update(zip(block.outputs, made, strict=True))
+        self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
         if self.is_last:
             loss: Tensor = values[self.loss]
             return loss

@@ -228,6 +228,7 @@ def _muted(op: Op) -> Op:
 
 def _save_reference(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], path: Path) -> tuple[float, ...]:
     optimizer = adamw(model.parameters())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
@@ -239,6 +240,7 @@ def _save_reference(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], p
             gradients = {name: p.grad.clone() for name, p in _named(model) if p.grad is not None}
         optimizer.step()
     trained = {name: p.detach() for name, p in _named(model) if p.grad is not None}
+    trained |= {name: new for name, new in model.named_buffers() if not torch.equal(new, buffers[name])}
     torch.save({"gradients": gradients, "parameters": trained}, path)
     return tuple(losses)
 

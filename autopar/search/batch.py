@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from autopar import rules
 from autopar.errors import RuleError
-from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
+from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact
@@ -23,6 +23,7 @@ from autopar.search.problem import FREE, Cost, Problem, Weights
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e6
 """What a total over samples inside of a step counts, in elements made: there are as few and as small ones as can be."""
+_MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,12 @@ def _solve(compact: Compact, size: Fraction, *, totals: bool) -> Typing:
         problem.same_type(a, b)
     loss = graph.spec(graph.loss)
     problem.end(graph.loss, lambda kind: problem.costs.change(loss, kind, P))
+    for mutation in graph.mutations:
+        if mutation.value.name in problem.ops:
+            total = graph.is_prelude(mutation.value)
+            problem.end(
+                mutation.value, lambda kind, total=total: FREE if kind in (R, I) or (total and kind == P) else None
+            )
     best = problem.solve((), Weights())
     value = float(best.table)
     if value == float("inf"):
@@ -131,7 +138,7 @@ def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
     found = []
     for op in graph.ops:
         wanted = zip(op.operands, typing.strategies[op.name].inputs, strict=True)
-        if op.target == "autopar.batch_norm" or any(
+        if op.target in _MIXING or any(
             (types.get(ref, R) == P) != (kind == P) for ref, kind in wanted if not graph.is_prelude(ref)
         ):
             found.append(op)
@@ -164,9 +171,24 @@ def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]], totals: b
             if totals and made & {I, R, P}:
                 made |= {P} if graph.is_prelude(Ref(op.name, i)) else {I, R, P}
             types[Ref(op.name, i)] = made
+    for mutation in graph.mutations:
+        if not types[mutation.value] & {R, I}:
+            raise _changes(graph, mutation, types[mutation.value])
     if P not in types[graph.loss]:
         raise _mixes(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, types[graph.loss]))}")
     return kept
+
+
+def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
+    op = graph.producer(mutation.value)
+    fqn = next(b.fqn for b in graph.buffers if b.name == mutation.buffer)
+    where = f"{op.name} ({op.target}){f', {op.source}' if op.source else ''}" if op else str(mutation.value)
+    return RuleError(
+        "the new value of a buffer is the same for all samples of a batch, so that a batch can be split",
+        value=f"one of type {sorted(map(str, found))}",
+        place=f"{fqn}: {where}",
+        remedy="keep sums or means over the batch in buffers, not values of single samples",
+    )
 
 
 def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:

@@ -15,9 +15,10 @@ from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter
+from autopar.graph.padding import lengths, pad
 from autopar.layout import I, S, Type
 from autopar.mesh import Mesh
-from autopar.plan import AxisTyping, BlockLayout
+from autopar.plan import AxisTyping, BlockLayout, PaddedParameter
 from autopar.rules.apply import shard
 from autopar.rules.missing import Found, key_of
 from autopar.rules.sharded import EXPERT_TARGETS
@@ -27,6 +28,7 @@ from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import BATCH, solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
+from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
 from autopar.search.prices import AxisPricing
 from autopar.search.problem import Weights, rests_of
@@ -68,6 +70,7 @@ class Option:
         costs: of each block of the compact graph.
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
+        padding: of vocabularies, where the typing on ``tp`` splits them.
     """
 
     sequence: AxisSolution | None
@@ -77,6 +80,7 @@ class Option:
     costs: tuple[BlockCost, ...]
     keys: tuple[int, ...]
     prelude_s: float
+    padding: tuple[PaddedParameter, ...] = ()
 
 
 class Layouts:
@@ -195,7 +199,7 @@ class Layouts:
     def _solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base = self._base(split, kind)
+            base = padded(self._base(split, kind), split.tp)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,
@@ -324,8 +328,10 @@ class Layouts:
         key = (split, kind, solution and solution.signature)
         if key not in self._options:
             graph = self._base(split, kind).graph
+            padding: dict[str, int] = {}
             if solution is not None:
-                graph = shard(graph, solution.typing)
+                padding = used_padding(graph, lengths(graph, split.tp), solution.typing)
+                graph = shard(pad(graph, padding), solution.typing)
             mesh = self.mesh(split)
             made: dict[object, BlockCost] = {}
             costs, keys = [], []
@@ -343,6 +349,7 @@ class Layouts:
                 costs=tuple(costs),
                 keys=tuple(keys),
                 prelude_s=self.model.prelude_time_s(graph),
+                padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in padding.items()),
             )
         return self._options[key]
 

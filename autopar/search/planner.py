@@ -19,6 +19,7 @@ from autopar.search.candidates import Candidate, Problem, candidates, conflict
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
 from autopar.search.layouts import expert_degree, operators_without_rule
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
+from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
 from autopar.search.sequence import attention_heads, attention_sequences
@@ -196,9 +197,11 @@ class Planner:
                 gap=best.prediction.step_time_s / lower - 1.0 if lower else 0.0,
                 reasons=reasons,
             ),
+            padding=best.option.padding,
             pins=task.pins.texts,
             notes=(
                 *graph.notes,
+                *padding_notes(graph, best.option.padding, candidate.mesh.tp),
                 *operators_without_rule(graph, self.found, self.model),
                 *_mixing_note(self.mixing),
                 *self.evaluator.layouts.mixtures(best.option),

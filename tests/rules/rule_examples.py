@@ -352,6 +352,9 @@ def images(make: Maker) -> Iterator[Example]:
     yield c("autopar.batch_norm", r(4, 8, 4, 4), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8, 4), None, None, 1e-5)
+    for weight in (r(8), None):
+        yield c("autopar.batch_norm_running", r(4, 8, 4), r(8, grad=False), r(8, grad=False), weight, weight, 0.1, 1e-5)
+    yield c("autopar.total", r(4, 8, grad=False))
 
 
 def losses(make: Maker) -> Iterator[Example]:
@@ -369,6 +372,8 @@ def losses(make: Maker) -> Iterator[Example]:
         yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels, -100, smoothing)
     yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(min=0), 0, 0.0)
     yield c("autopar.cross_entropy_sum", r(32, 12), labels.view(-1), -100, 0.0)
+    for smoothing in (0.0, 0.1):
+        yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(max=10), -100, smoothing, 11)
     yield c("autopar.cross_entropy_vocabulary", r(4, 8, 12), labels, "other", -100, 0.0)
     for reduction in (0, 1, 2):
         yield c("aten.cross_entropy_loss.default", r(32, 12), labels.view(-1), None, reduction)
