@@ -48,6 +48,8 @@ class Precision:
 
 FP32 = Precision()
 BF16 = Precision(name="bf16", compute="bfloat16", storage="float32", reduce="float32")
+FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
+"""For comparing: what two runs differ by beyond its rounding is no rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +134,15 @@ class Breakdown:
     compute_s: float
     recompute_s: float
     tensor_parallel_s: float
+    """Collectives of the axis ``tp``, experts included."""
     data_parallel_s: float
     """Exposed part alone."""
     pipeline_s: float
     """Exposed sends."""
     bubble_s: float
     optimizer_s: float
+    context_parallel_s: float = 0.0
+    """Collectives of the axis ``cp``, its sums of gradients included."""
 
     @property
     def total_s(self) -> float:
@@ -150,6 +155,7 @@ class Breakdown:
             + self.pipeline_s
             + self.bubble_s
             + self.optimizer_s
+            + self.context_parallel_s
         )
 
 

@@ -71,6 +71,9 @@ def verify(
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
     ] = False,
+    precision: Annotated[
+        str, typer.Option("--precision", help="fp32 (past its limits fp64 as well) or fp64 alone.")
+    ] = "fp32",
     as_json: Json = False,
 ) -> None:
     """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank.
@@ -80,6 +83,8 @@ def verify(
     """
     from autopar.cli.verify_report import render_verification, verification
 
+    if precision not in ("fp32", "fp64"):
+        raise UsageError("verify compares in fp32 or fp64", value=precision, place="--precision")
     if Path(target).suffix == ".json" or _is_file(target):
         plan, subject, graph = _from_file(Path(target), model)
     else:
@@ -91,17 +96,23 @@ def verify(
             place=target,
             remedy="verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
         )
-    from autopar.runtime.verify import LOSS_TOLERANCE, TENSOR_TOLERANCE
+    from autopar.plan import FP32, FP64
     from autopar.runtime.verify import verify as compare
 
     with progress(f"running {plan.mesh.world_size} ranks"):
         report = compare(
-            subject, plan, graph, steps=steps, timeout_s=timeout, find="always" if bisect else "if it differs"
+            subject,
+            plan,
+            graph,
+            steps=steps,
+            timeout_s=timeout,
+            precision=FP64 if precision == "fp64" else FP32,
+            find="always" if bisect else "if it differs",
         )
     if as_json:
         print_json({"mesh": str(plan.mesh), **verification(report)})
     else:
-        print_text(render_verification(report, plan, tolerances=(LOSS_TOLERANCE, TENSOR_TOLERANCE)))
+        print_text(render_verification(report, plan))
     report.check()
 
 

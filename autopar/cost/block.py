@@ -70,6 +70,7 @@ class BlockCost:
         key: equal for blocks of equal cost.
         forward_s, backward_s: computation.
         communication_forward_s, communication_backward_s: collectives of the block's own axes, exposed.
+        context_forward_s, context_backward_s: what of these belongs to the axis ``cp``.
         saved_bytes: what backward needs of the block's own and its inputs' values; shared storages once.
         input_bytes: values that come from earlier blocks; what recompute keeps instead.
         saved_input_bytes: the part of ``saved_bytes`` that ``input_bytes`` counts too.
@@ -98,6 +99,8 @@ class BlockCost:
     backward_flops: float
     messages: tuple[Message, ...]
     parameters: tuple[ParameterCost, ...]
+    context_forward_s: float = 0.0
+    context_backward_s: float = 0.0
 
     @property
     def recompute_s(self) -> float:
@@ -123,9 +126,11 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
     times = [time_of_work(done, op, device) for done, op in zip(works, ops, strict=True)]
     fan_in_s = _fan_in_s(graph, ops, device)
     sent = tuple(message for op in ops for message in messages(op, graph))
-    seconds = {False: 0.0, True: 0.0}
+    seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for message in sent:
-        seconds[message.backward] += collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+        time_s = collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+        seconds[message.backward] += time_s
+        context[message.backward] += time_s if message.axis == "cp" else 0.0
     inputs = storages.inputs()
     across = graph.live_across(block.stop)
     return BlockCost(
@@ -134,6 +139,8 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
         backward_s=sum(time.backward_s for time in times) + fan_in_s,
         communication_forward_s=seconds[False],
         communication_backward_s=seconds[True],
+        context_forward_s=context[False],
+        context_backward_s=context[True],
         saved_bytes=storages.saved_bytes,
         input_bytes=sum(inputs.values()),
         saved_input_bytes=sum(size for ref, size in inputs.items() if ref in storages.saved),

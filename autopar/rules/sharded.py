@@ -148,7 +148,7 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
     columns, ranks = operands[1].shape[-2], size.numerator
     if axis != SEQUENCE_AXIS or rank != 4:
         return
-    if rows % (2 * ranks) or columns % (2 * ranks) or any(m.requires_grad for m in operands[3:]):
+    if rows % (2 * ranks) or columns % (2 * ranks):
         return
     if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
         return

@@ -106,9 +106,10 @@ class Parallel:
         self._finish()
         self._state.commit()
         self.step_count += 1
+        dtype = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         if loss is None:
             loss = torch.zeros((), device=self._world.device)
-        return self._global_loss(loss.float())
+        return self._global_loss(loss.to(dtype))
 
     def __call__(self, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.

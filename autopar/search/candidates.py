@@ -64,6 +64,7 @@ class Problem:
         heads: of the attentions of the model; ``tp`` divides each.
         sequences: lengths that the attentions of the model run over; ``cp`` divides each. Empty: none can be split.
         key_heads: heads of keys and values; Ulysses splits them by ``cp``.
+        has_written_attention: some attention is products and a softmax, which no ring runs.
         num_blocks: what pipeline stages are cut from.
         experts: how many each mixture has whose experts may be split over data ranks; empty: there are none.
         mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
@@ -80,6 +81,7 @@ class Problem:
     sequences: tuple[int, ...] = ()
     key_heads: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
+    has_written_attention: bool = False
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -209,7 +211,10 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
             Constraint(name=f"cp divides {n} heads (Ulysses)", holds=lambda t, n=n: n % t["cp"] == 0)  # type: ignore[misc]
             for n in sorted({*problem.heads, *problem.key_heads})
         ]
-    if kinds == ("ring",):
+    if kinds == ("ring",) and problem.has_written_attention:
+        name = "cp=1 under ring attention in a model whose attention is written out (not scaled_dot_product_attention)"
+        found.append(Constraint(name=name, holds=lambda t: t["cp"] == 1))
+    elif kinds == ("ring",):
         found += [
             Constraint(
                 name=f"2 * cp divides the sequence of {n} (ring)",

@@ -56,7 +56,7 @@ _NUMBERS = {
     "virtual_stages": "virtual_stages",
 }
 _AXES = ("tp",)
-_CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16"), "cp_attention": KINDS}
+_CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16", "fp64"), "cp_attention": KINDS}
 _KEYS = (*_NUMBERS, "schedule", "cp_attention", "recompute", "precision", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 

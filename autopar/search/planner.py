@@ -22,7 +22,7 @@ from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
 from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
-from autopar.search.sequence import attention_heads, attention_sequences
+from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
 from autopar.search.space import Space
 
 MAX_CONFLICT_TRIALS = 24
@@ -75,6 +75,7 @@ class Planner:
             heads=attention_heads(task.graph),
             key_heads=attention_heads(task.graph, operand=1),
             sequences=attention_sequences(task.graph),
+            has_written_attention=has_written_attention(task.graph),
             space=task.space,
             mixes_samples=bool(self.mixing),
             experts=expert_counts(task.graph),

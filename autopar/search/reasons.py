@@ -24,6 +24,7 @@ _PARTS = (
     ("compute", "compute_s"),
     ("recompute", "recompute_s"),
     ("tensor-parallel communication", "tensor_parallel_s"),
+    ("context-parallel communication", "context_parallel_s"),
     ("data-parallel communication", "data_parallel_s"),
     ("pipeline sends", "pipeline_s"),
     ("pipeline bubble", "bubble_s"),
