@@ -147,6 +147,12 @@ class CostModel:
         data = self._data(step)
         return state_bytes(self._unit(block, data), data, self.optimizer, step.num_micro_batches)
 
+    def block_once_s(self, block: BlockCost, step: Step) -> float:
+        """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
+        data = self._data(step)
+        unit = self._unit(block, data)
+        return self._moved_s([unit]) + data.tail_s([unit])
+
     # --- whole plans
 
     def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:
@@ -335,11 +341,14 @@ class CostModel:
         return self.collectives.send_time_s(tied, step.mesh) if tied else 0.0
 
     def _optimizer_s(self, units: Sequence[Unit], data: DataParallel) -> float:
+        groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
+        return self._moved_s(units) + self.optimizer.kernels * groups * self.device.launch_s
+
+    def _moved_s(self, units: Sequence[Unit]) -> float:
+        """What the optimizer reads and writes."""
         numel = sum(unit.trained_shard_numel for unit in units)
         moved = self.optimizer.passes * numel * itemsize(self.precision.storage)
-        groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
-        launches = self.optimizer.kernels * groups * self.device.launch_s
-        return moved / self.device.memory_bandwidth_bytes_per_s + launches
+        return moved / self.device.memory_bandwidth_bytes_per_s
 
 
 def _own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:

@@ -114,6 +114,7 @@ class Layouts:
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._least: dict[Split, float] = {}
+        self._least_blocks: dict[Split, tuple[float, ...]] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -173,16 +174,26 @@ class Layouts:
             self._solutions[key] = self._solver(split, kind).solve(weights)
         return self._solutions[key]
 
-    def least_time_s(self, micro_batch_size: int, mesh: Mesh) -> float:
-        """Seconds of one micro-batch through the whole model, forward and backward, in the fastest of all layouts.
+    def least_times_s(self, micro_batch_size: int, mesh: Mesh) -> tuple[float, ...]:
+        """For each block of the compact graph the seconds of one micro-batch, forward and backward, in its quickest layout.
 
-        Sums of gradients and everything outside of the blocks are left out: no plan is faster. Infinite where no
-        kind of attention fits the axis ``cp``.
+        Sums of gradients are left out, and blocks need not fit together: no plan is faster. Zeros where no kind of
+        attention fits the axis ``cp``.
         """
-        try:
-            return self._least_s(split_of(micro_batch_size, mesh))
-        except InfeasibleError:
-            return float("inf")
+        split = split_of(micro_batch_size, mesh)
+        if split not in self._least_blocks:
+            try:
+                kinds = [self._least_of_kind(split, kind) for kind in self._kinds(split)]
+            except InfeasibleError:
+                kinds = [(0.0,) * len(self.compact.members)]
+            self._least_blocks[split] = tuple(min(times) for times in zip(*kinds, strict=True))
+        return self._least_blocks[split]
+
+    def _least_of_kind(self, split: Split, kind: str) -> tuple[float, ...]:
+        if split.tp > 1:
+            return self._solver(split, kind).least_s()
+        costs = self._option(split, kind, None).costs
+        return tuple(c.forward_s + c.communication_forward_s + c.backward_s + c.communication_backward_s for c in costs)
 
     def _least_s(self, split: Split) -> float:
         if split not in self._least:

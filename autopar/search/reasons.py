@@ -64,6 +64,10 @@ def _spread(candidate: Candidate, best: Candidate) -> float:
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
+    least_s, best_s = evaluator.ideal_bounds_s([other])[0], best.prediction.step_time_s
+    if best_s <= least_s < float("inf"):
+        more = least_s - best_s
+        return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"
     found = evaluator.evaluate(other)
     if not isinstance(found, Evaluation):
         return f"no plan ({other}); {found.reason}"
