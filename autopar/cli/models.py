@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,6 +71,9 @@ def verify(
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
     ] = False,
+    precision: Annotated[
+        str, typer.Option("--precision", help="fp32 (past its limits fp64 as well) or fp64 alone.")
+    ] = "fp32",
     as_json: Json = False,
 ) -> None:
     """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank.
@@ -79,6 +83,8 @@ def verify(
     """
     from autopar.cli.verify_report import render_verification, verification
 
+    if precision not in ("fp32", "fp64"):
+        raise UsageError("verify compares in fp32 or fp64", value=precision, place="--precision")
     if Path(target).suffix == ".json" or _is_file(target):
         plan, subject, graph = _from_file(Path(target), model)
     else:
@@ -90,17 +96,23 @@ def verify(
             place=target,
             remedy="verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
         )
-    from autopar.runtime.verify import LOSS_TOLERANCE, TENSOR_TOLERANCE
+    from autopar.plan import FP32, FP64
     from autopar.runtime.verify import verify as compare
 
     with progress(f"running {plan.mesh.world_size} ranks"):
         report = compare(
-            subject, plan, graph, steps=steps, timeout_s=timeout, find="always" if bisect else "if it differs"
+            subject,
+            plan,
+            graph,
+            steps=steps,
+            timeout_s=timeout,
+            precision=FP64 if precision == "fp64" else FP32,
+            find="always" if bisect else "if it differs",
         )
     if as_json:
         print_json({"mesh": str(plan.mesh), **verification(report)})
     else:
-        print_text(render_verification(report, plan, tolerances=(LOSS_TOLERANCE, TENSOR_TOLERANCE)))
+        print_text(render_verification(report, plan))
     report.check()
 
 
@@ -132,13 +144,25 @@ class VerifiedModel:
         names = batch if self.masked else self.source.example_inputs
         return {name: batch[name] for name in names if name in batch}
 
-    def trace(self) -> Graph:
-        """The graph on such batches."""
+    def trace(self, *, as_trained: bool = False) -> Graph:
+        """The graph on such batches.
+
+        Args:
+            as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
+                is traced without dropping anything, because what two processes draw cannot be compared.
+        """
         from autopar.graph import trace as trace_model
+        from autopar.graph.random import draws_random
+        from autopar.models import without_dropout
 
         batch = self.make_batch(self.source.batch_size, seed=0, padded=True)
         example = {name: value.to("meta") for name, value in batch.items()}
-        return trace_model(self.source.model, (), example, name=self.source.name)
+        graph = trace_model(self.source.model, (), example, name=self.source.name)
+        if as_trained or not any(draws_random(op.target) and op.target != "autopar.dropout" for op in graph.ops):
+            return graph
+        quiet = copy.deepcopy(self.source.model)
+        without_dropout(quiet)
+        return trace_model(quiet, (), example, name=self.source.name)
 
 
 def _is_file(text: str) -> bool:
@@ -167,7 +191,7 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
     with progress("tracing the model"):
         source = resolve_model(name, sequence_length=sequence)
         traced = resolve_model(name, sequence_length=sequence, dtype=getattr(torch, plan.precision.compute))
-        graphs = {masked: VerifiedModel(traced, masked).trace() for masked in (False, True)}
+        graphs = {masked: VerifiedModel(traced, masked).trace(as_trained=True) for masked in (False, True)}
     for masked, graph in graphs.items():
         if graph.fingerprint == plan.model.fingerprint:
             return plan, VerifiedModel(source, masked), graph

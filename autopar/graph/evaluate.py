@@ -8,7 +8,8 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.graph.ir import Argument, Graph, Op, Parameter, Ref
-from autopar.ops import resolve
+from autopar.graph.random import draws_random
+from autopar.ops import draw, resolve
 
 
 def evaluate(
@@ -27,9 +28,20 @@ def evaluate(
     Raises:
         AutoparError: an input or buffer is missing.
     """
+    return step(graph, batch, parameters, buffers)[0]
+
+
+def step(
+    graph: Graph,
+    batch: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As :func:`evaluate`; also the new values of the buffers that a step changes, by name (``fqn``)."""
     env = leaves(graph, batch, parameters, buffers or {})
     run((*graph.prelude, *graph.ops), env)
-    return env[graph.loss]
+    names = {buffer.name: buffer.fqn for buffer in graph.buffers}
+    return env[graph.loss], {names[m.buffer]: env[m.value].detach() for m in graph.mutations}
 
 
 def leaves(
@@ -62,9 +74,14 @@ def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
 
 
 def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor]) -> None:
-    """Executes ``ops`` in order, adding their outputs to ``env``."""
-    for op in ops:
-        result = resolve(op.target)(*(_value(a, env) for a in op.args), **{k: _value(a, env) for k, a in op.kwargs})
+    """Executes ``ops`` in order, adding their outputs to ``env``; random numbers are the same in every run."""
+    for number, op in enumerate(ops):
+        args, kwargs = [_value(a, env) for a in op.args], {k: _value(a, env) for k, a in op.kwargs}
+        if op.target.startswith("aten.") and draws_random(op.target):
+            kwargs |= {"salt": number} | ({} if op.operands else {"device": next(iter(env.values())).device})
+            result = draw(op.target, *args, **kwargs)
+        else:
+            result = resolve(op.target)(*args, **kwargs)
         for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):
             env[Ref(op.name, i)] = value
 

@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +21,12 @@ from autopar.errors import TraceError
 from autopar.graph import counts
 from autopar.graph.builder import Builder, Value
 from autopar.graph.cleanup import finish
-from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
+from autopar.graph.convert import WRAPPER, Converter, needs_decomposition, source_of
 from autopar.graph.failures import FAILURES, explained, first_line
+from autopar.graph.gradient_off import cut_off
 from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
 from autopar.graph.moe import swap_experts
+from autopar.graph.state import mutations_of, written_back
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -77,7 +78,7 @@ def _traced(
     parameters, buffers = _declare(builder, converter.env, program, model, inputs, batch)
     outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
     loss = _loss_output(program, outputs, builder)
-    graph = finish(
+    return finish(
         builder,
         name=name or type(model).__name__,
         batch_size=batch_size,
@@ -85,8 +86,8 @@ def _traced(
         parameters=parameters,
         buffers=buffers,
         loss=loss,
+        mutations=mutations_of(program, outputs, converter.env),
     )
-    return _without_memory(graph, _changed_buffers(program))
 
 
 # --- the batch ------------------------------------------------------------------------------------
@@ -178,9 +179,10 @@ class _Training(torch.nn.Module):
             )
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
-        if self.loss_fn is not None:
-            output = self.loss_fn(output, batch)
+        with written_back(self.model):
+            output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
+            if self.loss_fn is not None:
+                output = self.loss_fn(output, batch)
         return pick_loss(output, type(self.model).__name__)
 
 
@@ -240,7 +242,10 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
     with _quiet():
         try:
             program = torch.export.export(wrapper, (), batch, strict=False)
-            return program.run_decompositions({}) if needs_decomposition(program.graph_module) else program
+            if not needs_decomposition(program.graph_module):
+                return program
+            cut_off(program, source_of)
+            return program.run_decompositions({})
         except TraceError:
             raise
         except FAILURES as error:
@@ -286,6 +291,7 @@ def _declare(
     parameters: dict[str, Parameter] = {}
     buffers: list[Buffer] = []
     values = dict(model.named_buffers(remove_duplicate=False))
+    changed = set(program.graph_signature.buffers_to_mutate.values())
     for spec in program.graph_signature.input_specs:
         place = getattr(spec.arg, "name", "")
         fqn = (spec.target or "").removeprefix(WRAPPER)
@@ -298,6 +304,8 @@ def _declare(
         elif spec.kind == InputKind.BUFFER:
             buffers.append(_buffer(builder, fqn, values[fqn]))
             env[place] = Ref(buffers[-1].name)
+            if spec.target in changed:  # what masks are recognised by must last
+                builder.hints.pop(Ref(buffers[-1].name), None)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             env[place] = _lifted(builder, place, program.constants[spec.target or ""], buffers)
         else:
@@ -359,32 +367,3 @@ def _loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bu
     raise TraceError(
         "the loss depends on the model", value="a constant", remedy="return the loss computed from the parameters"
     )
-
-
-def _changed_buffers(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """Buffers that the model writes to in training."""
-    return tuple(
-        (spec.target or "").removeprefix(WRAPPER)
-        for spec in program.graph_signature.output_specs
-        if spec.kind == OutputKind.BUFFER_MUTATION
-    )
-
-
-def _without_memory(graph: Graph, changed: tuple[str, ...]) -> Graph:
-    """The graph, with a note of the buffers that it leaves as they are.
-
-    Raises:
-        TraceError: the loss reads one of them, so that a later step would depend on an earlier one.
-    """
-    read = [buffer.fqn for buffer in graph.buffers if buffer.fqn in changed]
-    if read:
-        raise TraceError(
-            "the loss of a step does not read buffers that an earlier step has changed",
-            value=", ".join(read[:3]) + (f" and {len(read) - 3} more" if len(read) > 3 else ""),
-            place=read[0].rpartition(".")[0] or graph.name,
-            remedy="keep what changes in parameters, or outside of the model (spectral norm, moving averages)",
-        )
-    if not changed:
-        return graph
-    named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    return replace(graph, notes=(*graph.notes, f"training leaves these buffers as they are: {named}"))

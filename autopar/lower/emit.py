@@ -18,6 +18,7 @@ from autopar.graph.random import draws_random
 from autopar.layout import I, P, R, S
 from autopar.mesh import DATA_AXES
 from autopar.rules.apply import BATCH
+from autopar.rules.spread import AXIS as SPREAD
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
@@ -172,7 +173,9 @@ class Emitter:
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        local = self.graph.create_node("call_function", emitted.local, (node,), name=name)
+        is_spread = any(axis == SPREAD for axis, _ in parameter.layout)
+        args = (node, parameter.spec.dtype) if is_spread else (node,)
+        local = self.graph.create_node("call_function", emitted.local, args, name=name)
         local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
 

@@ -15,9 +15,10 @@ Under ring attention every split dim of the axis is in *zig-zag order*: of 2 n c
 elementwise neighbours agree; changes of type are then those of :mod:`autopar.sequence_ops`, split dims divide by 2 n,
 and nothing else may know which part its rank has. Whole values (R, I, P) are in their own order.
 
-On axis ``batch`` (micro-batches and data ranks together) nothing may change type but prelude values
-from P to R: those are ``Graph.sums``, totalled before the step. Parameters are R at use there, and
-their gradient sum belongs to the data-parallel runtime.
+On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the
+step: those are ``Graph.sums``. Live values change between P and I or R by collectives over the data ranks, which is
+right for one micro-batch alone (see :func:`crosses_samples`). Parameters are R at use there, and their gradient sum
+belongs to the data-parallel runtime.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from autopar.rules.conversions import conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy, Typing
 
 BATCH = "batch"
+BATCH_CHANGE = "autopar.batch_"
+"""Begins the names of changes of type over samples: sums that the model reads, over all data ranks."""
+
 RING = "autopar.attention_ring"
 ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
 """What strategies may call where split dims are in zig-zag order: else nothing that knows which part its rank has."""
@@ -96,6 +100,8 @@ class _Sharding:
         self.explicit = {name for name, kinds in uses.items() if len(kinds) > 1}
         for op in graph.prelude:
             self._op(op, self.prelude)
+        for ref in (m.value for m in graph.mutations if graph.is_prelude(m.value)):
+            self._new_value(ref, self.prelude)
         ops, blocks = self._blocks()
         return replace(
             graph,
@@ -108,6 +114,7 @@ class _Sharding:
             blocks=blocks,
             loss=self.renamed.get(graph.loss, graph.loss),
             sums=(*graph.sums, *self.sums),
+            mutations=tuple(replace(m, value=self.renamed.get(m.value, m.value)) for m in graph.mutations),
         )
 
     # --- leaves
@@ -150,6 +157,8 @@ class _Sharding:
             section, start = _Section([], {}), len(ops)
             for op in graph.block_ops(block):
                 self._op(op, section)
+            for mutation in graph.block_mutations(block):
+                self._new_value(mutation.value, section)
             if block.index == len(graph.blocks) - 1:
                 self._loss(section)
             ops += section.ops
@@ -209,7 +218,9 @@ class _Sharding:
         loss = self.graph.loss
         found = self.types[loss]
         if self.is_batch:
-            if found != P:
+            if found.kind in ("I", "R"):
+                self.renamed[loss] = self._change(loss, P, section, place=str(loss))
+            elif found != P:
                 raise RuleError(
                     "the loss is a sum over samples",
                     value=found,
@@ -220,14 +231,35 @@ class _Sharding:
             new = self._change(loss, I, section, place=str(loss))
             self.renamed[loss] = new
 
+    def _new_value(self, ref: Ref, section: _Section) -> None:
+        """The new value of a buffer ends whole, the same on every rank and for all samples."""
+        found = self.types[ref]
+        if found.kind in ("R", "I"):
+            return
+        if not self.is_batch:
+            self.renamed[ref] = self._change(ref, R, section, place=str(ref))
+            return
+        if found != P or section is not self.prelude or ref in self.read_as_partial or ref.name in self.behind_sums:
+            raise RuleError(
+                "the new value of a buffer is the same for all samples, so that a batch can be split",
+                value=found,
+                place=f"{ref.name} ({self._module(ref)})",
+                remedy="keep sums or means over the batch in buffers, not values of single samples",
+            )
+        self.sums[ref] = None
+
     # --- changes of type
 
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
         """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
         found, place = self.types[ref], f"{op.name} ({op.target})"
         if self.is_batch:
-            self._check_batch(ref, found, wanted, place, op)
-            return ref
+            if not self._crosses_samples(ref, found, wanted):
+                self._check_batch(ref, found, wanted, place, op)
+                return ref
+            if (ref, wanted) not in section.changed:
+                section.changed[ref, wanted] = self._change(ref, wanted, section, place)
+            return section.changed[ref, wanted]
         if found == wanted or self._same_without_gradient(ref, found, wanted):
             return ref
         is_parameter = self.graph.is_parameter(ref)
@@ -249,13 +281,16 @@ class _Sharding:
         full = self.graph.spec(ref)
         local = self._local(full, wanted, place)
         producer = self.graph.producer(ref)
+        target, arguments = change.target, emitted_arguments(self.axis, found, wanted)
+        if self.is_batch:  # over both data axes
+            target, arguments = target.replace("autopar.", BATCH_CHANGE), arguments[1:]
+        elif self._is_reordered(found, wanted):
+            target = target.replace("autopar.", "autopar.zigzag_")
         section.ops.append(
             Op(
                 name=name,
-                target=change.target.replace("autopar.", "autopar.zigzag_")
-                if self._is_reordered(found, wanted)
-                else change.target,
-                args=(ref, *emitted_arguments(self.axis, found, wanted)),
+                target=target,
+                args=(ref, *arguments),
                 outputs=(local,),
                 module=producer.module if producer is not None else "",
                 layouts=((*self._layout_before(ref), (self.axis, wanted)),),
@@ -299,6 +334,14 @@ class _Sharding:
         if conflict:
             raise RuleError("a sum over samples is read as a total or as a part, not both", value=str(ref), place=place)
 
+    def _crosses_samples(self, ref: Ref, found: Type, wanted: Type) -> bool:
+        """A sum over samples that the model itself reads as a total, or a whole value that becomes a summand."""
+        if self.graph.is_parameter(ref) or self._same_without_gradient(ref, found, wanted) or ref in self.sums:
+            return False
+        if found == P:
+            return wanted.kind in ("I", "R") and not self.graph.is_prelude(ref)
+        return found.kind in ("I", "R") and wanted == P
+
     def _is_reordered(self, found: Type, wanted: Type) -> bool:
         return self.is_zigzag and (found.is_split or wanted.is_split)
 
@@ -341,6 +384,11 @@ class _Sharding:
     def _module(self, ref: Ref) -> str:
         producer = self.graph.producer(ref)
         return producer.module if producer is not None else ""
+
+
+def crosses_samples(graph: Graph) -> tuple[Op, ...]:
+    """Changes of type over samples inside of a local graph's live operators: each data rank has one micro-batch then."""
+    return tuple(op for op in graph.ops if op.target in (f"{BATCH_CHANGE}all_reduce", f"{BATCH_CHANGE}keep_on_first"))
 
 
 def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
