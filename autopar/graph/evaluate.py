@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -76,10 +78,10 @@ def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
 def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor]) -> None:
     """Executes ``ops`` in order, adding their outputs to ``env``; random numbers are the same in every run."""
     for number, op in enumerate(ops):
-        args, kwargs = [_value(a, env) for a in op.args], {k: _value(a, env) for k, a in op.kwargs}
+        args, kwargs = [_value(a, env) for a in op.args], dict[str, Any]((k, _value(a, env)) for k, a in op.kwargs)
         if op.target.startswith("aten.") and draws_random(op.target):
-            kwargs |= {"salt": number} | ({} if op.operands else {"device": next(iter(env.values())).device})
-            result = draw(op.target, *args, **kwargs)
+            where = None if op.operands else next(iter(env.values())).device
+            result = partial(draw, salt=number, device=where)(op.target, *args, **kwargs)
         else:
             result = resolve(op.target)(*args, **kwargs)
         for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):

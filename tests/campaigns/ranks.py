@@ -95,7 +95,7 @@ def _module(stage: StageProgram, program: Program, leaves: Mapping[str, Tensor])
         replace(block, module=_Body(block.module, {name: leaves[name] for name in block.parameters}))  # type: ignore[arg-type]
         for block in stage.blocks
     )
-    module = StageModule(replace(stage, blocks=blocks), program.loss, this_mesh())
+    module = StageModule(replace(stage, blocks=blocks), program.loss, (this_mesh(),))
     module._parameters.update({name: leaves[name] for name in stage.shared_parameters})  # type: ignore[misc]
     return module
 
