@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.graph.ir import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
@@ -144,7 +144,8 @@ class _Assembler:
     def _place_experts(self, stage: int, ir: Parameter, local: Tensor, holder: nn.Module) -> None:
         """Experts over data ranks are no one's to shard again: FSDP leaves them alone, buckets sum their gradients."""
         assert self.world.expert_mesh is not None
-        mesh, placements = self.world.expert_mesh["ep_data"], [Shard(0)]
+        mesh = self.world.expert_mesh["ep_data"]
+        placements: list[Placement] = [Shard(0)]
         if self.plan.mesh.tp > 1:
             kind = dict(ir.layout).get("tp")
             inner = Shard(kind.dim) if kind is not None and kind.is_split else Replicate()

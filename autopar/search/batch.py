@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from autopar import rules
 from autopar.errors import RuleError
@@ -114,10 +115,8 @@ def _solve(compact: Compact, size: Fraction, *, totals: bool) -> Typing:
     problem.end(graph.loss, lambda kind: problem.costs.change(loss, kind, P))
     for mutation in graph.mutations:
         if mutation.value.name in problem.ops:
-            total = graph.is_prelude(mutation.value)
-            problem.end(
-                mutation.value, lambda kind, total=total: FREE if kind in (R, I) or (total and kind == P) else None
-            )
+            ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
+            problem.end(mutation.value, partial(_ends_as, ends))
     best = problem.solve((), Weights())
     value = float(best.table)
     if value == float("inf"):
@@ -125,6 +124,10 @@ def _solve(compact: Compact, size: Fraction, *, totals: bool) -> Typing:
     found = problem.choice(best.decode(()), value)
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
+
+
+def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
+    return FREE if kind in ends else None
 
 
 def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
