@@ -155,7 +155,11 @@ class _Check:
         if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
             self.count += 1
             return self.annotate(cast("Callable[..., Any]", node.target)(*args, **kwargs), node)
-        passes = partial and (not _is_known(call) or (node.target in _CHANGES and node.args[1] not in pending))
+        passes = partial and (
+            not _is_known(call)
+            or node.target is ops.dropout  # of a sum: all summands lose the same elements
+            or (node.target in _CHANGES and node.args[1] not in pending)
+        )
         if node.target is operator.getitem or passes:
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)

@@ -64,7 +64,7 @@ class Maker:
 
 
 _INTEGERS = ("bitwise", "__")
-_WITHOUT_GRADIENT = ("floor_divide", "bernoulli")
+_WITHOUT_GRADIENT = ("floor_divide", "bernoulli", "randint_like")
 _OWN = ("aten.copy.default", "aten.type_as.default", "aten.native_dropout.default")
 
 
