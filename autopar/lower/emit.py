@@ -197,8 +197,8 @@ def random_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
-    """An identifier for a value."""
-    return f"{ref.name}_{ref.index}" if ref.index or suffix_first else ref.name
+    """An identifier for a value: no operator's own name, as ``topk_1`` may be that of the second of two."""
+    return f"{ref.name}_out{ref.index}" if ref.index or suffix_first else ref.name
 
 
 def use_layout(parameter: Parameter) -> Layout:

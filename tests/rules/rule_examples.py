@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.graph.ir import Op, Ref, map_refs
+from autopar.graph.random import draws_random
 from autopar.ops import resolve
 from autopar.rules.table import RuleTable
 
@@ -64,7 +65,7 @@ class Maker:
 
 
 _INTEGERS = ("bitwise", "__")
-_WITHOUT_GRADIENT = ("floor_divide", "bernoulli", "randint_like")
+_WITHOUT_GRADIENT = ("floor_divide",)
 _OWN = ("aten.copy.default", "aten.type_as.default", "aten.native_dropout.default")
 
 
@@ -76,7 +77,8 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
         if "n k+" in rule.line or target.startswith("autopar.") or target in _OWN:
             continue
         schema = resolve(target)._schema  # type: ignore[attr-defined]
-        grad = not any(mark in target for mark in _WITHOUT_GRADIENT)
+        constant = draws_random(target) and target != "aten._standard_gamma.default"
+        grad = not constant and not any(mark in target for mark in _WITHOUT_GRADIENT)
         integer = any(mark in target for mark in _INTEGERS)
         shapes = iter([(4, 1, 8), (4, 8), (1, 4, 8)])
         args: list[object] = []
