@@ -197,7 +197,7 @@ def random_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
-    """An identifier for a value: no operator's own name, as ``topk_1`` may be that of the second of two."""
+    """An identifier for a value; no operator has such a name: a second ``topk`` is ``topk_1``."""
     return f"{ref.name}_out{ref.index}" if ref.index or suffix_first else ref.name
 
 
