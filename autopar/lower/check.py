@@ -148,17 +148,22 @@ class _Check:
     def call(self, node: fx.Node, env: dict[fx.Node, Any], place: str) -> Any:
         args, kwargs = _arguments(node, env)
         operands = [n for n in node.all_input_nodes if "types" in n.meta]
-        pending = [axis for axis in self.axes if any(self.kind(n, axis) == "P" for n in operands)]
+        changed = node.args[1] if node.target in _CHANGES else ""
+        pending = [axis for axis in self.axes if axis != changed and any(self.kind(n, axis) == "P" for n in operands)]
         stated = [node] if "types" in node.meta else list(node.users)  # several outputs: each getitem states its own
         partial = bool(pending) and all(self.kind(n, axis) in ("P", None) for n in stated for axis in pending)
         call = _linear(node.target) if partial else cast("Callable[..., Any]", node.target)
         if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
             self.count += 1
-            return self.annotate(cast("Callable[..., Any]", node.target)(*args, **kwargs), node)
+            made = cast("Callable[..., Any]", node.target)(*args, **kwargs)
+            if node.target is operator.getitem and not node.meta["spec"].requires_grad:  # of I, where R is stated
+                self.check_values(made, node, place)
+                made = _plain(made)
+            return self.annotate(made, node)
         passes = partial and (
             not _is_known(call)
             or node.target is ops.dropout  # of a sum: all summands lose the same elements
-            or (node.target in _CHANGES and node.args[1] not in pending)
+            or node.target in _CHANGES
         )
         if node.target is operator.getitem or passes:
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
@@ -291,13 +296,15 @@ def _text(layout: Layout) -> str:
 def _has_global_rule(node: fx.Node) -> bool:
     """Causal attention makes its mask inside, where the checker cannot follow; nor does it know grouped heads.
 
-    A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule.
+    A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule, nor has
+    it one for truth values, which travel as bytes.
     """
     target = _target(node)
     is_attention = target == "aten.scaled_dot_product_attention.default"
     beyond = is_attention and (node.args[5:6] == (True,) or node.kwargs.get("enable_gqa", False))
     thin = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
-    return target in GLOBAL and not beyond and not thin
+    truth = target.startswith("autopar.") and node.meta["spec"].dtype == torch.bool
+    return target in GLOBAL and not beyond and not thin and not truth
 
 
 def _is_known(call: Callable[..., Any]) -> bool:
@@ -347,7 +354,8 @@ def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any,
 
 def _plain(result: torch.Tensor) -> torch.Tensor:
     """The result without types that it may have taken over from an operand."""
-    return torch.empty_like(result).requires_grad_(result.requires_grad)
+    plain = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    return plain.requires_grad_(result.requires_grad)
 
 
 def _target(node: fx.Node) -> str:

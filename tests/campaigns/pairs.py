@@ -176,7 +176,8 @@ def check_pair(pair: Pair, *, checked: bool = False) -> str:
         if problem := drawn.add(rank, result.draws):
             return problem
     loss, gradients = _dense(drawn.fixed(pair.whole), values)
-    floor = 1e-6 * max((float(g.abs().max()) for g in gradients.values()), default=0.0)
+    # parameters are of order one: a gradient below 1e-6 of the largest one and of the loss is judged by those
+    floor = 1e-6 * max((float(x.abs().max()) for x in (loss, *gradients.values()) if x.numel()), default=0.0)
     for rank, result in enumerate(results):
         if result.loss is not None and not _close(result.loss, loss, 0.0):
             return f"rank {rank}: loss {result.loss.item()!r} for {loss.item()!r}"
