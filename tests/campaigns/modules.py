@@ -156,7 +156,10 @@ def _check_trace(model: Module, graph: Graph, batch: int) -> None:
     expected = model(**given)["loss"]
     names = sorted(parameters)
     got = torch.autograd.grad(found, [parameters[n] for n in names], allow_unused=True)
-    wanted = torch.autograd.grad(expected, [model.get_parameter(n) for n in names], allow_unused=True)
+    try:
+        wanted = torch.autograd.grad(expected, [model.get_parameter(n) for n in names], allow_unused=True)
+    except RuntimeError as error:  # it writes in place to what its own backward needs
+        raise UnfitError("torch does not differentiate the module itself") from error
     same = all(_same(a, b) for a, b in zip((found, *got), (expected, *wanted), strict=True))
     if not same:
         raise AutoparError("a traced module computes what the module does", value=model.steps)
