@@ -379,6 +379,23 @@ def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
+def _opaque(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A region of unknown code: what one run of it counted, scaled by its input; elementwise beside that."""
+    region = region_of(str(op.args[0]))
+    share = max(1, sum(spec.numel for spec in operands[: len(cast("tuple[object, ...]", op.args[1]))])) / region.numel
+    moved = _total(operands) + _total(op.outputs)
+    return Work(
+        flops=region.flops * share,
+        backward_flops=region.backward_flops * share,
+        num_bytes=moved + int(region.saved_bytes * share),
+        backward_bytes=2 * moved + int(region.saved_bytes * share),
+        launches=1 + len(region.parameters),
+        backward_launches=1 + 2 * len(region.parameters),
+        saved=tuple(range(len(operands))),
+        saved_bytes=int(region.saved_bytes * share),
+    )
+
+
 def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
     """Keeps its mask, one byte an element."""
     x = operands[0]
@@ -433,6 +450,7 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
     **dict.fromkeys(("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"), _experts),
+    "autopar.opaque": _opaque,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
     **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean", "aten.sum.default", "aten.sum.dim_IntList"), _mean),
     **dict.fromkeys(COLLECTIVES, _change_of_type),

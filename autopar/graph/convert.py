@@ -19,6 +19,7 @@ from autopar.graph.indexing import INDEXING
 from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
+from autopar.graph.opaque import opaque_of
 from autopar.graph.products import PRODUCTS
 
 _ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
@@ -34,10 +35,12 @@ class Converter:
 
     Attributes:
         env: the value of each fx node by name.
+        module: path of the module whose call is converted.
     """
 
     builder: Builder
     env: dict[str, Value] = field(default_factory=dict)
+    module: str = ""
 
     def run(self, nodes: Iterable[fx.Node], owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> list[Value]:
         """Converts the calls among ``nodes`` and returns the outputs.
@@ -47,6 +50,7 @@ class Converter:
         """
         for node in nodes:
             if node.op == "call_function":
+                self.module = module_of(node)
                 env[node.name] = self._call(node, owner, env, grad)
             elif node.op == "get_attr":
                 env[node.name] = self._attribute(node, owner)
@@ -140,6 +144,8 @@ _REPORT = "replace the call in the model by torch operators"
 
 def _apply(builder: Builder, call: Call) -> Value:
     """Adds ``call`` in its one form, or folds it away."""
+    if call.target == "autopar.opaque.default":
+        return opaque_of(builder, call)  # what it computes is not known, so that nothing is folded or foreseen
     folded = fold(builder, call)
     if folded is not None:
         return folded

@@ -8,6 +8,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.graph.ir import Argument, Graph, Op, Parameter, Ref
+from autopar.opaque_ops import Holder, region_of
 from autopar.ops import resolve
 
 
@@ -16,6 +17,7 @@ def evaluate(
     batch: Mapping[str, torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor] | None = None,
+    model: torch.nn.Module | None = None,
 ) -> torch.Tensor:
     """The loss of ``batch``, differentiable in ``parameters``.
 
@@ -23,12 +25,13 @@ def evaluate(
         batch: tensors by the names of ``graph.inputs``, in the shapes of the graph.
         parameters: model parameters by name (``fqn``), whole; parts are cut from them.
         buffers: model buffers by name (``fqn``), for those whose value the graph does not hold.
+        model: for the code of its opaque regions.
 
     Raises:
-        AutoparError: an input or buffer is missing.
+        AutoparError: an input or buffer is missing, or the model where the graph has opaque modules.
     """
     env = leaves(graph, batch, parameters, buffers or {})
-    run((*graph.prelude, *graph.ops), env)
+    run((*graph.prelude, *graph.ops), env, model)
     return env[graph.loss]
 
 
@@ -61,10 +64,16 @@ def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
     return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
 
 
-def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor]) -> None:
-    """Executes ``ops`` in order, adding their outputs to ``env``."""
+def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor], model: torch.nn.Module | None = None) -> None:
+    """Executes ``ops`` in order, adding their outputs to ``env``; ``model`` has the code of opaque regions."""
     for op in ops:
-        result = resolve(op.target)(*(_value(a, env) for a in op.args), **{k: _value(a, env) for k, a in op.kwargs})
+        args = [_value(a, env) for a in op.args]
+        if op.target == "autopar.opaque":
+            holder = Holder(region_of(str(args[0])))
+            if model is not None:
+                holder.bind(model)
+            args = [holder, *args]
+        result = resolve(op.target)(*args, **{k: _value(a, env) for k, a in op.kwargs})
         for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):
             env[Ref(op.name, i)] = value
 

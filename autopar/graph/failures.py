@@ -52,6 +52,24 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     )
 
 
+def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
+    """Path of the innermost submodule of ``model`` whose code was running; empty where that is ``model`` itself."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    seen: set[int] = set()
+    failure: BaseException | None = error
+    while failure is not None and id(failure) not in seen:
+        seen.add(id(failure))
+        found = [
+            paths[id(frame.f_locals.get("self"))]
+            for frame, _ in traceback.walk_tb(failure.__traceback__)
+            if id(frame.f_locals.get("self")) in paths
+        ]
+        if found:
+            return found[-1]
+        failure = failure.__cause__ or failure.__context__
+    return ""
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -8,9 +8,9 @@ import io
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from autopar.graph import counts
 from autopar.graph.builder import Builder, Value
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
-from autopar.graph.failures import FAILURES, explained, first_line
+from autopar.graph.failures import FAILURES, explained, first_line, module_of_failure
 from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
 from autopar.graph.moe import swap_experts
+from autopar.graph.opaque import RegionError, Regions, notes_of, outermost, paths_of
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -37,6 +38,7 @@ def trace(
     *,
     name: str = "",
     loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
 ) -> Graph:
     """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up.
 
@@ -48,6 +50,8 @@ def trace(
         name: of the model; its class name when empty.
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not. Entries
             of ``kwargs`` that ``forward`` does not take are for it alone.
+        opaque: modules that are not looked into, by path, pattern or class: each is one operator that runs as it
+            is written. Modules that cannot be traced become so by themselves, and a note says it.
 
     Returns:
         The graph; batch sizes in its shapes are those of the example (or 2).
@@ -57,29 +61,81 @@ def trace(
             is scaled by a number that depends on it; the place is the line of the user's code.
     """
     batch = named_batch(model, args, kwargs or {})
-    graph = _traced(model, batch, name, loss_fn)
+    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths_of(model, opaque), reasons={})
+    job = replace(job, reasons=dict.fromkeys(job.opaque, "it was named so"))
+    graph, job = _with_fallback(job)
     if counts.suspects(graph):
-        counts.check(graph, _traced(model, batch, name, loss_fn, times=2))
-    return graph
+        counts.check(graph, _traced(job, times=2))
+    return replace(graph, notes=(*graph.notes, *notes_of(graph, job.reasons)))
 
 
-def _traced(
-    model: torch.nn.Module, batch: dict[str, Any], name: str, loss_fn: LossFunction | None, times: int = 1
-) -> Graph:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What is traced; ``reasons``: why each opaque module is one."""
+
+    model: torch.nn.Module
+    batch: dict[str, Any]
+    name: str
+    loss_fn: LossFunction | None
+    opaque: tuple[str, ...]
+    reasons: Mapping[str, str]
+
+
+class _Untraceable(TraceError):
+    """A trace that failed inside of a module; ``path`` is its name."""
+
+    path = ""
+
+
+def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
+    """A trace in which modules that cannot be traced are opaque, the smallest ones that will do.
+
+    Raises:
+        TraceError: the first failure, where no module around it can be opaque either.
+    """
+    first: TraceError | None = None
+    while True:
+        try:
+            return _traced(job), job
+        except (_Untraceable, RegionError) as error:
+            first = first or error
+            path = error.path
+            if isinstance(error, RegionError):
+                if job.reasons.get(path) == "it was named so":
+                    raise
+                path = path.rpartition(".")[0]
+            if not path or path in job.opaque:
+                raise first from error
+            reason = f"{first.place}: {first.value}; {first.remedy}" if path not in job.reasons else ""
+            job = replace(
+                job,
+                opaque=outermost((*job.opaque, path)),
+                reasons={**job.reasons, path: reason},
+            )
+            first = None if not isinstance(error, RegionError) else first
+
+
+def _traced(job: _Job, times: int = 1) -> Graph:
     """One trace, at ``times`` the batch size of the example."""
-    mode = FakeTensorMode()
-    batch, batch_size = _fake_batch(batch, mode, times)
-    wrapper = _Training(_fake_model(model, mode), batch, loss_fn)
-    program = _export(wrapper, batch, model)
+    model, mode = job.model, FakeTensorMode()
+    batch, batch_size = _fake_batch(job.batch, mode, times)
+    wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
+    regions = Regions(model, batch_size)
+    regions.swap(wrapper.model, job.opaque)
+    with regions.autograd_functions():
+        program = _export(wrapper, batch, model)
     builder = Builder()
     converter = Converter(builder)
     inputs = _inputs(batch, batch_size)
     parameters, buffers = _declare(builder, converter.env, program, model, inputs, batch)
-    outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
+    try:
+        outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
+    except TraceError as error:
+        raise _within(error, converter.module) from error
     loss = _loss_output(program, outputs, builder)
     graph = finish(
         builder,
-        name=name or type(model).__name__,
+        name=job.name or type(model).__name__,
         batch_size=batch_size,
         inputs=inputs,
         parameters=parameters,
@@ -87,6 +143,15 @@ def _traced(
         loss=loss,
     )
     return _without_memory(graph, _changed_buffers(program))
+
+
+def _within(error: TraceError, path: str) -> TraceError:
+    """The same error, known to come from a module."""
+    if not path or isinstance(error, RegionError):
+        return error
+    found = _Untraceable(error.law, value=error.value, place=error.place, remedy=error.remedy)
+    found.path = path
+    return found
 
 
 # --- the batch ------------------------------------------------------------------------------------
@@ -244,7 +309,7 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
         except TraceError:
             raise
         except FAILURES as error:
-            raise explained(error, model) from error
+            raise _within(explained(error, model), module_of_failure(error, wrapper.model)) from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from autopar import ops as emitted
 from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, R, S
 from autopar.mesh import DATA_AXES
+from autopar.opaque_ops import Holder, region_of
 from autopar.rules.apply import BATCH
 
 SEED = "rng_seed"
@@ -48,13 +49,14 @@ Strides depend on kernels, which differ between devices and shapes: a view is a 
 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
+OPAQUE = "autopar.opaque"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
 
 
 def is_random(op: Op) -> bool:
     """Whether the operator draws random numbers."""
-    if op.target == "autopar.dropout":
+    if op.target in ("autopar.dropout", OPAQUE):
         return True
     return op.target in _ATTENTIONS and len(op.args) > 4 and bool(op.args[4])
 
@@ -118,10 +120,12 @@ class Emitter:
             kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
         if not op.operands and target.startswith("aten.") and _has_device(target):
             kwargs["device"] = self.device
+        if target == OPAQUE:
+            self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
         node = self.graph.create_node(
             "call_function",
             _FUNCTIONS.get(target) or emitted.resolve(target),
-            tuple(self._argument(arg) for arg in args),
+            (*self._region(op), *(self._argument(arg) for arg in args)),
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
         )
@@ -129,7 +133,7 @@ class Emitter:
             node.update_kwarg("seed", self.seed)
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)
-        if len(op.outputs) == 1:
+        if len(op.outputs) == 1 and target != OPAQUE:
             self.values[Ref(op.name)] = _typed(node, op.spec, layouts[0])
             return
         for i in range(len(op.outputs)):
@@ -137,6 +141,12 @@ class Emitter:
                 "call_function", operator.getitem, (node, i), name=str_name(Ref(op.name, i), suffix_first=True)
             )
             self.values[Ref(op.name, i)] = _typed(part, op.outputs[i], layouts[i])
+
+    def _region(self, op: Op) -> tuple[fx.Node, ...]:
+        """The place of a region's code, which the runtime fills."""
+        if op.target != OPAQUE:
+            return ()
+        return (self.graph.get_attr(f"{op.name}_region"),)
 
     def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
         """The module; it returns a tuple, one tensor for each of ``outputs``."""

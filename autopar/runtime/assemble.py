@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.graph.ir import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.mesh import MESH_AXES
+from autopar.opaque_ops import Holder
 from autopar.runtime import data_parallel
 from autopar.runtime.gradients import Group, Held, hand_over
 from autopar.runtime.materialize import Weights, local_index
@@ -101,6 +102,9 @@ class _Assembler:
 
     def stage(self, program: StageProgram) -> StageModule:
         module = StageModule(program, self.program.loss, self.world.device_mesh)
+        for region in module.modules():
+            if isinstance(region, Holder):
+                region.bind(self.weights.model, self.world.device)
         mesh = data_parallel.fsdp_mesh(self.plan, self.world.device_mesh) if self.is_fsdp else None
         for block, block_program in zip(module.blocks, program.blocks, strict=True):
             assert isinstance(block, BlockModule)
