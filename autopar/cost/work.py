@@ -14,6 +14,7 @@ from typing import cast
 
 from autopar.device import Kind
 from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.opaque_ops import region_of
 
 Specs = Sequence[TensorSpec]
 

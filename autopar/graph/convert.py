@@ -83,13 +83,14 @@ class Converter:
             )
         if _is_dropped(target):
             return None
+        specs = _specs_of(node)
         call = Call(
             name=node.name,
             target=str(target),
             overload=target,
             args=tuple(_argument(arg, env) for arg in node.args),
             kwargs={key: _argument(value, env) for key, value in node.kwargs.items()},
-            outputs=_specs(node.meta.get("val")),
+            outputs=specs,
             module=module_of(node),
             source=source_of(node),
             grad=grad,
@@ -214,6 +215,29 @@ def _specs(value: object) -> tuple[TensorSpec | None, ...]:
     if isinstance(value, list | tuple):
         return tuple(spec for item in value for spec in (_specs(item) or (None,)))
     return ()
+
+
+def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
+    """The outputs of a call.
+
+    Raises:
+        TraceError: a shape, or a Python number that the model uses, depends on the values of tensors.
+    """
+    value = node.meta.get("val")
+    used = any(not isinstance(user.target, torch._ops.OpOverload) or not _is_dropped(user.target) for user in node.users)
+    number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and used
+    try:
+        specs = _specs(value)
+    except (RuntimeError, TypeError):  # an unknown size: GuardOnDataDependentSymNode
+        number = True
+    if number:
+        raise TraceError(
+            "control flow, shapes and Python numbers do not depend on the values of tensors",
+            value=f"{node.target} that does",
+            place=source_of(node),
+            remedy="write it with torch.where or a mask, or keep the number in a tensor",
+        )
+    return specs
 
 
 def module_of(node: fx.Node) -> str:

@@ -35,8 +35,8 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     dependent = ("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0")
     if "DataDependent" in type(error).__name__ or any(word in text for word in dependent):
         return TraceError(
-            "control flow and shapes do not depend on the values of tensors",
-            value=reason,
+            "control flow, shapes and Python numbers do not depend on the values of tensors",
+            value=f"one that does at `{line}`" if line else reason,
             place=place,
             remedy="write it with torch.where or a mask, or decide it outside forward",
         )

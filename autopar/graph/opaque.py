@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,15 +88,8 @@ class Regions:
             draft, inputs, tree = _draft(MODULE, path, args, kwargs)
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
-            with torch.random.fork_rng(devices=[]):
-                subject = probe.Subject(
-                    region=draft,
-                    call=stateless(_without_dropout(original)),
-                    inputs=tuple(map(_spec, inputs)),
-                    parameters=tuple(_value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
-                    buffers=tuple(map(_value, original.buffers())),
-                )
-                region, output = probe.apart_from_trace(partial(probe.examine, subject, self.batch_size))
+            specs = tuple(map(_spec, inputs))
+            region, output = probe.apart_from_trace(partial(_examined, original, draft, specs, self.batch_size))
         except (probe.Unclear, *probe.FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)
@@ -142,6 +135,31 @@ class Regions:
     def _examined(self, cls: type[torch.autograd.Function], subject: probe.Subject) -> tuple[Region, Any] | None:
         with torch.random.fork_rng(devices=[]):
             return None if probe.is_plain(cls, subject) else probe.examine(subject, self.batch_size)
+
+
+def _examined(
+    original: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...], batch_size: int
+) -> tuple[Region, Any]:
+    """What the user's module does; nothing of this may run under the tracer's modes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        subject = probe.Subject(
+            region=draft,
+            call=stateless(_without_dropout(original)),
+            inputs=inputs,
+            parameters=tuple(_value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
+            buffers=tuple(map(_value, original.buffers())),
+        )
+        return probe.examine(subject, batch_size)
+
+
+def around(model: torch.nn.Module, path: str) -> str:
+    """The module that calls ``path``: the nearest one around it that has a forward; empty: the model itself."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path and type(model.get_submodule(path)).forward is not torch.nn.Module.forward:
+            return path
+    return ""
 
 
 def _draft(
@@ -260,18 +278,16 @@ def opaque_of(builder: Builder, call: Call) -> Value:
     return tuple(Ref(op.name, i) for i in range(len(outputs)))
 
 
-def notes_of(graph: Graph, reasons: dict[str, str]) -> tuple[str, ...]:
-    """A sentence for each region: why it is one, and what that means."""
-    said: dict[str, str] = {}
-    for op in (*graph.prelude, *graph.ops):
-        if op.target != TARGET:
-            continue
-        region = region_of(str(op.args[0]))
-        why = reasons.get(region.name, "its backward is not what autograd makes of its forward")
-        text = f"opaque: {region.name} runs as it is written, whole on every rank of tp and cp, because {why}"
-        if region.flops or region.kind == MODULE:
-            text += "; its cost is known roughly"
-        if region.why:
-            text += f"; samples are not known to be apart in it: {region.why}"
-        said[region.name] = text
-    return tuple(said.values())
+def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
+    """A sentence for the regions of one reason: which they are, why, and what that means."""
+    regions = {r.name: r for op in (*graph.prelude, *graph.ops) if op.target == TARGET for r in (region_of(str(op.args[0])),)}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, region in regions.items():
+        why = reasons.get(name, "an export would drop its own backward, which is not what autograd makes of its forward")
+        groups.setdefault((why, region.why), []).append(name)
+    notes = []
+    for (why, mixed), names in groups.items():
+        said = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        text = f"opaque, whole on every rank of tp and cp and of a cost that is known roughly: {said}; {why}"
+        notes.append(f"{text}; its samples are not known to be apart: {mixed}" if mixed else text)
+    return tuple(notes)

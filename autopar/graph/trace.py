@@ -26,7 +26,7 @@ from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
 from autopar.graph.failures import FAILURES, explained, first_line, module_of_failure
 from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
 from autopar.graph.moe import swap_experts
-from autopar.graph.opaque import RegionError, Regions, notes_of, outermost, paths_of
+from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -103,10 +103,10 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
             if isinstance(error, RegionError):
                 if job.reasons.get(path) == "it was named so":
                     raise
-                path = path.rpartition(".")[0]
-            if not path or path in job.opaque:
+                path = around(job.model, path)
+            if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
                 raise first from error
-            reason = f"{first.place}: {first.value}; {first.remedy}" if path not in job.reasons else ""
+            reason = f"{first.place}: {first.law}, but found {first.value} ({first.remedy})"
             job = replace(
                 job,
                 opaque=outermost((*job.opaque, path)),
