@@ -188,6 +188,7 @@ class Plan:
         layouts, blocks, stages: see there; blocks in order, stages in order of the model.
         pins: as the user wrote them.
         notes: what a reader should know (replicated operators, opaque regions).
+        opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
     """
 
     model: ModelInfo
@@ -208,6 +209,7 @@ class Plan:
     search: SearchRecord
     pins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
     version: int = FORMAT_VERSION
 
     @property

@@ -14,7 +14,9 @@ from autopar.cost.work import COLLECTIVES, VIEWS, Work, operand_specs, work
 from autopar.device import Device
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.storage import storage_roots
-from autopar.mesh import Mesh
+from autopar.layout import parse_type
+from autopar.mesh import DATA_AXES, Mesh
+from autopar.rules.conversions import conversion
 from autopar.rules.sharded import ring_messages
 
 
@@ -178,6 +180,14 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         whole = sum(graph.spec(ref).num_bytes for ref in op.operands[1:3]) * cast("int", known["ranks"])
         for inside in ring_messages(whole, backward=op.spec.requires_grad):
             yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
+        return
+    if op.target == "autopar.change_over_data":
+        before_type, after_type = (parse_type(str(op.args[i])) for i in (1, 2))
+        change = conversion(before_type, after_type, requires_grad=op.spec.requires_grad)
+        whole = max(graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes)
+        for kind, is_backward in ((change and change.forward, False), (change and change.backward, True)):
+            if kind:
+                yield Message(kind=kind, axis=DATA_AXES[0], num_bytes=whole, backward=is_backward)
         return
     if op.target not in COLLECTIVES:
         return

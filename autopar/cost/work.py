@@ -380,6 +380,12 @@ def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
+def _over_data(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A change of type over the data axes: a copy into or out of rank order."""
+    whole = max(operands[0].num_bytes, op.spec.num_bytes)
+    return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
+
+
 def _opaque(op: Op, operands: Specs, kind: Kind) -> Work:
     """A region of unknown code: what one run of it counted, scaled by its input; elementwise beside that."""
     region = region_of(str(op.args[0]))
@@ -452,6 +458,7 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
     **dict.fromkeys(("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"), _experts),
     "autopar.opaque": _opaque,
+    "autopar.change_over_data": _over_data,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
     **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean", "aten.sum.default", "aten.sum.dim_IntList"), _mean),
     **dict.fromkeys(COLLECTIVES, _change_of_type),

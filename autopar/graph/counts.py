@@ -14,6 +14,10 @@ from autopar.graph.ir import Graph, Op, Ref
 _SCALING = frozenset(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar"))
 
 
+class CountError(TraceError):
+    """A loss is scaled by a number that depends on the batch size."""
+
+
 def suspects(graph: Graph) -> list[Op]:
     """Operators that scale by a number what has a gradient and may have no batch dim: surely not, or near the loss."""
     last = graph.blocks[-1].start
@@ -31,14 +35,14 @@ def check(graph: Graph, larger: Graph) -> None:
     """Compare a trace with one at another batch size.
 
     Raises:
-        TraceError: a number of :func:`suspects` differs.
+        CountError: a number of :func:`suspects` differs.
     """
     others = {op.name: op for op in larger.ops}
     for op in suspects(graph):
         other = others.get(op.name)
         here, there = list(_numbers(graph, op)), [] if other is None else list(_numbers(larger, other))
         if here != there:
-            raise TraceError(
+            raise CountError(
                 "a loss is scaled by numbers that do not depend on the batch size, or by counts computed from tensors",
                 value=f"{here} for a batch of {graph.batch_size}, {there} for one of {larger.batch_size}",
                 place=op.source or op.module or op.name,

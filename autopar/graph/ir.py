@@ -194,6 +194,8 @@ class Graph:
             reads such a Ref reads the total.
         fingerprint: of the traced model; passes keep it.
         notes: what a reader of the plan should know (opaque regions, operators without a rule).
+        mixing: the operator by which samples meet, where they do: ``batch_size`` is then the global batch, and axis
+            ``batch`` a group of ranks that each have all their samples in one micro-batch. Empty: samples are apart.
     """
 
     name: str
@@ -208,6 +210,7 @@ class Graph:
     sums: tuple[Ref, ...] = ()
     fingerprint: str
     notes: tuple[str, ...] = ()
+    mixing: str = ""
 
     def spec(self, ref: Ref) -> TensorSpec:
         """The spec of any tensor.

@@ -39,6 +39,7 @@ def trace(
     name: str = "",
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
+    exact: bool = False,
 ) -> Graph:
     """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up.
 
@@ -52,6 +53,7 @@ def trace(
             of ``kwargs`` that ``forward`` does not take are for it alone.
         opaque: modules that are not looked into, by path, pattern or class: each is one operator that runs as it
             is written. Modules that cannot be traced become so by themselves, and a note says it.
+        exact: the graph is for batches of the example's size alone: numbers may count samples, and none is doubled.
 
     Returns:
         The graph; batch sizes in its shapes are those of the example (or 2).
@@ -64,7 +66,7 @@ def trace(
     job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths_of(model, opaque), reasons={})
     job = replace(job, reasons=dict.fromkeys(job.opaque, "it was named so"))
     graph, job = _with_fallback(job)
-    if counts.suspects(graph):
+    if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
     return replace(graph, notes=(*graph.notes, *notes_of(graph, job.reasons)))
 

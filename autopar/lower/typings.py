@@ -54,6 +54,13 @@ def batch_typing(plan: Plan, graph: Graph) -> Typing:
         raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
     reader.read(graph.prelude, plan.prelude, "prelude")
     typing = _read_blocks(plan, graph, reader)
+    if graph.mixing and (plan.num_micro_batches > 1 or plan.global_batch_size != graph.batch_size):
+        raise PlanError(
+            "where samples meet, a data rank takes all its samples of the traced global batch in one micro-batch",
+            value=f"{plan.num_micro_batches} micro-batches, a batch of {plan.global_batch_size} (traced {graph.batch_size})",
+            place=graph.mixing,
+            remedy="pin num_micro_batches=1",
+        )
     mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
         raise PlanError(

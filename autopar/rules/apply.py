@@ -15,7 +15,8 @@ Under ring attention every split dim of the axis is in *zig-zag order*: of 2 n c
 elementwise neighbours agree; changes of type are then those of :mod:`autopar.sequence_ops`, split dims divide by 2 n,
 and nothing else may know which part its rank has. Whole values (R, I, P) are in their own order.
 
-On axis ``batch`` (micro-batches and data ranks together) nothing may change type but prelude values
+Where samples meet (``Graph.mixing``) axis ``batch`` is a group of ranks, those of the data axes, and values change their
+type on it as on any other. Otherwise, on axis ``batch`` (micro-batches and data ranks together) nothing may change type but prelude values
 from P to R: those are ``Graph.sums``, totalled before the step. Parameters are R at use there, and
 their gradient sum belongs to the data-parallel runtime.
 """
@@ -209,7 +210,9 @@ class _Sharding:
         loss = self.graph.loss
         found = self.types[loss]
         if self.is_batch:
-            if found != P:
+            if found != P and self.graph.mixing:
+                self.renamed[loss] = self._change(loss, P, section, place=str(loss))
+            elif found != P:
                 raise RuleError(
                     "the loss is a sum over samples",
                     value=found,
@@ -225,7 +228,8 @@ class _Sharding:
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
         """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
         found, place = self.types[ref], f"{op.name} ({op.target})"
-        if self.is_batch:
+        total = found == P and wanted in (R, I) and self.graph.is_prelude(ref)
+        if self.is_batch and (not self.graph.mixing or total or self.graph.is_parameter(ref)):
             self._check_batch(ref, found, wanted, place, op)
             return ref
         if found == wanted or self._same_without_gradient(ref, found, wanted):
@@ -245,6 +249,12 @@ class _Sharding:
             raise RuleError(
                 f"on axis {self.axis} a tensor of type {found} can become {wanted}", value=str(ref), place=place
             )
+        arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, found, wanted))
+        target = change.target
+        if self.is_batch:
+            target, arguments = "autopar.change_over_data", (ref, str(found), str(wanted))
+        elif self._is_reordered(found, wanted):
+            target = target.replace("autopar.", "autopar.zigzag_")
         name = self._name(f"{ref.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
         full = self.graph.spec(ref)
         local = self._local(full, wanted, place)
@@ -252,10 +262,8 @@ class _Sharding:
         section.ops.append(
             Op(
                 name=name,
-                target=change.target.replace("autopar.", "autopar.zigzag_")
-                if self._is_reordered(found, wanted)
-                else change.target,
-                args=(ref, *emitted_arguments(self.axis, found, wanted)),
+                target=target,
+                args=arguments,
                 outputs=(local,),
                 module=producer.module if producer is not None else "",
                 layouts=((*self._layout_before(ref), (self.axis, wanted)),),

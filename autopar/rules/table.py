@@ -278,6 +278,7 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
+    found["autopar.change_over_data"] = special.change_over_data
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.batch_norm"] = images.batch_norm
     found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, sharded.RING), compute.attention)

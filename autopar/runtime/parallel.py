@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import spmd_types
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -189,7 +190,7 @@ class Parallel:
         if sums is None:
             return {}
         totals: list[Tensor] = []
-        with torch.no_grad():
+        with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
             for part in micro_batches(local, self._program.graph.inputs, self.plan.num_micro_batches):
                 made = sums.module(*[part[name] for name in sums.inputs])
                 totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]

@@ -6,16 +6,19 @@ count of tokens). So the answer is nearly forced; what is left free (an operator
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar import rules
 from autopar.errors import RuleError
+from autopar.graph.counts import CountError
 from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
+from autopar.rules.conversions import conversion
+from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
-from autopar.search.classes import Compact
+from autopar.search.classes import Compact, compact
 from autopar.search.problem import FREE, Cost, Problem, Weights
 
 BATCH = "batch"
@@ -23,9 +26,13 @@ BATCH = "batch"
 
 @dataclass(frozen=True, slots=True)
 class _BatchCosts:
-    """Work in elements made; every change is forbidden but a total of the prelude."""
+    """Work in elements made; every change is forbidden but a total of the prelude.
+
+    Where the axis is a group of ranks, changes cost the elements that they move, twice.
+    """
 
     size: Fraction
+    is_group: bool = False
 
     def saves(self, op: Op) -> Sequence[Ref]:
         return ()
@@ -37,7 +44,11 @@ class _BatchCosts:
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
             return FREE
-        return None
+        change = conversion(source, target, requires_grad=spec.requires_grad) if self.is_group else None
+        if change is None or source.is_split and target.is_split:
+            return None
+        moves = sum(name is not None for name in (change.forward, change.backward))
+        return Cost(time_s=0.1 + 2.0 * moves * spec.numel)
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
         same = wanted == R or (wanted == I and not parameter.spec.requires_grad)
@@ -73,8 +84,10 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
         op.name: rules.strategies(op, tuple(graph.spec(r) for r in op.operands), axis=BATCH, size=size, fallback=True)
         for op in (*graph.prelude, *graph.ops)
     }
-    offered = _reachable(graph, offered)
-    problem = _BatchProblem(graph, _BatchCosts(size), offered=lambda op: offered[op.name], at_rest=lambda _: (I,))
+    is_group = bool(graph.mixing)
+    if not is_group:
+        offered = _reachable(graph, offered)
+    problem = _BatchProblem(graph, _BatchCosts(size, is_group), offered=lambda op: offered[op.name], at_rest=lambda _: (I,))
     for leaf in graph.inputs:
         problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
     for buffer in graph.buffers:
@@ -84,7 +97,7 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     problem.close()
     for a, b in compact.alike:
         problem.same_type(a, b)
-    problem.end(graph.loss, lambda kind: FREE if kind == P else None)
+    problem.end(graph.loss, lambda kind: FREE if kind == P or (is_group and not kind.is_split) else None)
     best = problem.solve((), Weights())
     value = float(best.table)
     if value == float("inf"):
@@ -96,7 +109,40 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
 
 def mixes_samples(graph: Graph) -> bool:
     """True when an operator looks at the samples of all data ranks: then none may be left for a later micro-batch."""
-    return any(op.target == "autopar.batch_norm" for op in graph.ops)
+    return bool(graph.mixing) or any(op.target == "autopar.batch_norm" for op in graph.ops)
+
+
+def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A traced model, whether its samples are apart or not.
+
+    Args:
+        trace_at: traces it: at the given number of samples, exactly, or at any (None).
+        global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
+            such as B - 1 hold for one batch size alone.
+
+    Raises:
+        TraceError: of ``trace_at``.
+    """
+    try:
+        graph = trace_at(None)
+        complete(graph)
+        solve_batch(compact(graph))
+    except (CountError, RuleError):
+        if global_batch_size == 1:
+            raise
+    else:
+        return graph
+    graph = trace_at(global_batch_size)
+    complete(graph)
+    try:
+        solve_batch(compact(graph))
+    except RuleError as error:
+        note = (
+            f"samples meet in {error.place}: each data rank takes all its samples in one micro-batch, and where they "
+            "meet they are gathered from all data ranks"
+        )
+        return replace(graph, mixing=error.place, notes=(*graph.notes, note))
+    return graph
 
 
 def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]]) -> dict[str, tuple[Strategy, ...]]:

@@ -29,7 +29,10 @@ MAX_CONFLICT_TRIALS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept."""
+    """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept.
+
+    ``opaque``: modules that the user named so, for the plan to say.
+    """
 
     graph: Graph
     cluster: Cluster
@@ -39,6 +42,7 @@ class Task:
     pins: Pins
     space: Space
     cache_dir: Path | None = None
+    opaque: tuple[str, ...] = ()
 
 
 class Planner:
@@ -193,6 +197,7 @@ class Planner:
                 reasons=reasons,
             ),
             pins=task.pins.texts,
+            opaque=task.opaque,
             notes=(
                 *graph.notes,
                 *operators_without_rule(graph, self.found, self.model),
