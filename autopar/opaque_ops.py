@@ -162,7 +162,18 @@ def of_function(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return lambda state, args, kwargs: function.apply(*args, **kwargs)
 
 
-def stateless(module: nn.Module, device: torch.device | None = None) -> Callable[..., Any]:
+@dataclass(frozen=True, slots=True)
+class Stateless:
+    """Calls a module on the parameters and buffers that come with each call."""
+
+    module: nn.Module
+
+    def __call__(self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns; ``state``: its tensors by name."""
+        return torch.func.functional_call(self.module, state, args, kwargs, tie_weights=True, strict=False)
+
+
+def stateless(module: nn.Module, device: torch.device | None = None) -> Stateless:
     """A module as :meth:`Holder.call` gives it: ``state`` has all its parameters and buffers by name."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -175,10 +186,7 @@ def stateless(module: nn.Module, device: torch.device | None = None) -> Callable
                 memo[id(value)] = value.detach().to(device or value.device)
     copied = copy.deepcopy(module, memo).train()
 
-    def call(state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return torch.func.functional_call(copied, state, args, kwargs, tie_weights=True, strict=False)
-
-    return call
+    return Stateless(copied)
 
 
 class _Joined(torch.autograd.Function):

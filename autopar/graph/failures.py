@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def _user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     own = str(Path(__file__).resolve().parents[1])
     torch_home = str(Path(torch.__file__).resolve().parent)
+    standard = sysconfig.get_paths()["stdlib"]
     outside = [f for f in frames if not f[0].startswith((own, torch_home, "<"))]
+    outside = [f for f in outside if "site-packages" in f[0] or not f[0].startswith(standard)]
     users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
     chosen = (users or outside or [("", 0)])[-1]
     if not chosen[0]:

@@ -23,6 +23,7 @@ from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.graph import probe
 from autopar.graph.builder import Builder, Call, Value
 from autopar.graph.ir import Argument, Graph, Op, Ref, TensorSpec
+from autopar.graph.memory import changed, state_of
 from autopar.opaque_ops import FUNCTION, MODULE, Region, load_function, of_function, region_of, stateless
 
 TARGET = "autopar.opaque"
@@ -143,14 +144,20 @@ def _examined(
     """What the user's module does; nothing of this may run under the tracer's modes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        call = stateless(_without_dropout(original))
+        before = state_of(call.module)
         subject = probe.Subject(
             region=draft,
-            call=stateless(_without_dropout(original)),
+            call=call,
             inputs=inputs,
             parameters=tuple(_value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
             buffers=tuple(map(_value, original.buffers())),
         )
-        return probe.examine(subject, batch_size)
+        found = probe.examine(subject, batch_size)
+    left = changed(before, state_of(call.module))
+    if left:
+        raise probe.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
+    return found
 
 
 def around(model: torch.nn.Module, path: str) -> str:

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.graph import counts
+from autopar.graph import counts, memory
 from autopar.graph.builder import Builder, Value
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import WRAPPER, Converter, needs_decomposition
@@ -64,7 +64,13 @@ def trace(
     """
     batch = named_batch(model, args, kwargs or {})
     job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths_of(model, opaque), reasons={})
-    job = replace(job, reasons=dict.fromkeys(job.opaque, "it was named so"))
+    memory.check_model(model)
+    hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
+    job = replace(
+        job,
+        opaque=outermost((*job.opaque, *hooked)),
+        reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
+    )
     graph, job = _with_fallback(job)
     if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
@@ -95,26 +101,21 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
     Raises:
         TraceError: the first failure, where no module around it can be opaque either.
     """
-    first: TraceError | None = None
+    causes: dict[str, TraceError] = {}
     while True:
         try:
             return _traced(job), job
         except (_Untraceable, RegionError) as error:
-            first = first or error
-            path = error.path
+            cause, path = error, error.path
             if isinstance(error, RegionError):
-                if job.reasons.get(path) == "it was named so":
+                if path not in causes:  # the user named it
                     raise
-                path = around(job.model, path)
+                cause, path = causes[path], around(job.model, path)
             if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
-                raise first from error
-            reason = f"{first.place}: {first.law}, but found {first.value} ({first.remedy})"
-            job = replace(
-                job,
-                opaque=outermost((*job.opaque, path)),
-                reasons={**job.reasons, path: reason},
-            )
-            first = None if not isinstance(error, RegionError) else first
+                raise cause from error
+            causes[path] = cause
+            reason = f"{cause.place}: {cause.law}, but found {cause.value} ({cause.remedy})"
+            job = replace(job, opaque=outermost((*job.opaque, path)), reasons={**job.reasons, path: reason})
 
 
 def _traced(job: _Job, times: int = 1) -> Graph:
@@ -124,8 +125,12 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
     regions = Regions(model, batch_size)
     regions.swap(wrapper.model, job.opaque)
-    with regions.autograd_functions():
+    before = memory.state_of(wrapper.model)
+    with regions.autograd_functions(), memory.tensor_hooks_refused():
         program = _export(wrapper, batch, model)
+        left = memory.changed(before, memory.state_of(wrapper.model))
+        if left:
+            _check_again(program, _export(wrapper, batch, model), left, model)
     builder = Builder()
     converter = Converter(builder)
     inputs = _inputs(batch, batch_size)
@@ -145,6 +150,27 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         loss=loss,
     )
     return _without_memory(graph, _changed_buffers(program))
+
+
+def _check_again(
+    first: torch.export.ExportedProgram, second: torch.export.ExportedProgram, left: Sequence[str], model: torch.nn.Module
+) -> None:
+    """A forward pass that sets attributes must compute the same when it runs again.
+
+    Raises:
+        TraceError: it does not.
+    """
+
+    def calls(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
+        return [(str(node.target), f"{node.args} {node.kwargs}") for node in program.graph.nodes]
+
+    if calls(first) != calls(second):
+        raise TraceError(
+            "a step does not depend on what an earlier step has left in the model",
+            value=f"{', '.join(left[:3])}, set in forward",
+            place=type(model).__name__,
+            remedy="keep it in a parameter, pass it as an input, or leave it out",
+        )
 
 
 def _within(error: TraceError, path: str) -> TraceError:
@@ -265,7 +291,7 @@ def pick_loss(output: Any, place: str) -> torch.Tensor:
     shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     raise TraceError(
         "the model returns a scalar loss",
-        value=f"outputs of shape {', '.join(shapes) or 'none'}",
+        value=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
         place=place,
         remedy="add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
     )
@@ -325,7 +351,7 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
