@@ -5,9 +5,11 @@ A graph has neither. Where a model's numbers depend on them, that is said instea
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +42,29 @@ def state_of(model: torch.nn.Module) -> State:
 def changed(before: State, after: State) -> tuple[str, ...]:
     """Attributes that differ."""
     return tuple(name for name in after if name not in before or before[name] != after[name])
+
+
+@dataclass(slots=True)
+class Left:
+    """What a forward pass has left behind; an export sets attributes of modules back, but not what is in here."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def values_of(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+    """The values of attributes, containers copied."""
+    found = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        found[name] = copy.copy(getattr(model.get_submodule(path), attribute))
+    return found
+
+
+def put_back(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    """Sets attributes to what :func:`values_of` gave."""
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, value)
 
 
 def check_model(model: torch.nn.Module) -> None:

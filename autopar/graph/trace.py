@@ -125,12 +125,12 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
     regions = Regions(model, batch_size)
     regions.swap(wrapper.model, job.opaque)
-    before = memory.state_of(wrapper.model)
     with regions.autograd_functions(), memory.tensor_hooks_refused():
         program = _export(wrapper, batch, model)
-        left = memory.changed(before, memory.state_of(wrapper.model))
+        left = wrapper.left.values
         if left:
-            _check_again(program, _export(wrapper, batch, model), left, model)
+            memory.put_back(wrapper.model, left)
+            _check_again(program, _export(wrapper, batch, model), tuple(left), model)
     builder = Builder()
     converter = Converter(builder)
     inputs = _inputs(batch, batch_size)
@@ -250,12 +250,16 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 class _Training(torch.nn.Module):
-    """The user's model with its loss picked out; every input by name."""
+    """The user's model with its loss picked out; every input by name.
+
+    ``left``: attributes that the last forward pass has set, which an export sets back.
+    """
 
     def __init__(self, model: torch.nn.Module, batch: dict[str, Any], loss_fn: LossFunction | None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.left = memory.Left()
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
         known = {p.name for p in parameters}
@@ -271,7 +275,9 @@ class _Training(torch.nn.Module):
             )
 
     def forward(self, **batch: Any) -> torch.Tensor:
+        before = memory.state_of(self.model)
         output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
+        self.left.values = memory.values_of(self.model, memory.changed(before, memory.state_of(self.model)))
         if self.loss_fn is not None:
             output = self.loss_fn(output, batch)
         return pick_loss(output, type(self.model).__name__)
