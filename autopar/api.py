@@ -81,7 +81,16 @@ def search(  # noqa: PLR0913  keywords of the public call
         model,
         cluster,
         _Wish(
-            example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name, cache_dir, loss_fn, tuple(opaque)
+            example_inputs,
+            global_batch_size,
+            tuple(pins),
+            precision,
+            optimizer,
+            space,
+            name,
+            cache_dir,
+            loss_fn,
+            tuple(opaque),
         ),
         progress,
     )
@@ -114,7 +123,16 @@ def estimate(  # noqa: PLR0913  keywords of the public call
         model,
         cluster,
         _Wish(
-            example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name, cache_dir, loss_fn, tuple(opaque)
+            example_inputs,
+            global_batch_size,
+            tuple(pins),
+            precision,
+            optimizer,
+            space,
+            name,
+            cache_dir,
+            loss_fn,
+            tuple(opaque),
         ),
         progress,
     )
@@ -187,9 +205,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
             return plan, graph
         samples = global_batch_size or _samples(example_inputs) or SAMPLES_PER_RANK * world_size
         recipe = PRECISIONS.get(precision, FP32)
-        graph = trace_model(
-            model, example_inputs, recipe, loss_fn=loss_fn, opaque=opaque, global_batch_size=samples
-        )
+        graph = trace_model(model, example_inputs, recipe, loss_fn=loss_fn, opaque=opaque, global_batch_size=samples)
         found = search(
             graph,
             opaque=opaque,
@@ -273,9 +289,7 @@ def _samples(example_inputs: Mapping[str, Any] | Sequence[Any] | None) -> int | 
     return max(sizes, key=sizes.count) if sizes else None
 
 
-def _with_samples(
-    inputs: Mapping[str, Any] | Sequence[Any], samples: int | None
-) -> Mapping[str, Any] | Sequence[Any]:
+def _with_samples(inputs: Mapping[str, Any] | Sequence[Any], samples: int | None) -> Mapping[str, Any] | Sequence[Any]:
     """Two samples of a batch (graphs, and so plans, do not depend on the size of the example), or so many, on meta."""
     size = _samples(inputs)
 

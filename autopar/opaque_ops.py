@@ -101,9 +101,7 @@ def _exported(
 
 
 @_exported.register_fake
-def _(
-    region: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
-) -> list[Tensor]:
+def _(region: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype, _ in region_of(region).outputs]
 
 

@@ -43,7 +43,9 @@ Pin = Annotated[
 Opaque = Annotated[
     list[str] | None,
     typer.Option(
-        "--opaque", metavar="NAME", help="A module that runs as it is written: its path, a pattern or a class; repeatable."
+        "--opaque",
+        metavar="NAME",
+        help="A module that runs as it is written: its path, a pattern or a class; repeatable.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

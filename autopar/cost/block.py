@@ -182,12 +182,7 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
             yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
         return
     if op.target == "autopar.change_over_data":
-        before_type, after_type = (parse_type(str(op.args[i])) for i in (1, 2))
-        change = conversion(before_type, after_type, requires_grad=op.spec.requires_grad)
-        whole = max(graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes)
-        for kind, is_backward in ((change and change.forward, False), (change and change.backward, True)):
-            if kind:
-                yield Message(kind=kind, axis=DATA_AXES[0], num_bytes=whole, backward=is_backward)
+        yield from _over_data(op, graph)
         return
     if op.target not in COLLECTIVES:
         return
@@ -199,6 +194,18 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         yield Message(kind=forward, axis=axis, num_bytes=size, backward=False)
     if backward and op.spec.requires_grad:
         yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
+
+
+def _over_data(op: Op, graph: Graph) -> Iterator[Message]:
+    """A change of type over the data axes, priced as if all their ranks were on the outermost."""
+    before, after = (parse_type(str(op.args[i])) for i in (1, 2))
+    change = conversion(before, after, requires_grad=op.spec.requires_grad)
+    if change is None:
+        return
+    whole = max(graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes)
+    for kind, is_backward in ((change.forward, False), (change.backward, True)):
+        if kind:
+            yield Message(kind=kind, axis=DATA_AXES[0], num_bytes=whole, backward=is_backward)
 
 
 def _directions(name: str, op: Op) -> tuple[str, str]:

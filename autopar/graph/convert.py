@@ -224,7 +224,9 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
         TraceError: a shape, or a Python number that the model uses, depends on the values of tensors.
     """
     value = node.meta.get("val")
-    used = any(not isinstance(user.target, torch._ops.OpOverload) or not _is_dropped(user.target) for user in node.users)
+    used = any(
+        not isinstance(user.target, torch._ops.OpOverload) or not _is_dropped(user.target) for user in node.users
+    )
     number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and used
     try:
         specs = _specs(value)

@@ -103,7 +103,9 @@ def check_model(model: torch.nn.Module) -> None:
 def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
     """Modules whose hooks on gradients a trace would lose."""
     return tuple(
-        path for path, module in model.named_modules() if path and (module._backward_hooks or module._backward_pre_hooks)
+        path
+        for path, module in model.named_modules()
+        if path and (module._backward_hooks or module._backward_pre_hooks)
     )
 
 

@@ -86,7 +86,7 @@ class Regions:
     def _module(self, path: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         original = self.model.get_submodule(path)
         try:
-            draft, inputs, tree = _draft(MODULE, path, args, kwargs)
+            draft, inputs = _draft(MODULE, path, args, kwargs)
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
             specs = tuple(map(_spec, inputs))
@@ -120,7 +120,7 @@ class Regions:
         """The region of a call, or None where its backward is the usual one; and the call's tensors."""
         name = f"{cls.__module__}:{cls.__qualname__}"
         try:
-            draft, inputs, _ = _draft(FUNCTION, name, args, kwargs)
+            draft, inputs = _draft(FUNCTION, name, args, kwargs)
             key = (cls, draft.tree, repr(draft.constants), tuple((tuple(x.shape), x.dtype) for x in inputs))
             if key not in self.functions:
                 subject = probe.Subject(
@@ -169,9 +169,7 @@ def around(model: torch.nn.Module, path: str) -> str:
     return ""
 
 
-def _draft(
-    kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Region, list[torch.Tensor], pytree.TreeSpec]:
+def _draft(kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Region, list[torch.Tensor]]:
     """A region by how it is called."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
@@ -186,7 +184,7 @@ def _draft(
         kind=kind, name=name, tree=text, constants=constants, parameters=(), buffers=(), outputs=(), splits=None,
         why="", is_linear_backward=False,
     )  # fmt: skip
-    return region, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], tree
+    return region, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _emit(
@@ -220,7 +218,9 @@ def _value(tensor: torch.Tensor) -> torch.Tensor:
 
 def _without_dropout(module: torch.nn.Module) -> torch.nn.Module:
     """A copy without tensors that drops nothing: random numbers differ between a batch and its halves."""
-    memo: dict[int, Any] = {id(t): torch.nn.Parameter(t.detach().to("meta"), t.requires_grad) for t in module.parameters()}
+    memo: dict[int, Any] = {
+        id(t): torch.nn.Parameter(t.detach().to("meta"), t.requires_grad) for t in module.parameters()
+    }
     memo |= {id(t): t.detach().to("meta") for t in module.buffers()}
     copied = copy.deepcopy(module, memo)
     for inner in copied.modules():
@@ -287,10 +287,14 @@ def opaque_of(builder: Builder, call: Call) -> Value:
 
 def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
     """A sentence for the regions of one reason: which they are, why, and what that means."""
-    regions = {r.name: r for op in (*graph.prelude, *graph.ops) if op.target == TARGET for r in (region_of(str(op.args[0])),)}
+    regions = {
+        r.name: r for op in (*graph.prelude, *graph.ops) if op.target == TARGET for r in (region_of(str(op.args[0])),)
+    }
     groups: dict[tuple[str, str], list[str]] = {}
     for name, region in regions.items():
-        why = reasons.get(name, "an export would drop its own backward, which is not what autograd makes of its forward")
+        why = reasons.get(
+            name, "an export would drop its own backward, which is not what autograd makes of its forward"
+        )
         groups.setdefault((why, region.why), []).append(name)
     notes = []
     for (why, mixed), names in groups.items():

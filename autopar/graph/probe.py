@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -187,20 +186,20 @@ def _splits(
     subject: Subject, batch_size: int
 ) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
     """Dims along which samples lie, or why they are not apart; and whether backward is linear."""
-    subjects, why = (subject.wide(), subject), "no input has a batch dim"
-    for subject in subjects:
+    why = "no input has a batch dim"
+    for trial in (subject.wide(), subject):
         try:
-            one = draw(subject.inputs, (None,) * len(subject.inputs), 1)
-            first, second = (_run(subject, one, seed=seed) for seed in (1, 2))
+            one = draw(trial.inputs, (None,) * len(trial.inputs), 1)
+            first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
         except (Unclear, *FAILURES) as error:
             why = first_line(error)
             continue
         if not _same(first[0], second[0]):
             return None, "it gives other results on the same inputs", False
-        linear = _is_linear(subject, one)
-        for dims in choices(subject.inputs, batch_size):
+        linear = _is_linear(trial, one)
+        for dims in choices(trial.inputs, batch_size):
             try:
-                return (dims, _apart(subject, dims)), "", linear
+                return (dims, _apart(trial, dims)), "", linear
             except (Unclear, *FAILURES) as error:
                 why = first_line(error)
         return None, why, linear
@@ -237,7 +236,9 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
         ]  # fmt: skip
         outputs, of_inputs, of_parameters = _run(subject, whole, seed=3)
         halves = [_run(subject, part, seed=3) for part in parts]
-        found = tuple(_dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True)))
+        found = tuple(
+            _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
+        )
         _demand(outputs, halves[0][0], halves[1][0], found, "outputs")
         _demand(of_inputs, halves[0][1], halves[1][1], dims, "gradients of inputs")
         _demand(of_parameters, halves[0][2], halves[1][2], (None,) * len(of_parameters), "gradients of parameters")
@@ -251,15 +252,15 @@ def _dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
         longer = [d for d, (n, m) in enumerate(zip(whole.shape, first.shape, strict=True)) if n != m]
         if len(longer) == 1 and whole.shape[longer[0]] == 2 * first.shape[longer[0]]:
             return longer[0]
-    raise Unclear(f"output {index} of a batch of two halves has shape {tuple(whole.shape)}, of a half {tuple(first.shape)}")
+    raise Unclear(
+        f"output {index} of a batch of two halves has shape {tuple(whole.shape)}, of a half {tuple(first.shape)}"
+    )
 
 
 def _demand(
     whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dims: Sequence[int | None], what: str
 ) -> None:
-    joined = [
-        a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)
-    ]
+    joined = [a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)]
     if not all(x.isfinite().all() for x in whole if x.is_floating_point()):
         raise Unclear("random inputs give values that are not finite")
     if not _same(joined, whole):

@@ -89,7 +89,7 @@ class _Job:
     reasons: Mapping[str, str]
 
 
-class _Untraceable(TraceError):
+class _UntraceableError(TraceError):
     """A trace that failed inside of a module; ``path`` is its name."""
 
     path = ""
@@ -105,7 +105,7 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
     while True:
         try:
             return _traced(job), job
-        except (_Untraceable, RegionError) as error:
+        except (_UntraceableError, RegionError) as error:
             cause, path = error, error.path
             if isinstance(error, RegionError):
                 if path not in causes:  # the user named it
@@ -153,7 +153,10 @@ def _traced(job: _Job, times: int = 1) -> Graph:
 
 
 def _check_again(
-    first: torch.export.ExportedProgram, second: torch.export.ExportedProgram, left: Sequence[str], model: torch.nn.Module
+    first: torch.export.ExportedProgram,
+    second: torch.export.ExportedProgram,
+    left: Sequence[str],
+    model: torch.nn.Module,
 ) -> None:
     """A forward pass that sets attributes must compute the same when it runs again.
 
@@ -177,7 +180,7 @@ def _within(error: TraceError, path: str) -> TraceError:
     """The same error, known to come from a module."""
     if not path or isinstance(error, RegionError):
         return error
-    found = _Untraceable(error.law, value=error.value, place=error.place, remedy=error.remedy)
+    found = _UntraceableError(error.law, value=error.value, place=error.place, remedy=error.remedy)
     found.path = path
     return found
 

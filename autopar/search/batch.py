@@ -45,7 +45,7 @@ class _BatchCosts:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
             return FREE
         change = conversion(source, target, requires_grad=spec.requires_grad) if self.is_group else None
-        if change is None or source.is_split and target.is_split:
+        if change is None or (source.is_split and target.is_split):
             return None
         moves = sum(name is not None for name in (change.forward, change.backward))
         return Cost(time_s=0.1 + 2.0 * moves * spec.numel)
@@ -87,7 +87,9 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     is_group = bool(graph.mixing)
     if not is_group:
         offered = _reachable(graph, offered)
-    problem = _BatchProblem(graph, _BatchCosts(size, is_group), offered=lambda op: offered[op.name], at_rest=lambda _: (I,))
+    problem = _BatchProblem(
+        graph, _BatchCosts(size, is_group), offered=lambda op: offered[op.name], at_rest=lambda _: (I,)
+    )
     for leaf in graph.inputs:
         problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
     for buffer in graph.buffers:

@@ -39,7 +39,9 @@ def check(
     loss.backward()
     whole = dict(model.named_parameters())
     for rank, (found, gradients) in enumerate(run_ranks(plan.mesh, lambda rank: _rank(program, whole, batch, rank))):
-        torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-6, msg=lambda m: f"rank {rank}: {m}")
+        torch.testing.assert_close(
+            found, loss.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, rank=rank: f"rank {rank}: {m}"
+        )
         for parameter in program.graph.parameters:
             dense = whole[parameter.fqn].grad
             dense = torch.zeros_like(whole[parameter.fqn]) if dense is None else dense
