@@ -157,7 +157,7 @@ def load_function(name: str) -> type[torch.autograd.Function]:
 
 def of_function(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """A function as :meth:`Holder.call` gives it."""
-    return lambda state, args, kwargs: function.apply(*args, **kwargs)
+    return lambda state, args, kwargs: function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

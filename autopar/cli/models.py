@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -137,7 +137,7 @@ class VerifiedModel:
         def trace_at(samples: int | None) -> Graph:
             batch = self.make_batch(samples or self.source.batch_size, seed=0, padded=True)
             example = {name: value.to("meta") for name, value in batch.items()}
-            options = {"name": self.source.name, "opaque": opaque, "exact": samples is not None}
+            options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "exact": samples is not None}
             return trace_model(self.source.model, (), example, **options)
 
         return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)

@@ -66,7 +66,7 @@ def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
             if id(frame.f_locals.get("self")) in paths
         ]
         if found:
-            return found[-1]
+            return str(found[-1])
         failure = failure.__cause__ or failure.__context__
     return ""
 

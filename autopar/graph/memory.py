@@ -117,7 +117,7 @@ def tensor_hooks_refused() -> Iterator[None]:
     def register_hook(self: torch.Tensor, hook: Any) -> Any:
         if threading.get_ident() == owner:
             raise RuntimeError("a trace would lose a hook on a tensor's gradient")
-        return usual(self, hook)
+        return usual(self, hook)  # type: ignore[no-untyped-call]
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:

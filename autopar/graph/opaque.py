@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.graph import probe
 from autopar.graph.builder import Builder, Call, Value
+from autopar.graph.failures import FAILURES
 from autopar.graph.ir import Argument, Graph, Op, Ref, TensorSpec
 from autopar.graph.memory import changed, state_of
 from autopar.opaque_ops import FUNCTION, MODULE, Region, load_function, of_function, region_of, stateless
@@ -91,7 +92,7 @@ class Regions:
             draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
             specs = tuple(map(_spec, inputs))
             region, output = probe.apart_from_trace(partial(_examined, original, draft, specs, self.batch_size))
-        except (probe.Unclear, *probe.FAILURES) as error:
+        except (probe.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)
 
@@ -108,11 +109,11 @@ class Regions:
                 return usual.__func__(cls, *args, **kwargs)
             return _emit(found[0], inputs, ({}, {}), found[1])
 
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:
-            torch.autograd.Function.apply = usual
+            torch.autograd.Function.apply = usual  # type: ignore[method-assign]
 
     def _function(
         self, cls: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,7 +191,7 @@ def _draft(kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _emit(
     region: Region,
     inputs: list[torch.Tensor],
-    state: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+    state: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
     output: Any,
 ) -> Any:
     """The operator in the export, its results in the structure of ``output``."""

@@ -106,7 +106,8 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
         try:
             return _traced(job), job
         except (_UntraceableError, RegionError) as error:
-            cause, path = error, error.path
+            cause: TraceError = error
+            path = error.path
             if isinstance(error, RegionError):
                 if path not in causes:  # the user named it
                     raise
