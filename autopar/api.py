@@ -14,7 +14,7 @@ from autopar.cluster import Cluster
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
-from autopar.plan import BF16, FP32, Plan, Precision
+from autopar.plan import BF16, FP32, FP64, Plan, Precision
 from autopar.search.batch import for_batch
 from autopar.search.outer import Limits, Progress
 from autopar.search.pins import Pins
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SAMPLES_PER_RANK = 8
 """Of the global batch of :func:`parallelize` where neither it nor example inputs are given."""
 
-PRECISIONS = {"fp32": FP32, "bf16": BF16}
+PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp64": FP64}
 
 
 def search(  # noqa: PLR0913  keywords of the public call
@@ -39,7 +39,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     cluster: Cluster | str,
     global_batch_size: int,
     pins: Sequence[str] = (),
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
     trials: int | None = None,
@@ -60,7 +60,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         cluster: a :class:`Cluster` or what :meth:`Cluster.parse` reads (``h100-sxm5-80gb:4x8``).
         global_batch_size: samples of one optimizer step.
         pins: constraints, as ``tp<=4`` (see ``autopar.search.pins``).
-        precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32.
+        precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp64``: all in float64.
         optimizer: ``adamw``, ``adam``, ``momentum`` or ``sgd``.
         space: what may be chosen: a name or a TOML file.
         trials, timeout_s: stop after so many evaluations or seconds.
@@ -105,7 +105,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     cluster: Cluster | str,
     global_batch_size: int,
     pins: Sequence[str] = (),
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
     progress: Progress | None = None,
@@ -147,7 +147,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     global_batch_size: int | None = None,
     pins: Sequence[str] = (),
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
     trials: int | None = None,
@@ -253,9 +253,17 @@ def _job_size(cluster: Cluster | None) -> int:
 
 
 def verify(
-    subject: Subject, plan: Plan, graph: Graph | None = None, *, steps: int = 3, timeout_s: float = 300.0
+    subject: Subject,
+    plan: Plan,
+    graph: Graph | None = None,
+    *,
+    steps: int = 3,
+    timeout_s: float = 300.0,
+    precision: Literal["fp32", "fp64"] = "fp32",
 ) -> VerifyReport:
     """Runs ``plan`` on local gloo processes and compares losses, gradients and parameters with one process, in fp32.
+
+    What is past the limits is run again in fp64, which tells rounding from a wrong program.
 
     Args:
         subject: what ``autopar.models.resolve_model`` gives, or anything else that builds the model
@@ -264,6 +272,7 @@ def verify(
         graph: the traced model; made from ``subject`` when None.
         steps: of AdamW.
         timeout_s: processes are killed after it.
+        precision: ``fp64`` compares in float64 alone, within far tighter limits.
     """
     from autopar.runtime.verify import verify as compare
 
@@ -277,7 +286,7 @@ def verify(
             opaque=plan.opaque,
             global_batch_size=plan.global_batch_size,
         )
-    return compare(subject, plan, graph, steps=steps, timeout_s=timeout_s)
+    return compare(subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision])
 
 
 def _samples(example_inputs: Mapping[str, Any] | Sequence[Any] | None) -> int | None:

@@ -111,22 +111,78 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
     """
     if hidden.is_meta:
         return _shape_of(hidden, weights, gate, up, down)
-    pg = group(axis)
-    size, own = pg.size(), up.shape[0]
     chosen = indices.reshape(-1)
     order = chosen.argsort(stable=True)
+    rows = hidden.reshape(-1, hidden.shape[-1])[order // indices.shape[-1]]
     wanted = torch.bincount(chosen, minlength=num_experts)
+    return _combined(_travelled(rows, wanted, gate, up, down, activation, group(axis)), order, weights, hidden)
+
+
+def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
+    hidden: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
+    axis: str,
+    num_experts: int,
+    inner: str,
+    parts: int,
+) -> Tensor:
+    """As :func:`experts_dispatch` over ``axis``, for the share of each rank's experts that this rank of ``inner`` has.
+
+    Args:
+        hidden, weights, indices: this rank's tokens on ``axis``; R on ``inner``.
+        gate, up, down: this rank's experts: S(0) on ``axis``, and each part S(0) on ``inner``.
+        num_experts: of all ranks.
+        parts: ranks of ``inner``.
+
+    Returns:
+        As hidden, P on ``inner``: a pending sum.
+    """
+    if hidden.is_meta:
+        return _shape_of(hidden, weights, gate, up, down)
+    own, k = up.shape[0], indices.shape[-1]
+    share = indices.reshape(-1) // own  # which share of the experts a choice falls into, over all ranks
+    mine = (share % parts == group(inner).rank()).nonzero().squeeze(-1)
+    local = share[mine] // parts * own + indices.reshape(-1)[mine] % own
+    order = local.argsort(stable=True)
+    mine = mine[order]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    wanted = torch.bincount(local, minlength=num_experts // parts)
+    rows = _travelled(flat[mine // k], wanted, gate, up, down, activation, group(axis))
+    rows = rows * weights.reshape(-1)[mine].unsqueeze(-1)
+    total = torch.zeros_like(flat, dtype=rows.dtype).index_add(0, mine // k, rows)
+    return total.to(hidden.dtype).view(hidden.shape)
+
+
+def _travelled(
+    rows: Tensor,
+    wanted: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
+    pg: dist.ProcessGroup,
+) -> Tensor:
+    """Rows to their experts on the ranks of ``pg``, through them, and back into their order.
+
+    Args:
+        rows: [rows, h], sorted by expert.
+        wanted: how many each expert of all ranks gets from here, [experts of a rank * ranks].
+    """
+    size, own = pg.size(), up.shape[0]
     given = torch.empty_like(wanted)
     dist.all_to_all_single(given, wanted, group=pg)
     sent, received = wanted.view(size, own).sum(1).tolist(), given.view(size, own).sum(1).tolist()
-    rows = hidden.reshape(-1, hidden.shape[-1])[order // indices.shape[-1]]
     rows = cast("Tensor", _Exchange.apply(rows, sent, received, pg))  # type: ignore[no-untyped-call]
     local = torch.arange(own, device=up.device).repeat(size).repeat_interleave(given)
     by_expert = local.argsort(stable=True)
     rows = _grouped(rows[by_expert], given.view(size, own).sum(0).tolist(), gate, up, down, activation)
     rows = rows[by_expert.argsort()]
-    rows = cast("Tensor", _Exchange.apply(rows, received, sent, pg))  # type: ignore[no-untyped-call]
-    return _combined(rows, order, weights, hidden)
+    return cast("Tensor", _Exchange.apply(rows, received, sent, pg))  # type: ignore[no-untyped-call]
 
 
 def _grouped(

@@ -14,12 +14,19 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Ranks that differ on these alone have other samples."""
 
+EXPERT_MESH_AXES = ("pp", "ep_outer", "ep_data", "cp", "tp")
+"""The same ranks in the same order, the data ranks cut another way: experts are split over ``ep_data``, inside."""
+
+EXPERT_AXIS = "ep"
+"""``ep_data`` and ``tp`` together: the ranks over which experts are split where both axes split them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Degrees of the axes; the world size is the product of all but ``ep``.
+    """Degrees of the axes; the world size is the product of all but ``ep`` and ``ep_data``.
 
-    ``ep`` says over how many ranks experts are split: those of ``tp``, or 1 where they are whole.
+    ``ep`` says over how many ranks experts are split. They borrow them: ``ep_data`` neighbouring data ranks, and the
+    ranks of ``tp`` where ``ep`` is ``ep_data * tp``. 1: experts are whole.
 
     >>> mesh = Mesh(pp=2, tp=2)
     >>> mesh.world_size, mesh.coordinate(3)["tp"], mesh.group(3, ("tp",))
@@ -32,9 +39,10 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    ep_data: int = 1
 
     def __post_init__(self) -> None:
-        for axis in (*MESH_AXES, "ep"):
+        for axis in (*MESH_AXES, "ep", "ep_data"):
             if getattr(self, axis) < 1:
                 raise UsageError(f"the degree of {axis} is at least 1", value=getattr(self, axis))
 
@@ -51,8 +59,26 @@ class Mesh:
         """Ranks that see different samples: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def ep_outer(self) -> int:
+        """Data ranks that hold the same experts."""
+        return self.data // self.ep_data
+
+    @property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """Degrees of :data:`EXPERT_MESH_AXES`."""
+        return tuple(getattr(self, axis) for axis in EXPERT_MESH_AXES)
+
+    def cut(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
+        """Names and degrees of a way to cut the world that has ``axes``, and these in its words."""
+        if axes == (EXPERT_AXIS,):
+            axes = ("ep_data", "tp")
+        if any(axis in ("ep_outer", "ep_data") for axis in axes):
+            return EXPERT_MESH_AXES, self.expert_degrees, axes
+        return MESH_AXES, self.degrees, axes
+
     def size(self, axes: tuple[str, ...]) -> int:
-        return prod(getattr(self, axis) for axis in axes)
+        return prod(getattr(self, axis) for axis in self.cut(axes)[2])
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of a rank on each axis."""
@@ -70,9 +96,23 @@ class Mesh:
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` on ``axes`` alone, ascending, itself included."""
-        here = self.coordinate(rank)
-        ranges = [range(getattr(self, axis)) if axis in axes else (here[axis],) for axis in MESH_AXES]
-        return tuple(self.rank(dict(zip(MESH_AXES, position, strict=True))) for position in product(*ranges))
+        names, degrees, axes = self.cut(axes)
+        here = rank
+        places = []
+        for degree in reversed(degrees):
+            here, place = divmod(here, degree)
+            places.append(place)
+        ranges = [
+            range(degree) if axis in axes else (place,)
+            for axis, degree, place in zip(names, degrees, reversed(places), strict=True)
+        ]
+        found = []
+        for position in product(*ranges):
+            number = 0
+            for degree, place in zip(degrees, position, strict=True):
+                number = number * degree + place
+            found.append(number)
+        return tuple(found)
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups over ``axes``: a partition of the world."""
@@ -85,4 +125,11 @@ class Mesh:
 
     def __str__(self) -> str:
         axes = [f"{axis}={getattr(self, axis)}" for axis in MESH_AXES if getattr(self, axis) > 1]
-        return (" x ".join(axes) or "one rank") + (f" (ep={self.ep} on tp)" if self.ep > 1 else "")
+        return (" x ".join(axes) or "one rank") + (f" (ep={self.ep} on {self.ep_ranks})" if self.ep > 1 else "")
+
+    @property
+    def ep_ranks(self) -> str:
+        """Whose ranks experts borrow, for people: ``tp``, ``data`` or ``data x tp``."""
+        if self.ep == self.ep_data:
+            return "data" if self.ep > 1 else ""
+        return f"data={self.ep_data} x tp={self.tp}" if self.ep_data > 1 else "tp"

@@ -16,6 +16,9 @@ IGNORED = -100
 LONGEST_DEFAULT = 2048
 """Sequence length where none is asked for and the model takes longer ones."""
 
+_WAVE_LENGTH = 16
+"""Positions that a wave is long after the convolutions of an encoder, where no length is asked for."""
+
 Kind = Literal["tokens", "labels", "masked_labels", "class", "floats", "mask", "sampled"]
 
 
@@ -120,16 +123,27 @@ def fields_of_config(config: Any, head: str, main_input: str, sequence_length: i
     Raises:
         UsageError: a modality that example inputs cannot be made for.
     """
-    if main_input == "pixel_values":
-        return _image_fields(config, head)
-    if main_input == "input_features" and head == "speech":
-        return _speech_fields(config, sequence_length)
-    if main_input != "input_ids":
-        raise UsageError(
-            "example inputs are made for models of tokens, of images and of speech",
-            value=f"a model of {main_input}",
-            remedy="give a factory `package.module:factory` that returns (model, example inputs)",
-        )
+    try:
+        if main_input == "pixel_values":
+            return _image_fields(config, head)
+        if main_input in ("input_features", "input_values"):
+            return _speech_fields(config, head, main_input, sequence_length)
+        if main_input == "input_ids":
+            return _token_fields(config, head, sequence_length)
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        raise _unknown_inputs(f"{main_input}, of a size that its configuration does not tell ({error})") from error
+    raise _unknown_inputs(main_input)
+
+
+def _unknown_inputs(value: str) -> UsageError:
+    return UsageError(
+        "example inputs are made for models of tokens, of images, of video and of speech",
+        value=f"a model of {value}",
+        remedy="give a factory `package.module:factory` that returns (model, example inputs)",
+    )
+
+
+def _token_fields(config: Any, head: str, sequence_length: int | None) -> tuple[Field, ...]:
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = int(getattr(text, "vocab_size", 0) or 0)
     length = sequence_length or default_length(text)
@@ -158,9 +172,10 @@ def default_length(config: Any) -> int:
 def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
     size = getattr(config, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else tuple(size)
+    frames = getattr(config, "num_frames", None)
     pixels = Field(
         name="pixel_values",
-        shape=(int(getattr(config, "num_channels", 3)), int(height), int(width)),
+        shape=(*((int(frames),) if frames else ()), int(getattr(config, "num_channels", 3)), int(height), int(width)),
         kind="floats",
         dtype=torch.float32,
     )
@@ -169,11 +184,28 @@ def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
     return pixels, Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))
 
 
-def _speech_fields(config: Any, sequence_length: int | None) -> tuple[Field, ...]:
-    """Spectrogram and labels: an encoder that halves the frames has twice as many as its positions."""
-    frames = 2 * int(config.max_source_positions)
-    length = sequence_length or min(int(config.max_target_positions), LONGEST_DEFAULT)
-    return (
-        Field(name="input_features", shape=(int(config.num_mel_bins), frames), kind="floats", dtype=torch.float32),
-        Field(name="labels", shape=(length,), kind="class", size=int(config.vocab_size)),
-    )
+def _speech_fields(config: Any, head: str, main_input: str, sequence_length: int | None) -> tuple[Field, ...]:
+    """Sound, and labels where the head writes text.
+
+    A spectrogram for an encoder that halves the frames has twice as many as its positions; a wave has as many samples
+    as make the sequence length (16 where none is asked for) after the encoder's convolutions.
+    """
+    labels: tuple[Field, ...] = ()
+    if head == "speech":
+        longest = getattr(config, "max_target_positions", None) or config.max_text_positions
+        length = sequence_length or min(int(longest), LONGEST_DEFAULT)
+        labels = (Field(name="labels", shape=(length,), kind="class", size=int(config.vocab_size)),)
+    if main_input == "input_values" and not hasattr(config, "conv_kernel"):  # a spectrogram as an image
+        shape: tuple[int, ...] = (int(config.max_length), int(config.num_mel_bins))
+        if head == "image":
+            labels = (Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2))),)
+    elif main_input == "input_values":
+        samples = sequence_length or _WAVE_LENGTH
+        for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+            samples = (samples - 1) * int(stride) + int(kernel)
+        shape = (samples,)
+    elif hasattr(config, "num_mel_bins"):
+        shape = (int(config.num_mel_bins), 2 * int(config.max_source_positions))
+    else:
+        shape = (int(config.max_source_positions), int(config.input_feat_per_channel) * int(config.input_channels))
+    return Field(name=main_input, shape=shape, kind="floats", dtype=torch.float32), *labels

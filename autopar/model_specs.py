@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import json
@@ -109,7 +110,11 @@ def _local_config(transformers: Any, where: str, **given: Any) -> Any:
 
 
 def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) -> Any:
-    """The configuration with overrides, checked by name; token ids that the vocabulary lacks are mended."""
+    """The configuration with overrides, checked by name.
+
+    Token ids that the vocabulary lacks are mended. Layers are not left out at random unless it is asked for: which
+    ones a step has is decided by numbers that no trace knows.
+    """
     default = load()
     for key in given:
         if hasattr(default, key):
@@ -123,9 +128,20 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
         )
     try:
         config = load(**given)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except _UNFIT as error:
         raise _unfit(error, where) from error
+    _mend(config, given)
+    return config
+
+
+def _mend(config: Any, given: Mapping[str, Any]) -> None:
+    """Sets what training needs otherwise than a published checkpoint, where it is not in ``given``."""
     config.use_cache = False
+    if getattr(config, "architectures", None) is None:
+        config.architectures = []  # transformers looks through them where a type has several heads
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if name not in given and getattr(config, name, None):
+            setattr(config, name, 0.0)
     vocabulary = getattr(config, "vocab_size", None)
     if isinstance(vocabulary, int):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
@@ -137,7 +153,6 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
             config.pad_token_id = 0
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
-    return config
 
 
 def _unfit(error: BaseException, where: str) -> UsageError:
@@ -171,16 +186,37 @@ def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Mod
 
 
 def _make(loader: Any, config: Any, *, wrap: bool) -> torch.nn.Module:
-    experts = hasattr(config, "num_local_experts") or hasattr(config, "num_experts")
-    try:
+    """The model with fused attention and grouped experts, or with as much of that as its type knows."""
+    ways: tuple[dict[str, str], ...] = (
+        {"attn_implementation": "sdpa", **_EXPERTS},
+        {"attn_implementation": "sdpa"},
+        {"attn_implementation": "eager", **_EXPERTS},
+        {"attn_implementation": "eager"},
+    )
+    if not (hasattr(config, "num_local_experts") or hasattr(config, "num_experts")):
+        ways = ways[1::2]
+    for way in ways:
         try:
-            model = loader.from_config(config, attn_implementation="sdpa", **_EXPERTS if experts else {})
-        except (ValueError, TypeError):  # neither fused attention nor a choice of experts in this type
-            model = loader.from_config(config, attn_implementation="eager")
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
-        raise _unfit(error, str(config.model_type)) from error
-    return MeanSquareLoss(model) if wrap else cast("torch.nn.Module", model)
+            model = loader.from_config(copy.deepcopy(config), **way)  # which it changes, even where it fails
+        except _UNFIT as error:
+            if way is ways[-1] or not isinstance(error, ValueError | TypeError):
+                raise _unfit(error, str(config.model_type)) from error
+        else:
+            return MeanSquareLoss(model) if wrap else cast("torch.nn.Module", model)
+    raise AssertionError("the last way returns or raises")
 
+
+_UNFIT = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+)
+"""What transformers raises for settings that fit no model, or where a package of its own is missing."""
 
 _EXPERTS = {"experts_implementation": "grouped_mm"}
 """The only one of transformers' experts that exports without control flow on data, and computes no expert in vain."""

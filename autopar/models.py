@@ -113,9 +113,9 @@ def resolve_model(
         )
     with quiet_transformers(), torch.device("meta"):
         model = maker().to(dtype)
-    _check_positions(model, sequence_length, spec)
     inner = model.model if isinstance(model, MeanSquareLoss) else model
     fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length)
+    _check_positions(model, sequence_length, spec)
     if head == "image" or not any(f.kind == "tokens" for f in fields):
         fields = tuple(_as_dtype(f, dtype) for f in fields)
     return ModelSource(
@@ -162,13 +162,17 @@ def head_of(class_name: str) -> str | None:
 
 
 def without_dropout(model: torch.nn.Module) -> None:
-    """Sets every dropout probability of ``model`` to 0, in modules and in what they copied of a config."""
+    """Sets every probability of dropping something to 0, in modules and in what they copied of a config."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            if isinstance(value, float) and any(word in name for word in _DROPPING):
                 setattr(module, name, 0.0)
+
+
+_DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop")
+"""In the names of attributes: elements, whole branches of a sample, layers."""
 
 
 # --- factories ------------------------------------------------------------------------------------

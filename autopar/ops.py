@@ -11,7 +11,8 @@ Shapes: collectives keep every dim except the one they name; x is one rank's ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any, cast
@@ -20,8 +21,10 @@ import spmd_types
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from spmd_types import _state
 from spmd_types._mesh import _pg_for_axis  # the only look-up of a name's group in spmd-types 0.3
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuleError
@@ -80,12 +83,25 @@ class _ContiguousGradient(torch.autograd.Function):
 spmd_types.register_local_autograd_function(_ContiguousGradient)
 
 
+@contextmanager
+def on_meshes(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
+    """Sets the meshes whose axes emitted code names: the job's mesh last, before it other ways to cut the same ranks."""
+    with ExitStack() as stack:
+        for mesh in meshes:
+            stack.enter_context(spmd_types.set_current_mesh(mesh))
+        yield
+
+
 def group(axis: str) -> dist.ProcessGroup:
-    """This rank's process group on a mesh axis.
+    """This rank's process group on an axis of the current mesh; axes of experts are those of a mesh set before it.
 
     Raises:
         RuntimeError: no mesh is set on this thread, or it has no such axis.
     """
+    if axis in ("ep", "ep_data"):
+        for entry in reversed(getattr(_state._tls, "mesh_stack", [])):
+            if axis in entry.all_names:
+                return cast("dist.ProcessGroup", entry.pgs[entry.all_names[axis]])
     return cast("dist.ProcessGroup", _pg_for_axis(axis))
 
 
@@ -171,11 +187,14 @@ def _dense_gradient(x: Tensor) -> Tensor:
 # --- parameters ----------------------------------------------------------------------------------
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter. Its gradient is stored as it comes: pending sums stay pending."""
+def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's part of a parameter. Its gradient is stored as it comes: pending sums stay pending.
+
+    ``dtype``: in which it is used, where no one else casts what is at rest.
+    """
     if isinstance(parameter, DTensor):
-        return parameter.to_local(grad_placements=parameter.placements)
-    return parameter
+        parameter = parameter.to_local(grad_placements=parameter.placements)
+    return parameter if dtype is None else parameter.to(dtype)
 
 
 # --- operators of autopar on one device ----------------------------------------------------------
@@ -186,8 +205,14 @@ def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.t(), bias)
 
 
-def cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
-    """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids."""
+def cross_entropy_sum(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, classes: int = 0
+) -> Tensor:
+    """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids.
+
+    ``classes``: how many of the logits are real, the first ones; 0: all.
+    """
+    logits = logits[..., :classes] if classes else logits
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return F.cross_entropy(
@@ -197,6 +222,11 @@ def cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100, 
         label_smoothing=label_smoothing,
         reduction="sum",
     )
+
+
+def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """Zeros of ``shape`` with ``source`` added where ``index`` says, along ``dim``."""
+    return source.new_zeros(tuple(shape)).scatter_add(dim, index, source)
 
 
 # --- random operators ----------------------------------------------------------------------------
@@ -235,6 +265,22 @@ def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[s
     if p == 0.0:
         return x
     return cast("Tensor", _Dropout.apply(x, p, stream_seed(salt, seed, axes)))  # type: ignore[no-untyped-call]
+
+
+def noise(
+    shape: Sequence[int],
+    kind: str,
+    salt: Salt = 0,
+    seed: int = 0,
+    axes: Sequence[str] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Random numbers of this rank's ``shape``, ``uniform`` in [0, 1) or ``normal``, from the stream of :func:`dropout`."""
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    generator = _generator(made.device, stream_seed(salt, seed, axes))
+    return made.uniform_(generator=generator) if kind == "uniform" else made.normal_(generator=generator)
 
 
 def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention

@@ -48,6 +48,8 @@ class Precision:
 
 FP32 = Precision()
 BF16 = Precision(name="bf16", compute="bfloat16", storage="float32", reduce="float32")
+FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
+"""For comparing: what two runs differ by beyond its rounding is no rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,17 @@ class BlockLayout:
 
     block_hash: str
     typings: tuple[AxisTyping, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedParameter:
+    """A parameter made longer with zeros along its vocabulary: ``length`` is the padded one.
+
+    ``parameter``: its name in checkpoints, which hold it without the padding.
+    """
+
+    parameter: str
+    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +134,15 @@ class Breakdown:
     compute_s: float
     recompute_s: float
     tensor_parallel_s: float
+    """Collectives of the axis ``tp``, experts included."""
     data_parallel_s: float
     """Exposed part alone."""
     pipeline_s: float
     """Exposed sends."""
     bubble_s: float
     optimizer_s: float
+    context_parallel_s: float = 0.0
+    """Collectives of the axis ``cp``, its sums of gradients included."""
 
     @property
     def total_s(self) -> float:
@@ -139,6 +155,7 @@ class Breakdown:
             + self.pipeline_s
             + self.bubble_s
             + self.optimizer_s
+            + self.context_parallel_s
         )
 
 
@@ -186,6 +203,7 @@ class Plan:
         optimizer: its name for memory and time (``adamw``, ``sgd``, ``momentum``).
         prelude: strategy names of the prelude operators on axis ``batch``.
         layouts, blocks, stages: see there; blocks in order, stages in order of the model.
+        padding: parameters that are longer than the model's, so that they split evenly over ``tp``.
         pins: as the user wrote them.
         notes: what a reader should know (replicated operators, opaque regions).
         opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
@@ -207,6 +225,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted: Prediction
     search: SearchRecord
+    padding: tuple[PaddedParameter, ...] = ()
     pins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()

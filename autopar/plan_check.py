@@ -54,8 +54,11 @@ def _degrees(plan: Plan) -> Iterator[_Fault]:
         ranks = int(grid[1]) * int(grid[2])
         law = f"the product of the mesh degrees is the number of ranks of cluster {plan.cluster}, {ranks}"
         yield "mesh", law, f"{mesh} = {mesh.world_size}", _AGAIN
-    if mesh.ep not in (1, mesh.tp):
-        yield "mesh.ep", f"experts borrow the ranks of tp: ep is 1 or tp={mesh.tp}", mesh.ep, _AGAIN
+    if mesh.data % mesh.ep_data:
+        yield "mesh.ep_data", f"the data ranks that experts borrow divide all {mesh.data} of them", mesh.ep_data, _AGAIN
+    if mesh.ep not in (mesh.ep_data, mesh.ep_data * mesh.tp):
+        law = f"experts borrow ep_data={mesh.ep_data} data ranks and none or all of tp={mesh.tp}: ep is their product"
+        yield "mesh.ep", law, mesh.ep, _AGAIN
     for name in ("global_batch_size", "micro_batch_size", "virtual_stages"):
         if getattr(plan, name) < 1:
             yield name, "the value is at least 1", getattr(plan, name), _AGAIN

@@ -133,7 +133,8 @@ def attention_ring(  # noqa: PLR0913  the signature of scaled_dot_product_attent
 
     Args:
         query, key, value: S(rows), S(columns) in zig-zag order.
-        attn_mask: rows of this rank in zig-zag order (or one row), all columns in their own order; without gradient.
+        attn_mask: rows of this rank in zig-zag order (or one row, whose gradient is then a summand), all columns in
+            their own order.
         axis: over which rows and columns are split.
         ranks: its degree.
         salt, seed, axes: of dropout, see :func:`autopar.ops.dropout`.
@@ -196,6 +197,14 @@ class _RingWork:
         mask = mask[..., columns]
         return found.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else found + mask
 
+    def add_to_mask(self, gradient: Tensor, found: Tensor, owner: int, rows: slice, columns: slice) -> None:
+        """Adds what a block's scores say to the gradient of the mask, summed where the mask is repeated."""
+        size = gradient.shape[-1] // (2 * self.ranks)
+        whole = torch.arange(gradient.shape[-1], device=gradient.device)
+        index = torch.cat([whole[size * i : size * (i + 1)] for i in (owner, 2 * self.ranks - 1 - owner)])[columns]
+        target = gradient if gradient.shape[-2] == 1 else gradient[..., rows, :]
+        target.index_add_(-1, index, found.sum_to_size((*target.shape[:-1], len(index))))
+
     def columns(self, mask: Tensor, owner: int) -> Tensor:
         """The columns of a block, as its owner has them."""
         chunks = mask.chunk(2 * self.ranks, -1)
@@ -226,7 +235,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         ctx.work = work
         if work is None:
-            ctx.save_for_backward(query, key, value)
+            ctx.save_for_backward(query, key, value, mask)
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         q, pair, masks = _prepared(query, key, value, mask)
         rows = q.shape[-2]
@@ -260,7 +269,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         work: _RingWork | None = ctx.work
         if work is None:
-            return (*(torch.empty_like(x) for x in ctx.saved_tensors), None, None)
+            saved = tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+            like = ctx.saved_tensors[3] if ctx.needs_input_grad[3] else None
+            return (*saved, None if like is None else torch.empty_like(like), None)
         query, key, value, mask, result, total = ctx.saved_tensors
         q, pair, masks = _prepared(query, key, value, mask)
         rows = q.shape[-2]
@@ -268,6 +279,7 @@ class _Ring(torch.autograd.Function):
         inner = (grad * result.to(q.dtype).view_as(grad)).sum(-1, keepdim=True)
         finite = torch.where(total == -math.inf, 0.0, total)
         dq, dpair = torch.zeros_like(q), torch.zeros_like(pair, dtype=q.dtype)
+        dmask = torch.zeros_like(masks) if masks is not None and ctx.needs_input_grad[3] else None
         for step in range(work.ranks):
             owner = (work.rank - step) % work.ranks
             last = step == work.ranks - 1
@@ -283,7 +295,10 @@ class _Ring(torch.autograd.Function):
                 if work.dropout_p:
                     kept = work.kept(weights, owner)
                     dropped, dweights = weights * kept, dweights * kept
-                dscores = weights * (dweights - inner[..., here, :]) * work.scale
+                dscores = weights * (dweights - inner[..., here, :])
+                if dmask is not None:
+                    work.add_to_mask(dmask, dscores, owner, here, there)
+                dscores = dscores * work.scale
                 dq[..., here, :] += torch.matmul(dscores, k[..., there, :])
                 dk, dv = _unpacked(dpair, key, value, q.dtype)
                 dk[..., there, :] += torch.matmul(dscores.transpose(-1, -2), q[..., here, :]).sum(2, keepdim=True)
@@ -299,7 +314,7 @@ class _Ring(torch.autograd.Function):
             dq.reshape(query.shape).to(query.dtype),
             dk.reshape(key.shape).to(key.dtype),
             dv.reshape(value.shape).to(value.dtype),
-            None,
+            None if dmask is None else dmask.reshape(mask.shape).to(mask.dtype),
             None,
         )
 

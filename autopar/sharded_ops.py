@@ -43,7 +43,12 @@ def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: in
 
 
 def cross_entropy_vocabulary(
-    logits: Tensor, target: Tensor, axis: str, ignore_index: int = -100, label_smoothing: float = 0.0
+    logits: Tensor,
+    target: Tensor,
+    axis: str,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    num_classes: int = 0,
 ) -> Tensor:
     """Summed cross entropy of logits whose classes are split over ``axis`` (Megatron's vocabulary-parallel loss).
 
@@ -56,16 +61,20 @@ def cross_entropy_vocabulary(
         axis: mesh axis.
         ignore_index: tokens with this target count nothing.
         label_smoothing: weight of the uniform distribution.
+        num_classes: over all ranks, the first ones of all logits; the rest is padding, shorter than what a rank has.
+            0: all are classes.
 
     Returns:
         A scalar, I: the same on all ranks.
     """
     pg = group(axis)
     classes = logits.shape[-1]
+    wanted = target - pg.rank() * classes
+    if num_classes and (pg.rank() + 1) * classes > num_classes:
+        logits = logits[..., : num_classes - pg.rank() * classes]
     largest = logits.detach().amax(dim=-1, keepdim=True)
     if logits.dtype in (torch.float16, torch.bfloat16):
         largest = largest.float()
-    wanted = target - pg.rank() * classes
     parts = _ExponentialSums.apply(logits, _maximum(largest, pg), wanted, label_smoothing > 0)  # type: ignore[no-untyped-call]
     sums = spmd_types.all_reduce(
         _pending(parts, pg),
@@ -77,7 +86,7 @@ def cross_entropy_vocabulary(
     normalizer = sums[0].log()
     losses = normalizer - sums[1]
     if label_smoothing:
-        uniform = normalizer - sums[2] / (classes * pg.size())
+        uniform = normalizer - sums[2] / (num_classes or classes * pg.size())
         losses = (1.0 - label_smoothing) * losses + label_smoothing * uniform
     return torch.where(target != ignore_index, losses, 0.0).sum()
 
@@ -158,6 +167,37 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """
     if not axes:
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+    return _normalised(x, weight, bias, eps, axes)[0]
+
+
+def batch_norm_running(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    *axes: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`batch_norm`, and the new running mean and (unbiased) variance, [channels], the same on all ranks."""
+    if not axes:
+        mean, variance = running_mean.clone(), running_var.clone()
+        return F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps), mean, variance
+    y, mean, variance, count = _normalised(x, weight, bias, eps, axes)
+    with torch.no_grad():
+        unbiased = variance * (count / max(count - 1, 1))
+        new = [
+            (1 - momentum) * old + momentum * seen.flatten().to(old.dtype)
+            for old, seen in ((running_mean, mean), (running_var, unbiased))
+        ]
+    return y, new[0], new[1]
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: Sequence[str]
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and of how many elements."""
     dims = [d for d in range(x.dim()) if d != 1]
     groups = [group(axis) for axis in axes]
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -173,7 +213,12 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         y = y * weight.view(shape)
     if bias is not None:
         y = y + bias.view(shape)
-    return y.to(x.dtype)
+    return y.to(x.dtype), mean, variance, count
+
+
+def total(x: Tensor, *axes: str) -> Tensor:
+    """The tensor itself, or the sum over all ranks of ``axes`` of what is a part of it here (P), R; without gradient."""
+    return _total(x, [group(axis) for axis in axes])
 
 
 def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

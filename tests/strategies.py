@@ -56,7 +56,10 @@ def predictions(draw: st.DrawFn, pp: int, num_stages: int) -> Prediction:
     step = draw(_SECONDS)
     times = tuple((draw(_SECONDS), draw(_SECONDS)) for _ in range(num_stages))
     parts = ("parameters", "gradients", "optimizer", "activations", "transient", "reserved")
-    names = ("compute", "recompute", "tensor_parallel", "data_parallel", "pipeline", "bubble", "optimizer")
+    names = (
+        *("compute", "recompute", "tensor_parallel", "data_parallel", "pipeline", "bubble", "optimizer"),
+        "context_parallel",
+    )
     return Prediction(
         step_time_s=step,
         step_time_interval_s=(step * 0.9, step),

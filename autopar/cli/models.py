@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,14 +71,23 @@ def verify(
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, metavar="S", help="Processes are killed after it.")
     ] = 600,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
+    ] = False,
+    precision: Annotated[
+        str, typer.Option("--precision", help="fp32 (past its limits fp64 as well) or fp64 alone.")
+    ] = "fp32",
     as_json: Json = False,
 ) -> None:
     """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank.
 
+    What differs is followed, in float64, to the first block and operator whose value or gradient is wrong.
     For a MODEL a plan is made first, under the pins and as if links were free, so that it splits what it can.
     """
     from autopar.cli.verify_report import render_verification, verification
 
+    if precision not in ("fp32", "fp64"):
+        raise UsageError("verify compares in fp32 or fp64", value=precision, place="--precision")
     if Path(target).suffix == ".json" or _is_file(target):
         plan, subject, graph = _from_file(Path(target), model)
     else:
@@ -89,15 +99,23 @@ def verify(
             place=target,
             remedy="verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
         )
-    from autopar.runtime.verify import LOSS_TOLERANCE, TENSOR_TOLERANCE
+    from autopar.plan import FP32, FP64
     from autopar.runtime.verify import verify as compare
 
     with progress(f"running {plan.mesh.world_size} ranks"):
-        report = compare(subject, plan, graph, steps=steps, timeout_s=timeout)
+        report = compare(
+            subject,
+            plan,
+            graph,
+            steps=steps,
+            timeout_s=timeout,
+            precision=FP64 if precision == "fp64" else FP32,
+            find="always" if bisect else "if it differs",
+        )
     if as_json:
         print_json({"mesh": str(plan.mesh), **verification(report)})
     else:
-        print_text(render_verification(report, plan, tolerances=(LOSS_TOLERANCE, TENSOR_TOLERANCE)))
+        print_text(render_verification(report, plan))
     report.check()
 
 
@@ -129,18 +147,38 @@ class VerifiedModel:
         names = batch if self.masked else self.source.example_inputs
         return {name: batch[name] for name in names if name in batch}
 
-    def trace(self, *, global_batch_size: int | None = None, opaque: Sequence[str] = ()) -> Graph:
-        """The graph on such batches; for one global batch size alone where samples meet."""
+    def trace(
+        self, *, global_batch_size: int | None = None, opaque: Sequence[str] = (), as_trained: bool = False
+    ) -> Graph:
+        """The graph on such batches.
+
+        Args:
+            global_batch_size: at which the model is traced where samples meet; without it they must be apart.
+            opaque: modules that are not looked into.
+            as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
+                is traced without dropping anything, because what two processes draw cannot be compared.
+        """
         from autopar.graph import trace as trace_model
+        from autopar.models import without_dropout
         from autopar.search.batch import for_batch
+
+        model = self.source.model
 
         def trace_at(samples: int | None) -> Graph:
             batch = self.make_batch(samples or self.source.batch_size, seed=0, padded=True)
             example = {name: value.to("meta") for name, value in batch.items()}
             options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "exact": samples is not None}
-            return trace_model(self.source.model, (), example, **options)
+            return trace_model(model, (), example, **options)
 
-        return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
+        def trace_one() -> Graph:
+            return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
+
+        graph = trace_one()
+        if as_trained or not any(op.target == "autopar.noise" for op in graph.ops):
+            return graph
+        model = copy.deepcopy(self.source.model)
+        without_dropout(model)
+        return trace_one()
 
 
 def _is_file(text: str) -> bool:
@@ -170,7 +208,9 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
         source = resolve_model(name, sequence_length=sequence)
         traced = resolve_model(name, sequence_length=sequence, dtype=getattr(torch, plan.precision.compute))
         graphs = {
-            masked: VerifiedModel(traced, masked).trace(global_batch_size=plan.global_batch_size, opaque=plan.opaque)
+            masked: VerifiedModel(traced, masked).trace(
+                global_batch_size=plan.global_batch_size, opaque=plan.opaque, as_trained=True
+            )
             for masked in (False, True)
         }
     for masked, graph in graphs.items():

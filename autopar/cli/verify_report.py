@@ -9,28 +9,17 @@ from autopar.report.table import plain_table
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
-    from autopar.runtime.verify import VerifyReport
+    from autopar.runtime.bisect import Bisection, Difference
+    from autopar.runtime.pieces import Mismatch
+    from autopar.runtime.verify import RankErrors, VerifyReport
+
+GRAPH_TOLERANCE = 1e-5
+"""Between the losses of the model in float32 and of its graph in float64, both on one device."""
 
 
-def render_verification(report: VerifyReport, plan: Plan, *, tolerances: tuple[float, float]) -> str:
-    """Relative errors by rank against one device.
-
-    Args:
-        tolerances: of losses, and of gradients and parameters.
-    """
+def render_verification(report: VerifyReport, plan: Plan) -> str:
+    """Relative errors by rank against one device; where they are past the limits, the same in float64."""
     head = ("rank", "loss", "gradient", "worst gradient", "parameter", "worst parameter", "")
-    rows = [
-        (
-            str(row.rank),
-            f"{row.loss:.1e}",
-            f"{row.gradient:.1e}",
-            row.gradient_name,
-            f"{row.parameter:.1e}",
-            row.parameter_name,
-            "ok" if row.passed else "DIFFERS",
-        )
-        for row in report.rows
-    ]
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     schedule = "" if plan.schedule == "none" else f", {plan.schedule}"
     batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
@@ -38,21 +27,96 @@ def render_verification(report: VerifyReport, plan: Plan, *, tolerances: tuple[f
         f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}",
         *_splits(plan),
         f"relative errors against one device over {report.steps} AdamW steps (losses {losses})",
-        plain_table(head, rows, left=("worst gradient", "worst parameter", ""), width=120),
+        plain_table(head, [_cells(row) for row in report.rows], left=_LEFT, width=120),
     ]
-    verdict = "every rank agrees" if report.passed else "the parallel program DIFFERS from one device"
-    lines.append(f"{verdict} (allowed: loss {tolerances[0]:g}, gradients and parameters {tolerances[1]:g})")
+    found = report.confirmation
+    if found is not None:
+        if found.rows:
+            lines.append("the same plan in float64, against one device in float64")
+            lines.append(plain_table(head, [_cells(row) for row in found.rows], left=_LEFT, width=120))
+        lines.append("one device alone, float32 against float64")
+        lines.append(plain_table(head[1:-1], [_cells(found.alone)[1:-1]], left=_LEFT, width=120))
+    loss, tensor = report.rows[0].tolerances
+    lines.append(f"{report.verdict} (allowed: loss {loss:g}, gradients and parameters {tensor:g})")
+    if report.bisection is not None:
+        lines += ["", *_bisection(report.bisection, report.passed)]
     return "\n".join(lines)
+
+
+_LEFT = ("worst gradient", "worst parameter", "")
+
+
+def _cells(row: RankErrors) -> tuple[str, ...]:
+    return (
+        str(row.rank),
+        f"{row.loss:.1e}",
+        f"{row.gradient:.1e}",
+        row.gradient_name,
+        f"{row.parameter:.1e}",
+        row.parameter_name,
+        "ok" if row.passed else "past",
+    )
+
+
+def _bisection(found: Bisection, passed: bool) -> list[str]:
+    """Where the program first differs, in float64."""
+    difference = found.difference
+    if difference is not None:
+        return _difference(difference)
+    lines = [f"in float64 no loss, gradient or parameter differs in {found.steps} steps"]
+    if not passed and found.graph_loss > GRAPH_TOLERANCE:
+        lines.append(
+            f"but the traced graph's own loss is {found.graph_loss:.1e} off the model's: the trace differs, not the plan"
+        )
+    elif not passed:
+        lines.append("what differs above is rounding: see whether it grows with the depth of the model")
+    return lines
+
+
+def _difference(found: Difference) -> list[str]:
+    at = f"block {found.block} ({found.label or '-'}), stage {found.stage}" if found.block is not None else "no block"
+    rows = [
+        (
+            "first difference",
+            f"step {found.step}, {at}" if found.op or found.block is not None else f"step {found.step}",
+        )
+    ]
+    if found.op:
+        code = ", ".join(part for part in (found.module, found.source) if part)
+        rows.append(("operator", f"{found.op}: {found.target}{f' ({code})' if code else ''}"))
+    rows += [("wrong", found.what), ("right", found.while_right)]
+    rows.append(("strategies", ", ".join(f"{axis}: {name}" for axis, name in found.strategies)))
+    rows += [("reads" if i == 0 else "", text) for i, text in enumerate(found.reads)]
+    rows += [("makes" if i == 0 else "", text) for i, text in enumerate(found.makes)]
+    rows += [*_mismatch(found.mismatch), ("next", found.remedy)]
+    return [f"{name:<17} {text}" for name, text in rows if text]
+
+
+def _mismatch(found: Mismatch) -> list[tuple[str, str]]:
+    ranks = ", ".join(map(str, found.ranks))
+    if found.micro_batches:
+        ranks += f" (micro-batch {', '.join(map(str, found.micro_batches))})"
+    shapes = f"{list(found.local_shape)} on a rank, {list(found.shape)} in all"
+    samples = "; ".join(f"{list(s.index)}: {s.found:.6g} instead of {s.expected:.6g}" for s in found.samples)
+    return [("ranks", ranks), ("shape", shapes), ("error", f"{found.error:.1e}"), ("elements", samples)]
 
 
 def verification(report: VerifyReport) -> dict[str, Any]:
     """The same as JSON values."""
+    found = report.confirmation
     return {
         "passed": report.passed,
+        "verdict": report.verdict,
         "steps": report.steps,
         "reference_losses": list(report.reference_losses),
-        "ranks": [{**asdict(row), "losses": list(row.losses), "passed": row.passed} for row in report.rows],
+        "bisection": None if report.bisection is None else asdict(report.bisection),
+        "ranks": [_row(row) for row in report.rows],
+        **({} if found is None else {"float64_ranks": [_row(row) for row in found.rows], "alone": _row(found.alone)}),
     }
+
+
+def _row(row: RankErrors) -> dict[str, Any]:
+    return {**asdict(row), "losses": list(row.losses), "passed": row.passed}
 
 
 def _splits(plan: Plan) -> list[str]:
@@ -68,6 +132,7 @@ def _splits(plan: Plan) -> list[str]:
         ]
         split = sum(name not in ("invariant", "replicate") for name in names)
         lines.append(f"cp={plan.mesh.cp} splits {split} of {len(names)} operators along the sequence")
+    lines += [note for note in plan.notes if note.startswith("mixtures of experts (")]
     for axis in ("tp",):
         if getattr(plan.mesh, axis) > 1:
             kinds = [

@@ -16,6 +16,7 @@ from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.storage import storage_roots
 from autopar.layout import parse_type
 from autopar.mesh import DATA_AXES, Mesh
+from autopar.rules.apply import OVER_DATA
 from autopar.rules.conversions import conversion
 from autopar.rules.sharded import ring_messages
 
@@ -31,6 +32,7 @@ class ParameterCost:
         gradient_sum_axes: axes over which its gradient is summed once a step.
         trained: whether it has a gradient.
         shared: whether other blocks read it too (tied weights).
+        spread: of experts over data ranks: neither gathered nor sharded by the data axes.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ParameterCost:
     gradient_sum_axes: tuple[str, ...] = ()
     trained: bool = True
     shared: bool = False
+    spread: bool = False
 
     @property
     def numel(self) -> int:
@@ -47,7 +50,7 @@ class ParameterCost:
 
     def shard_numel(self, ranks: int) -> int:
         """Elements of the largest shard when dim 0 (FSDP2's choice) is split, the last ranks' parts being smaller."""
-        if not self.shape or ranks == 1:
+        if not self.shape or ranks == 1 or self.spread:
             return self.numel
         return -(-self.shape[0] // ranks) * (self.numel // self.shape[0] if self.shape[0] else 0)
 
@@ -70,6 +73,7 @@ class BlockCost:
         key: equal for blocks of equal cost.
         forward_s, backward_s: computation.
         communication_forward_s, communication_backward_s: collectives of the block's own axes, exposed.
+        context_forward_s, context_backward_s: what of these belongs to the axis ``cp``.
         saved_bytes: what backward needs of the block's own and its inputs' values; shared storages once.
         input_bytes: values that come from earlier blocks; what recompute keeps instead.
         saved_input_bytes: the part of ``saved_bytes`` that ``input_bytes`` counts too.
@@ -98,6 +102,8 @@ class BlockCost:
     backward_flops: float
     messages: tuple[Message, ...]
     parameters: tuple[ParameterCost, ...]
+    context_forward_s: float = 0.0
+    context_backward_s: float = 0.0
 
     @property
     def recompute_s(self) -> float:
@@ -123,9 +129,11 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
     times = [time_of_work(done, op, device) for done, op in zip(works, ops, strict=True)]
     fan_in_s = _fan_in_s(graph, ops, device)
     sent = tuple(message for op in ops for message in messages(op, graph))
-    seconds = {False: 0.0, True: 0.0}
+    seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for message in sent:
-        seconds[message.backward] += collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+        time_s = collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+        seconds[message.backward] += time_s
+        context[message.backward] += time_s if message.axis == "cp" else 0.0
     inputs = storages.inputs()
     across = graph.live_across(block.stop)
     return BlockCost(
@@ -134,6 +142,8 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
         backward_s=sum(time.backward_s for time in times) + fan_in_s,
         communication_forward_s=seconds[False],
         communication_backward_s=seconds[True],
+        context_forward_s=context[False],
+        context_backward_s=context[True],
         saved_bytes=storages.saved_bytes,
         input_bytes=sum(inputs.values()),
         saved_input_bytes=sum(size for ref, size in inputs.items() if ref in storages.saved),
@@ -152,6 +162,7 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
                 num_bytes=p.spec.num_bytes,
                 gradient_sum_axes=p.gradient_sum_axes,
                 trained=p.spec.requires_grad,
+                spread=any(axis == "ep_data" for axis, _ in p.layout),
                 shared=not all(block.start <= user < block.stop for user in graph.users(Ref(p.name))),
             )
             for p in graph.block_parameters(block)
@@ -168,12 +179,8 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         for count in (1, 3 if smoothing else 2):
             yield Message(kind="all_reduce", axis=axis, num_bytes=count * token_bytes, backward=False)
         return
-    if op.target == "autopar.experts_dispatch":
-        hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
-        sent = hidden.num_bytes * weights.shape[-1]
-        for is_backward, count in ((False, 2), (True, 2 if hidden.requires_grad else 1)):
-            message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
-            yield from (message,) * count
+    if op.target in ("autopar.experts_dispatch", "autopar.experts_dispatch_split"):
+        yield from _travels(op, graph)
         return
     if op.target == "autopar.attention_ring":
         known = dict(op.kwargs)
@@ -181,7 +188,7 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         for inside in ring_messages(whole, backward=op.spec.requires_grad):
             yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
         return
-    if op.target == "autopar.change_over_data":
+    if op.target == OVER_DATA:
         yield from _over_data(op, graph)
         return
     if op.target not in COLLECTIVES:
@@ -197,15 +204,30 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
 
 
 def _over_data(op: Op, graph: Graph) -> Iterator[Message]:
-    """A change of type over the data axes, priced as if all their ranks were on the outermost."""
+    """A change of type over all data ranks: whole tensors, over one data axis after the other.
+
+    A gather over both axes moves less on the one inside.
+    """
     before, after = (parse_type(str(op.args[i])) for i in (1, 2))
     change = conversion(before, after, requires_grad=op.spec.requires_grad)
     if change is None:
         return
     whole = max(graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes)
-    for kind, is_backward in ((change.forward, False), (change.backward, True)):
-        if kind:
-            yield Message(kind=kind, axis=DATA_AXES[0], num_bytes=whole, backward=is_backward)
+    for axis in DATA_AXES:
+        for kind, is_backward in ((change.forward, False), (change.backward, True)):
+            if kind:
+                yield Message(kind=kind, axis=axis, num_bytes=whole, backward=is_backward)
+
+
+def _travels(op: Op, graph: Graph) -> Iterator[Message]:
+    """Rows to their experts and back, as if routing were even."""
+    hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
+    sent = hidden.num_bytes * weights.shape[-1]
+    if op.target == "autopar.experts_dispatch_split":
+        sent //= cast("int", op.args[10])
+    for is_backward, count in ((False, 2), (True, 2 if hidden.requires_grad else 1)):
+        message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
+        yield from (message,) * count
 
 
 def _directions(name: str, op: Op) -> tuple[str, str]:

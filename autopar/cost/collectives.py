@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autopar.cluster import Cluster
 from autopar.device import Algorithm, Link
 from autopar.errors import UsageError
-from autopar.mesh import MESH_AXES, Mesh
+from autopar.mesh import Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -61,9 +61,10 @@ def group_shape(mesh: Mesh, axes: tuple[str, ...], cluster: Cluster) -> tuple[Gr
             value=f"{mesh.world_size} ranks for {cluster.world_size} devices",
             place=cluster.name,
         )
-    order = [i for i, axis in enumerate(MESH_AXES) if axis not in axes]
-    order += [i for i, axis in enumerate(MESH_AXES) if axis in axes]
-    ranks = np.arange(mesh.world_size).reshape(mesh.degrees).transpose(order).reshape(-1, mesh.size(axes))
+    names, degrees, axes = mesh.cut(axes)
+    order = [i for i, axis in enumerate(names) if axis not in axes]
+    order += [i for i, axis in enumerate(names) if axis in axes]
+    ranks = np.arange(mesh.world_size).reshape(degrees).transpose(order).reshape(-1, mesh.size(axes))
     return _shapes(ranks, cluster)
 
 

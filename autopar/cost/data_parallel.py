@@ -48,12 +48,14 @@ class Unit:
     """One FSDP unit (a block) on one rank.
 
     Attributes:
-        numel, trained_numel: elements before dp_shard splits them.
-        shard_numel, trained_shard_numel: elements that the fullest rank of dp_shard keeps.
+        numel, trained_numel: elements before dp_shard splits them; without experts over data ranks.
+        shard_numel, trained_shard_numel: elements that the fullest rank of dp_shard keeps; with them.
+        spread_numel: trained elements of experts over data ranks, which nobody gathers or shards again.
         num_trained: parameters with a gradient.
         gather_s: making the whole parameters in the compute dtype.
         reduce_s: of gradients over dp_shard, or over dp_replicate where there are no shards.
-        replicate_s: of shards of gradients over dp_replicate, once a step.
+        replicate_s: of shards of gradients over dp_replicate, and of spread experts over the ranks with the same ones,
+            once a step.
         sum_bytes: of gradients that are summed over each further axis once a step, by axis.
     """
 
@@ -61,6 +63,7 @@ class Unit:
     trained_numel: int
     shard_numel: int
     trained_shard_numel: int
+    spread_numel: int
     num_trained: int
     gather_s: float
     reduce_s: float
@@ -103,8 +106,10 @@ class DataParallel:
     def unit(self, parameters: Sequence[ParameterCost], collectives: CollectiveModel, device: Device) -> Unit:
         """What a block with these parameters costs on the data axes."""
         shards, trained = self.mesh.dp_shard, [p for p in parameters if p.trained]
-        numel, trained_numel = sum(p.numel for p in parameters), sum(p.numel for p in trained)
-        trained_shard = sum(p.shard_numel(shards) for p in trained)
+        spread_numel = sum(p.numel for p in trained if p.spread)
+        numel = sum(p.numel for p in parameters if not p.spread)
+        trained_numel = sum(p.numel for p in trained if not p.spread)
+        trained_shard = sum(p.shard_numel(shards) for p in trained if not p.spread)
         reduced = itemsize(self.precision.reduce if self.uses_fsdp else self.precision.storage)
         gather_s = reduce_s = replicate_s = 0.0
         bandwidth = device.memory_bandwidth_bytes_per_s
@@ -119,6 +124,10 @@ class DataParallel:
         elif self.mesh.dp_replicate > 1:
             reduce_s = collectives.time_s("all_reduce", trained_numel * reduced, self.mesh, ("dp_replicate",))
             reduce_s += 2 * trained_numel * reduced / bandwidth
+        if spread_numel and self.mesh.ep_outer > 1:
+            spread_bytes = spread_numel * itemsize(self.precision.storage)
+            replicate_s += collectives.time_s("all_reduce", spread_bytes, self.mesh, ("ep_outer",))
+            replicate_s += 2 * spread_bytes / bandwidth
         sums: dict[str, int] = {}
         for parameter in trained:
             for axis in parameter.gradient_sum_axes:
@@ -127,7 +136,8 @@ class DataParallel:
             numel=numel,
             trained_numel=trained_numel,
             shard_numel=sum(p.shard_numel(shards) for p in parameters),
-            trained_shard_numel=trained_shard,
+            trained_shard_numel=trained_shard + spread_numel,
+            spread_numel=spread_numel,
             num_trained=len(trained),
             gather_s=gather_s,
             reduce_s=reduce_s,

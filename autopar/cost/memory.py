@@ -57,7 +57,8 @@ def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_mi
     elif data.accumulates(num_micro_batches):
         gradients = unit.trained_numel * itemsize(data.precision.reduce)
     else:
-        gradients = unit.trained_shard_numel * storage
+        gradients = (unit.trained_shard_numel - unit.spread_numel) * storage
+    gradients += unit.spread_numel * storage
     return State(
         parameters=parameters, gradients=gradients, optimizer=unit.trained_shard_numel * storage * optimizer.states
     )
@@ -158,6 +159,8 @@ def _after_backward(
         buckets = sum(unit.trained_numel for unit in flat) * storage
     elif data.uses_fsdp:
         buckets = max((unit.trained_numel for unit in flat), default=0) * itemsize(data.precision.reduce)
+    if data.mesh.ep_outer > 1:
+        buckets += sum(unit.spread_numel for unit in flat) * storage
     sizes = [unit.trained_shard_numel * storage * optimizer.temporaries for unit in flat]
     step = sum(sizes) if device.kind == "cuda" else max(sizes, default=0)
     return max(buckets, step)

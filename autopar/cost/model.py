@@ -56,6 +56,7 @@ class _StageSums:
     compute_s: float
     recompute_s: float
     tensor_parallel_s: float
+    context_parallel_s: float
     data_forward_s: float
     data_backward_s: float
     data_first_s: float
@@ -145,6 +146,12 @@ class CostModel:
         """Bytes of a block's parameters, gradients and optimizer states on one rank."""
         data = self._data(step)
         return state_bytes(self._unit(block, data), data, self.optimizer, step.num_micro_batches)
+
+    def block_once_s(self, block: BlockCost, step: Step) -> float:
+        """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
+        data = self._data(step)
+        unit = self._unit(block, data)
+        return self._moved_s([unit]) + data.tail_s([unit])
 
     # --- whole plans
 
@@ -236,7 +243,8 @@ class CostModel:
         return Breakdown(
             compute_s=count * sum(s.compute_s for s in own),
             recompute_s=count * sum(s.recompute_s for s in own),
-            tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + self._sums_s(flat, step),
+            tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + self._sums_s(flat, step, "tp"),
+            context_parallel_s=count * sum(s.context_parallel_s for s in own) + self._sums_s(flat, step, "cp"),
             data_parallel_s=count * every + sum(s.data_first_s for s in own) + tail,
             pipeline_s=pipeline.exposed_send_s[rank],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
@@ -271,19 +279,20 @@ class CostModel:
 
     def _stage_sums(self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step) -> _StageSums:
         forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
-        backward = [_own_times(block, again)[1] for block, again in zip(stage.blocks, stage.recompute, strict=True)]
+        backward = [_own_times(block, mode)[1] for block, mode in zip(stage.blocks, stage.recompute, strict=True)]
         interference = self.device.interference
-        recompute_s = sum(b.forward_s for b, again in zip(stage.blocks, stage.recompute, strict=True) if again)
-        sent_again = sum(
-            b.communication_forward_s for b, again in zip(stage.blocks, stage.recompute, strict=True) if again
-        )
-        sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks) + sent_again
+        again = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode]
+        sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks)
+        sent += sum(b.communication_forward_s for b in again)
+        context = sum(b.context_forward_s + b.context_backward_s for b in stage.blocks)
+        context += sum(b.context_forward_s for b in again)
         data_forward = data.every_forward_s(units, forward, interference)
         data_backward = data.backward_s(units, backward, interference, is_last=False)
         return _StageSums(
             compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + step.prelude_s,
-            recompute_s=recompute_s,
-            tensor_parallel_s=sent,
+            recompute_s=sum(b.forward_s for b in again),
+            tensor_parallel_s=max(sent - context, 0.0),
+            context_parallel_s=context,
             data_forward_s=data_forward,
             data_backward_s=data_backward,
             data_first_s=data.first_forward_s(units, forward, interference),
@@ -311,13 +320,10 @@ class CostModel:
 
     # --- once a step
 
-    def _sums_s(self, units: Sequence[Unit], step: Step) -> float:
-        """Summing the gradients of parameters that are whole on a split axis."""
-        total: dict[str, int] = {}
-        for unit in units:
-            for axis, num_bytes in unit.sum_bytes:
-                total[axis] = total.get(axis, 0) + num_bytes
-        return sum(self.collectives.time_s("all_reduce", size, step.mesh, (axis,)) for axis, size in total.items())
+    def _sums_s(self, units: Sequence[Unit], step: Step, axis: str) -> float:
+        """Summing the gradients of parameters that are whole on ``axis``, which is split."""
+        total = sum(num_bytes for unit in units for name, num_bytes in unit.sum_bytes if name == axis)
+        return self.collectives.time_s("all_reduce", total, step.mesh, (axis,)) if total else 0.0
 
     def _tied_s(self, stages: Sequence[StageCost], data: DataParallel, step: Step) -> float:
         """Summing the gradients of parameters that the first and the last pipeline rank share."""
@@ -335,11 +341,14 @@ class CostModel:
         return self.collectives.send_time_s(tied, step.mesh) if tied else 0.0
 
     def _optimizer_s(self, units: Sequence[Unit], data: DataParallel) -> float:
+        groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
+        return self._moved_s(units) + self.optimizer.kernels * groups * self.device.launch_s
+
+    def _moved_s(self, units: Sequence[Unit]) -> float:
+        """What the optimizer reads and writes."""
         numel = sum(unit.trained_shard_numel for unit in units)
         moved = self.optimizer.passes * numel * itemsize(self.precision.storage)
-        groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
-        launches = self.optimizer.kernels * groups * self.device.launch_s
-        return moved / self.device.memory_bandwidth_bytes_per_s + launches
+        return moved / self.device.memory_bandwidth_bytes_per_s
 
 
 def _own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:

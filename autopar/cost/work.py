@@ -99,7 +99,16 @@ _SAVE_CONDITION = {"aten.where.self": (0,), "aten.where.ScalarOther": (0,), "ate
 _SAVE_CONDITION |= {"aten.masked_fill.Scalar": (1,), "aten.masked_fill.Tensor": (1,), "aten.index.Tensor": (1,)}
 _SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1,)}
 
-_FACTORIES = ("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.new_", "aten.rand")
+_FACTORIES = (
+    "aten.zeros",
+    "aten.ones",
+    "aten.full",
+    "aten.empty",
+    "aten.arange",
+    "aten.new_",
+    "aten.rand",
+    "autopar.noise",
+)
 
 
 def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
@@ -353,13 +362,15 @@ def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
     """Rows sorted by expert, two or three products for each expert, a weighted sum over each token's choices.
 
     The rows of a rank are those of even routing: all choices of its tokens, or the share of its experts in all
-    where it has some of them and every token (``experts_split``). Kept: rows and what lies between the products.
+    where it has some of them and every token (``experts_split``, and ``_dispatch_split`` on its inner axis). Kept: rows and what lies between the products.
     """
     hidden, weights, _, *held = operands
     num_experts, wide, width = held[-2].shape
     rows = float(weights.numel)
     if op.target == "autopar.experts_split":
         rows *= num_experts / cast("int", op.args[8])
+    elif op.target == "autopar.experts_dispatch_split":
+        rows /= cast("int", op.args[10])
     flops = 2.0 * rows * wide * width * len(held)
     row_bytes, inner_bytes = (int(rows * n * held[-1].dtype.itemsize) for n in (width, wide))
     gated = len(held) == 3
@@ -453,10 +464,12 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
     "autopar.cross_entropy_vocabulary": _split_softmax_loss,
     **dict.fromkeys(
-        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "autopar.batch_norm"), _norm
+        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "autopar.batch_norm", "autopar.batch_norm_running"), _norm
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
-    **dict.fromkeys(("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch"), _experts),
+    **dict.fromkeys(
+        ("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"), _experts
+    ),
     "autopar.opaque": _opaque,
     "autopar.change_over_data": _over_data,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -132,6 +132,16 @@ class Builder:
         )
         flows = call.grad and any(self.specs[ref].requires_grad for ref in op.operands)
         return self.append(with_grad(op, flows))
+
+    def stop_gradient(self, ref: Ref, *outputs: int) -> None:
+        """Of the operator ``ref``, the last one appended, these outputs have no gradient."""
+        op = self.ops.pop()
+        assert op.name == ref.name
+        specs = (
+            TensorSpec(shape=s.shape, dtype=s.dtype, requires_grad=s.requires_grad and i not in outputs)
+            for i, s in enumerate(op.outputs)
+        )
+        self.append(replace(op, outputs=tuple(specs)))
 
     def append(self, op: Op) -> Ref:
         """Appends a finished operator."""

@@ -156,11 +156,24 @@ def _repeat(builder: Builder, call: Call) -> Value:
     shape = builder.shape(source)
     padded = (1,) * (len(repeats) - len(shape)) + shape
     if any(times != 1 and size != 1 for times, size in zip(repeats, padded, strict=True)):
-        return generic(builder, call)
+        return _copies(builder, call, source) if _is_outer(padded, call.spec.shape) else generic(builder, call)
     whole = view_to(builder, call, source, padded)
     if padded == call.spec.shape:
         return whole
     return builder.emit(call, "aten.expand.default", (whole, call.spec.shape), call.spec)
+
+
+def _is_outer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return 1 < before[0] < after[0] and before[1:] == after[1:]
+
+
+def _copies(builder: Builder, call: Call, source: Ref) -> Ref:
+    """Rows repeated as a whole, some times over: copies in a dim of their own, which may be that of the samples."""
+    shape = call.spec.shape
+    size = builder.shape(source)[0]
+    whole = TensorSpec(shape=(shape[0] // size, size, *shape[1:]), dtype=call.spec.dtype)
+    one = view_to(builder, call, source, (1, *whole.shape[1:]))
+    return view_to(builder, call, builder.emit(call, "aten.expand.default", (one, whole.shape), whole), shape)
 
 
 def _slice(builder: Builder, call: Call) -> Value:

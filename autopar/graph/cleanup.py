@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import torch
 
+from autopar.graph import random
 from autopar.graph.blocks import find_blocks
 from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.graph.fold import LOGICAL
 from autopar.graph.fuse import fuse_gelu
-from autopar.graph.ir import Argument, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest, map_refs
+from autopar.graph.ir import Argument, Buffer, Graph, Input, Mutation, Op, Parameter, Ref, TensorSpec, digest, map_refs
+from autopar.graph.state import with_totals, without_gradient
 from autopar.graph.unfuse import cut_parameters, unfuse
 from autopar.opaque_ops import region_of
 
 _SMALL = 2**16
 """Elements up to which equal constants are shared."""
-
-RANDOM_TARGETS = frozenset({"autopar.dropout"})
 
 
 def finish(
@@ -30,22 +30,31 @@ def finish(
     parameters: tuple[Parameter, ...],
     buffers: tuple[Buffer, ...],
     loss: Ref,
+    mutations: tuple[Mutation, ...] = (),
 ) -> Graph:
-    """The graph of what ``loss`` needs.
+    """The graph of what ``loss`` and the new values of buffers need.
 
     Identical calls of the prelude are made once. Buffers and parameters that nothing reads go.
     """
-    builder.ops = alive(builder.ops, loss)
-    parameters = cut_parameters(builder, unfuse(builder, parameters, loss), loss)
-    fuse_gelu(builder, loss)
-    drop_identities(builder, loss)
-    ops = alive(builder.ops, loss)
-    ops, constants = _with_constants(builder, ops)
+    mutations = without_gradient(builder, mutations)
+    roots = frozenset((loss, *(m.value for m in mutations)))
+    builder.ops = alive(builder.ops, roots)
+    parameters = cut_parameters(builder, unfuse(builder, parameters, roots), roots)
+    fuse_gelu(builder, roots)
+    drop_identities(builder, roots)
+    ops = alive(builder.ops, roots)
+    if mutations:
+        ops, mutations = with_totals(
+            builder, ops, mutations, {leaf.name for leaf in inputs}, {leaf.name for leaf in buffers}
+        )
+    ops, constants, mutations = _with_constants(builder, ops, mutations)
     free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
     prelude, live = split_prelude(ops, free)
-    prelude, live = _merged(prelude, live)
-    prelude = alive((*prelude, *live), loss)[: -len(live) or None]
+    prelude, live, mutations = _merged(prelude, live, mutations)
+    roots = frozenset((loss, *(m.value for m in mutations)))
+    prelude = alive((*prelude, *live), roots)[: -len(live) or None]
     used = {ref.name for op in (*prelude, *live) for ref in op.operands}
+    used |= {name for m in mutations for name in (m.buffer, m.value.name)}
     unread = [p.fqn for p in parameters if p.name not in used]
     if unread:
         builder.notes.append(f"parameters without influence on the loss: {', '.join(unread[:5])}"[:300])
@@ -60,12 +69,13 @@ def finish(
         ops=tuple(live),
         blocks=find_blocks(live, builder.specs, frozenset(p.name for p in kept), loss),
         loss=loss,
-        fingerprint=fingerprint(inputs, kept, live),
+        mutations=mutations,
+        fingerprint=fingerprint(inputs, kept, live, mutations),
         notes=tuple(builder.notes),
     )
 
 
-def drop_identities(builder: Builder, loss: Ref) -> None:
+def drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
     """Removes views to the same shape that other passes left, renaming what reads them."""
     renamed: dict[Ref, Ref] = {}
     kept: list[Op] = []
@@ -77,7 +87,7 @@ def drop_identities(builder: Builder, loss: Ref) -> None:
             if producer is not None and producer.target == "aten.view.default":
                 op = op.with_operands((producer.operands[0],))
                 source = op.operands[0]
-            if builder.specs[source].shape == op.spec.shape and Ref(op.name) != loss:
+            if builder.specs[source].shape == op.spec.shape and Ref(op.name) not in roots:
                 renamed[Ref(op.name)] = source
                 continue
         builder.producers[op.name] = op
@@ -85,9 +95,9 @@ def drop_identities(builder: Builder, loss: Ref) -> None:
     builder.ops = kept
 
 
-def alive(ops: Iterable[Op], loss: Ref) -> list[Op]:
-    """Operators that the loss needs, in order."""
-    wanted = {loss.name}
+def alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
+    """Operators that ``roots`` need, in order."""
+    wanted = {ref.name for ref in roots}
     kept: list[Op] = []
     for op in reversed(list(ops)):
         if op.name in wanted:
@@ -106,7 +116,7 @@ def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]
     prelude: list[Op] = []
     live: list[Op] = []
     for op in ops:
-        if op.target not in RANDOM_TARGETS and all(ref.name in known for ref in op.operands):
+        if op.target not in random.TARGETS and all(ref.name in known for ref in op.operands):
             known.add(op.name)
             prelude.append(op)
         else:
@@ -114,7 +124,9 @@ def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]
     return prelude, live
 
 
-def _with_constants(builder: Builder, ops: list[Op]) -> tuple[list[Op], list[Buffer]]:
+def _with_constants(
+    builder: Builder, ops: list[Op], mutations: tuple[Mutation, ...]
+) -> tuple[list[Op], list[Buffer], tuple[Mutation, ...]]:
     """Constants that are read become buffers, expanded to their shape where they are kept smaller."""
     buffers: list[Buffer] = []
     made: dict[Ref, Ref] = {}
@@ -146,7 +158,12 @@ def _with_constants(builder: Builder, ops: list[Op]) -> tuple[list[Op], list[Buf
         args = tuple(map_refs(arg, materialise) for arg in op.args)
         kwargs = tuple((key, map_refs(arg, materialise)) for key, arg in op.kwargs)
         result.append(replace(op, args=args, kwargs=kwargs))
-    return [*expands, *result], buffers
+    changed = []
+    for mutation in mutations:
+        value = materialise(mutation.value)
+        assert isinstance(value, Ref)
+        changed.append(replace(mutation, value=value))
+    return [*expands, *result], buffers, tuple(changed)
 
 
 def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[Ref], Argument]) -> Ref:
@@ -192,7 +209,9 @@ def _held(
     return shared[key]
 
 
-def _merged(prelude: list[Op], live: list[Op]) -> tuple[list[Op], list[Op]]:
+def _merged(
+    prelude: list[Op], live: list[Op], mutations: tuple[Mutation, ...]
+) -> tuple[list[Op], list[Op], tuple[Mutation, ...]]:
     """Equal calls of the prelude made once."""
     renamed: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
@@ -210,16 +229,19 @@ def _merged(prelude: list[Op], live: list[Op]) -> tuple[list[Op], list[Op]]:
         else:
             seen[key] = op.name
             kept.append(op)
-    return kept, [current(op) for op in live]
+    moved = tuple(replace(m, value=Ref(renamed.get(m.value.name, m.value.name), m.value.index)) for m in mutations)
+    return kept, [current(op) for op in live], moved
 
 
-def fingerprint(inputs: tuple[Input, ...], parameters: tuple[Parameter, ...], ops: Iterable[Op]) -> str:
-    """Of a traced model: parameters, inputs (batch size aside) and operators."""
+def fingerprint(
+    inputs: tuple[Input, ...], parameters: tuple[Parameter, ...], ops: Iterable[Op], mutations: tuple[Mutation, ...]
+) -> str:
+    """Of a traced model: parameters, inputs (batch size aside), operators and buffers that change."""
     lines = [f"{p.key} {p.spec.shape} {p.spec.dtype} {p.spec.requires_grad} {p.aliases}" for p in parameters]
     lines += [
         f"{i.name} {tuple(n for d, n in enumerate(i.spec.shape) if d != i.batch_dim)} {i.spec.dtype}" for i in inputs
     ]
-    return digest("\n".join([*lines, *(_identity(op) for op in ops)]))
+    return digest("\n".join([*lines, *(_identity(op) for op in ops), *(m.buffer for m in mutations)]))
 
 
 def _identity(op: Op) -> str:

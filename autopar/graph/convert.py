@@ -21,8 +21,10 @@ from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
 from autopar.graph.opaque import opaque_of
 from autopar.graph.products import PRODUCTS
+from autopar.graph.random import RANDOM, handler_of
+from autopar.graph.sums import SUMS
 
-_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | {"autopar.experts.default": experts_of}
+_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | SUMS | RANDOM | {"autopar.experts.default": experts_of}
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."
@@ -119,6 +121,13 @@ class Converter:
         name = str(target._name)
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
+            if args[0] and not grad:
+                raise TraceError(
+                    "gradients stay off inside torch.no_grad",
+                    value="torch.enable_grad inside it",
+                    place=next((place for n in _inner(owner, args[1]).graph.nodes if (place := source_of(n))), ""),
+                    remedy="end the no_grad block first",
+                )
             grad, args = bool(args[0]) and grad, args[1:]
         elif name == "wrap_with_autocast":
             if args[2]:
@@ -150,7 +159,7 @@ def _apply(builder: Builder, call: Call) -> Value:
     folded = fold(builder, call)
     if folded is not None:
         return folded
-    value = _ALL_HANDLERS.get(call.target, generic)(builder, call)
+    value = (_ALL_HANDLERS.get(call.target) or handler_of(call) or generic)(builder, call)
     hint(builder, call, value)
     return value
 

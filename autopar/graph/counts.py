@@ -12,6 +12,9 @@ from autopar.errors import TraceError
 from autopar.graph.ir import Graph, Op, Ref
 
 _SCALING = frozenset(f"aten.{name}.{kind}" for name in ("mul", "div") for kind in ("Tensor", "Scalar"))
+_SHIFTING = _SCALING | {
+    f"aten.{name}.{kind}" for name in ("add", "sub", "rsub", "pow") for kind in ("Tensor", "Scalar")
+}
 
 
 class CountError(TraceError):
@@ -21,7 +24,7 @@ class CountError(TraceError):
 def suspects(graph: Graph) -> list[Op]:
     """Operators that scale by a number what has a gradient and may have no batch dim: surely not, or near the loss."""
     last = graph.blocks[-1].start
-    return [
+    found = [
         op
         for i, op in enumerate(graph.ops)
         if op.target in _SCALING
@@ -29,6 +32,17 @@ def suspects(graph: Graph) -> list[Op]:
         and (not op.spec.shape or op.spec.shape[0] % graph.batch_size or i >= last)
         and any(n != 1 for n in _numbers(graph, op))
     ]
+    return found + [op for op in _for_buffers(graph) if op not in found and any(_numbers(graph, op))]
+
+
+def _for_buffers(graph: Graph) -> Iterator[Op]:
+    """Elementwise operators with numbers that new values of buffers depend on (a count of samples seen)."""
+    needed = {m.value.name for m in graph.mutations}
+    for op in reversed((*graph.prelude, *graph.ops)):
+        if op.name in needed:
+            needed.update(ref.name for ref in op.operands)
+            if op.target in _SHIFTING and not op.spec.requires_grad:
+                yield op
 
 
 def check(graph: Graph, larger: Graph) -> None:
@@ -37,13 +51,13 @@ def check(graph: Graph, larger: Graph) -> None:
     Raises:
         CountError: a number of :func:`suspects` differs.
     """
-    others = {op.name: op for op in larger.ops}
+    others = {op.name: op for op in (*larger.prelude, *larger.ops)}
     for op in suspects(graph):
         other = others.get(op.name)
         here, there = list(_numbers(graph, op)), [] if other is None else list(_numbers(larger, other))
         if here != there:
             raise CountError(
-                "a loss is scaled by numbers that do not depend on the batch size, or by counts computed from tensors",
+                "losses and buffers are made with numbers that do not depend on the batch size, or counts of tensors",
                 value=f"{here} for a batch of {graph.batch_size}, {there} for one of {larger.batch_size}",
                 place=op.source or op.module or op.name,
                 remedy="take a mean, or divide by a count of the inputs: (labels != -100).sum()",

@@ -9,6 +9,7 @@ import torch
 from autopar.graph.builder import FOLD_LIMIT, LAZY_SIZE, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
 from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.masks import Known, Lazy
+from autopar.graph.shapes import dim_groups
 
 _FILLS = {
     "zeros": 0,
@@ -39,6 +40,7 @@ CONVERSIONS = {
     "aten.type_as.default",
 }
 _RANDOM_TAGS = (torch.Tag.nondeterministic_seeded,)
+VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.flatten.using_ints")
 _SAME_VALUE = {
     "aten.clone.default",
     "aten.contiguous.default",
@@ -67,8 +69,32 @@ def fold(builder: Builder, call: Call) -> Value | None:
             return _lazy(builder, call, shape)
     if any(ref in builder.lazies for ref in refs):
         return _same_lazy(builder, call)
+    if _joins_copies(builder, call):
+        return None
     value = evaluate(builder, call)
     return None if value is None else builder.constant(call, value)
+
+
+def _joins_copies(builder: Builder, call: Call) -> bool:
+    """Whether a view or a repetition makes one dim of copies and of what is copied, copies outermost.
+
+    Windows of a batch as samples, say: as a value nobody could tell any more which rows belong to which sample.
+    """
+    source = call.args[0] if call.args else None
+    if not isinstance(source, Ref) or source not in builder.values:
+        return False
+    held, before, after = builder.values[source].shape, builder.shape(source), call.spec.shape
+    if call.target == "aten.repeat.default":
+        return len(before) == len(after) and held[0] > 1 and after[0] > before[0]
+    if call.target not in VIEWS:
+        return False
+    return any(
+        len(long := [i for i in ins if before[i] > 1]) > 1
+        and held[long[0]] == 1
+        and any(held[i] > 1 for i in long)
+        and next((after[j] for j in outs if after[j] > 1), 0) != before[long[0]]
+        for ins, outs in dim_groups(before, after)
+    )
 
 
 def _lazy(builder: Builder, call: Call, shape: tuple[int, ...]) -> Value:
@@ -101,11 +127,13 @@ def _constant(builder: Builder, ref: Ref) -> Known:
 
 
 def hint(builder: Builder, call: Call, ref: Value) -> None:
-    """Remembers the value of ``ref`` where model buffers determine it, for recognising masks."""
+    """Remembers the value of ``ref`` where constants and model buffers determine it, for recognising masks."""
     if not isinstance(ref, Ref) or ref in builder.values or len(call.outputs) != 1 or call.outputs[0] is None:
         return
     refs = _refs((*call.args, *call.kwargs.values()))
-    if refs and any(r in builder.hints for r in refs) and all(builder.known(r) is not None for r in refs):
+    if any(tag in call.overload.tags for tag in _RANDOM_TAGS):
+        return
+    if refs and all(builder.known(r) is not None for r in refs):
         value = evaluate(builder, call)
         if value is not None:
             builder.hints[ref] = compact(value)

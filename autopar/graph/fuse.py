@@ -21,13 +21,13 @@ class _Uses:
         return op if op is not None and op.target == target and self.count[op.name] == 1 else None
 
 
-def fuse_gelu(builder: Builder, loss: Ref) -> None:
+def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 writes it, becomes ``aten.gelu(x, tanh)``.
 
     Backward then needs x alone, where the eight operators keep five tensors. Changes
     ``builder.ops`` in place; what is left of the chains is dead code.
     """
-    count: dict[str, int] = {loss.name: 1}
+    count: dict[str, int] = {ref.name: 1 for ref in roots}
     for op in builder.ops:
         for ref in op.operands:
             count[ref.name] = count.get(ref.name, 0) + 1

@@ -124,6 +124,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Zeros behind the first ``length`` elements of dim ``dim``, so that it splits evenly; the model has no more."""
+
+    dim: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A trained tensor, or a part of one where the model computes several projections from it.
 
@@ -134,6 +142,7 @@ class Parameter:
         spec: shape and dtype of this part.
         part: None when this is the whole model parameter.
         layout: at rest, I or S(d) on each axis applied so far; ``spec`` is then the local shape.
+        padding: None when the model's parameter is as long as this one.
         gradient_sum_axes: axes on which the gradient that backward leaves is a pending sum (the
             parameter is I at rest and used as R): summed once a step, not once a micro-batch.
     """
@@ -144,6 +153,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     part: Part | None = None
     layout: Layout = ()
+    padding: Padding | None = None
     gradient_sum_axes: tuple[str, ...] = ()
 
     @property
@@ -160,6 +170,17 @@ class Buffer:
     fqn: str
     spec: TensorSpec
     value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """A buffer that training changes: after a step it holds what ``value`` was in it, the same for every sample.
+
+    ``buffer`` is the name of one of :attr:`Graph.buffers`; whoever reads that name reads what the step began with.
+    """
+
+    buffer: str
+    value: Ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +213,12 @@ class Graph:
         sums: values of the prelude that are partial over the batch: before the rest of the graph
             runs they are summed over all micro-batches and data ranks (token counts). Whoever
             reads such a Ref reads the total.
+        mutations: buffers that a step changes.
         fingerprint: of the traced model; passes keep it.
         notes: what a reader of the plan should know (opaque regions, operators without a rule).
         mixing: the operator by which samples meet, where they do: ``batch_size`` is then the global batch, and axis
             ``batch`` a group of ranks that each have all their samples in one micro-batch. Empty: samples are apart.
+        exact: numbers may count samples, so that it is for a global batch of ``batch_size`` alone.
     """
 
     name: str
@@ -208,9 +231,11 @@ class Graph:
     blocks: tuple[Block, ...]
     loss: Ref
     sums: tuple[Ref, ...] = ()
+    mutations: tuple[Mutation, ...] = ()
     fingerprint: str
     notes: tuple[str, ...] = ()
     mixing: str = ""
+    exact: bool = False
 
     def spec(self, ref: Ref) -> TensorSpec:
         """The spec of any tensor.
@@ -269,6 +294,11 @@ class Graph:
             for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
             if ref == self.loss or any(user >= block.stop for user in self._index.users.get(ref, ()))
         )
+
+    def block_mutations(self, block: Block) -> tuple[Mutation, ...]:
+        """Buffers whose new value this block makes."""
+        inside = {op.name for op in self.block_ops(block)} if self.mutations else set()
+        return tuple(m for m in self.mutations if m.value.name in inside)
 
     def users(self, ref: Ref) -> tuple[int, ...]:
         """Positions in ``ops`` of the live operators that read ``ref``, ascending."""

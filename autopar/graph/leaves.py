@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Value
 from autopar.graph.convert import WRAPPER
-from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
+from autopar.graph.ir import Buffer, Input, Parameter, Ref, TensorSpec
 
 
 def declare(
@@ -32,6 +31,7 @@ def declare(
     parameters: dict[str, Parameter] = {}
     buffers: list[Buffer] = []
     values = dict(model.named_buffers(remove_duplicate=False))
+    changed = set(program.graph_signature.buffers_to_mutate.values())
     for spec in program.graph_signature.input_specs:
         place = getattr(spec.arg, "name", "")
         fqn = (spec.target or "").removeprefix(WRAPPER)
@@ -44,6 +44,8 @@ def declare(
         elif spec.kind == InputKind.BUFFER:
             buffers.append(_buffer(builder, fqn, values[fqn]))
             env[place] = Ref(buffers[-1].name)
+            if spec.target in changed:  # what masks are recognised by must last
+                builder.hints.pop(Ref(buffers[-1].name), None)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             env[place] = _lifted(builder, place, program.constants[spec.target or ""], buffers)
         else:
@@ -110,32 +112,3 @@ def loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bui
     raise TraceError(
         "the loss depends on the model", value="a constant", remedy="return the loss computed from the parameters"
     )
-
-
-def changed_buffers(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """Buffers that the model writes to in training."""
-    return tuple(
-        (spec.target or "").removeprefix(WRAPPER)
-        for spec in program.graph_signature.output_specs
-        if spec.kind == OutputKind.BUFFER_MUTATION
-    )
-
-
-def without_memory(graph: Graph, changed: tuple[str, ...]) -> Graph:
-    """The graph, with a note of the buffers that it leaves as they are.
-
-    Raises:
-        TraceError: the loss reads one of them, so that a later step would depend on an earlier one.
-    """
-    read = [buffer.fqn for buffer in graph.buffers if buffer.fqn in changed]
-    if read:
-        raise TraceError(
-            "the loss of a step does not read buffers that an earlier step has changed",
-            value=", ".join(read[:3]) + (f" and {len(read) - 3} more" if len(read) > 3 else ""),
-            place=read[0].rpartition(".")[0] or graph.name,
-            remedy="keep what changes in parameters, or outside of the model (spectral norm, moving averages)",
-        )
-    if not changed:
-        return graph
-    named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    return replace(graph, notes=(*graph.notes, f"training leaves these buffers as they are: {named}"))

@@ -21,12 +21,14 @@ from autopar.errors import TraceError
 from autopar.graph import counts, memory
 from autopar.graph.builder import Builder
 from autopar.graph.cleanup import finish
-from autopar.graph.convert import Converter, needs_decomposition
+from autopar.graph.convert import Converter, needs_decomposition, source_of
 from autopar.graph.failures import FAILURES, explained, first_line, module_of_failure
+from autopar.graph.gradient_off import cut_off
 from autopar.graph.ir import Graph, Input, TensorSpec
-from autopar.graph.leaves import changed_buffers, declare, loss_output, without_memory
+from autopar.graph.leaves import declare, loss_output
 from autopar.graph.moe import swap_experts
 from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
+from autopar.graph.state import mutations_of, written_back
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -74,7 +76,7 @@ def trace(
     graph, job = _with_fallback(job)
     if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
-    return replace(graph, notes=(*graph.notes, *notes_of(graph, job.reasons)))
+    return replace(graph, exact=exact, notes=(*graph.notes, *notes_of(graph, job.reasons)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     except TraceError as error:
         raise _within(error, converter.module) from error
     loss = loss_output(program, outputs, builder)
-    graph = finish(
+    return finish(
         builder,
         name=job.name or type(model).__name__,
         batch_size=batch_size,
@@ -149,8 +151,8 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         parameters=parameters,
         buffers=buffers,
         loss=loss,
+        mutations=mutations_of(program, outputs, converter.env),
     )
-    return without_memory(graph, changed_buffers(program))
 
 
 def _check_again(
@@ -280,10 +282,11 @@ class _Training(torch.nn.Module):
 
     def forward(self, **batch: Any) -> torch.Tensor:
         before = memory.state_of(self.model)
-        output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
-        self.left.values = memory.values_of(self.model, memory.changed(before, memory.state_of(self.model)))
-        if self.loss_fn is not None:
-            output = self.loss_fn(output, batch)
+        with written_back(self.model):
+            output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
+            self.left.values = memory.values_of(self.model, memory.changed(before, memory.state_of(self.model)))
+            if self.loss_fn is not None:
+                output = self.loss_fn(output, batch)
         return pick_loss(output, type(self.model).__name__)
 
 
@@ -343,7 +346,11 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
     with _quiet():
         try:
             program = torch.export.export(wrapper, (), batch, strict=False)
-            return program.run_decompositions({}) if needs_decomposition(program.graph_module) else program
+            if not needs_decomposition(program.graph_module):
+                return program
+            cut_off(program, source_of)
+            decomposed: torch.export.ExportedProgram = program.run_decompositions({})
+            return decomposed
         except TraceError:
             raise
         except FAILURES as error:

@@ -46,8 +46,11 @@ _GROUP = -1
 """Label of the dim that counts the fused projections, where a view has split the features into (n, size)."""
 
 
-def unfuse(builder: Builder, parameters: tuple[Parameter, ...], loss: Ref) -> tuple[Parameter, ...]:
-    """Rewrites ``builder.ops`` in place and returns the parameters, parts in the place of what was cut."""
+def unfuse(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset[Ref]) -> tuple[Parameter, ...]:
+    """Rewrites ``builder.ops`` in place and returns the parameters, parts in the place of what was cut.
+
+    ``roots``: values that are read from outside.
+    """
     users: dict[str, list[Op]] = {}
     for op in builder.ops:
         for ref in dict.fromkeys(op.operands):
@@ -61,7 +64,7 @@ def unfuse(builder: Builder, parameters: tuple[Parameter, ...], loss: Ref) -> tu
         weights = [ref.name for ref in op.operands[1:]]
         if any(name not in by_name or len(users[name]) != 1 or by_name[name].aliases for name in weights):
             continue
-        cuts = _cuts(op, users, loss)
+        cuts = _cuts(op, users, roots)
         if cuts is not None:
             _cut(builder, op, cuts, by_name, parts, replaced)
     if not replaced:
@@ -71,7 +74,7 @@ def unfuse(builder: Builder, parameters: tuple[Parameter, ...], loss: Ref) -> tu
     return tuple(new for parameter in parameters for new in parts.get(parameter.name, [parameter]))
 
 
-def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], loss: Ref) -> tuple[Parameter, ...]:
+def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset[Ref]) -> tuple[Parameter, ...]:
     """Parameters read in slices alone, along one dim that the slices cover once, become their parts.
 
     Experts keep gate and up in one tensor [E, 2f, h]; each half splits by itself.
@@ -84,7 +87,7 @@ def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], loss: Re
     result: list[Parameter] = []
     for parameter in parameters:
         readers = users.get(parameter.name, [])
-        if parameter.aliases or parameter.part or not _cover(parameter, readers, loss):
+        if parameter.aliases or parameter.part or not _cover(parameter, readers, roots):
             result.append(parameter)
             continue
         found = {op.name: cast("tuple[int, int, int]", op.args[1:4]) for op in readers}
@@ -98,13 +101,13 @@ def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], loss: Re
     return tuple(result)
 
 
-def _cover(parameter: Parameter, users: list[Op], loss: Ref) -> bool:
+def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool:
     """Whether ``users`` are slices of step 1 along one dim that cover it without overlap."""
     if len(users) < 2 or any(
         op.target != "aten.slice.Tensor"
         or len(op.args) != 4
         or op.operands[0].name != parameter.name
-        or op.name == loss.name
+        or Ref(op.name) in roots
         for op in users
     ):
         return False
@@ -120,11 +123,11 @@ def _cover(parameter: Parameter, users: list[Op], loss: Ref) -> bool:
     )
 
 
-def _cuts(op: Op, users: dict[str, list[Op]], loss: Ref) -> _Cuts | None:
+def _cuts(op: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> _Cuts | None:
     """How the output is cut, when cutting is all that is done with it and the pieces cover it once."""
     rank = len(op.spec.shape)
     cuts = _Cuts()
-    if not _follow(op, tuple(range(rank)), op.spec.shape[-1], users, loss, cuts) or len(cuts.leaves) < 2:
+    if not _follow(op, tuple(range(rank)), op.spec.shape[-1], users, roots, cuts) or len(cuts.leaves) < 2:
         return None
     spans = sorted({(leaf.start, leaf.stop) for leaf in cuts.leaves})
     edges = [0, *(stop for _, stop in spans)]
@@ -133,10 +136,10 @@ def _cuts(op: Op, users: dict[str, list[Op]], loss: Ref) -> _Cuts | None:
 
 
 def _follow(
-    op: Op, labels: tuple[Label, ...], features: int, users: dict[str, list[Op]], loss: Ref, cuts: _Cuts
+    op: Op, labels: tuple[Label, ...], features: int, users: dict[str, list[Op]], roots: frozenset[Ref], cuts: _Cuts
 ) -> bool:
     """Walks from ``op``, whose dims are ``labels``, to the operators that cut; False at any other use."""
-    if op.name == loss.name or not users.get(op.name):
+    if Ref(op.name) in roots or not users.get(op.name):
         return False
     last = max(label for label in labels if label is not None)
     for user in users[op.name]:
@@ -155,7 +158,7 @@ def _follow(
             cuts.leaves.append(_Leaf(user, index * size, (index + 1) * size, labels[:dim] + labels[dim + 1 :]))
         elif user.target in _PERMUTING:
             moved = _moved(op, labels, last, user)
-            if moved is None or not _follow(user, moved, features, users, loss, cuts):
+            if moved is None or not _follow(user, moved, features, users, roots, cuts):
                 return False
             cuts.inner.append(user)
         else:

@@ -39,6 +39,7 @@ from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
 from autopar.opaque_ops import opaque
 from autopar.rules.apply import BATCH
+from autopar.rules.spread import AXIS as SPREAD
 
 GLOBAL = frozenset(
     {
@@ -252,7 +253,10 @@ class _Check:
         layout: Layout = node.meta["types"]
         if node.op == "call_function" and node.target is ops.local:
             layout = cast("fx.Node", node.args[0]).meta["types"]
-        kind = dict(layout).get(BATCH if axis in DATA_AXES else axis)
+        known = dict(layout)
+        kind = known.get(BATCH if axis in DATA_AXES else axis)
+        if axis in DATA_AXES and SPREAD in known:  # other experts on other data ranks, of ep_data at least
+            kind = known[SPREAD]
         if kind is not None and kind.kind == "I" and not node.meta["spec"].requires_grad:
             return Type("R")
         return kind

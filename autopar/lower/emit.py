@@ -18,6 +18,7 @@ from autopar.layout import I, R, S
 from autopar.mesh import DATA_AXES
 from autopar.opaque_ops import Holder, region_of
 from autopar.rules.apply import BATCH
+from autopar.rules.spread import AXIS as SPREAD
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
@@ -51,12 +52,13 @@ TARGETS = {function: target for target, function in _FUNCTIONS.items() if target
 
 OPAQUE = "autopar.opaque"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_DRAWING = ("autopar.dropout", "autopar.noise")
 _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
 
 
 def is_random(op: Op) -> bool:
     """Whether the operator draws random numbers."""
-    if op.target in ("autopar.dropout", OPAQUE):
+    if op.target in (*_DRAWING, OPAQUE):
         return True
     return op.target in _ATTENTIONS and len(op.args) > 4 and bool(op.args[4])
 
@@ -81,6 +83,7 @@ class Emitter:
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
         """Adds a tensor that the caller passes; gives its name."""
         node = _typed(self._placeholder(str_name(ref)), spec, layout)
+        node.meta["reads"] = ref
         self.values[ref] = node
         return str_name(ref)
 
@@ -108,17 +111,19 @@ class Emitter:
         if value is None:
             value = torch.empty(buffer.spec.shape, dtype=buffer.spec.dtype, device="meta")
         self.root.register_buffer(buffer.name, value)
-        self.values[Ref(buffer.name)] = _typed(self.graph.get_attr(buffer.name), buffer.spec, ())
+        node = _typed(self.graph.get_attr(buffer.name), buffer.spec, ())
+        node.meta["reads"] = Ref(buffer.name)
+        self.values[Ref(buffer.name)] = node
         return buffer.name
 
     def op(self, op: Op) -> None:
         """Adds one call; several outputs are taken apart."""
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
         if is_random(op):
-            args = args[:2] if target == "autopar.dropout" else args
+            args = args[:2] if target in _DRAWING else args
             target = "autopar.attention" if target == _ATTENTION else target
             kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
-        if not op.operands and target.startswith("aten.") and _has_device(target):
+        if not op.operands and (target == "autopar.noise" or (target.startswith("aten.") and _has_device(target))):
             kwargs["device"] = self.device
         if target == OPAQUE:
             self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
@@ -131,6 +136,7 @@ class Emitter:
         )
         if is_random(op):
             node.update_kwarg("seed", self.seed)
+        node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)
         if len(op.outputs) == 1 and target != OPAQUE:
@@ -162,7 +168,10 @@ class Emitter:
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        local = self.graph.create_node("call_function", emitted.local, (node,), name=name)
+        is_spread = any(axis == SPREAD for axis, _ in parameter.layout)
+        args = (node, parameter.spec.dtype) if is_spread else (node,)
+        local = self.graph.create_node("call_function", emitted.local, args, name=name)
+        local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
 
     def _argument(self, argument: Argument) -> Any:

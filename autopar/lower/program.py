@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autopar.graph.ir import Block, Graph, Layout, Parameter, Ref
+from autopar.graph.ir import Block, Buffer, Graph, Layout, Parameter, Ref
 from autopar.layout import R
 from autopar.lower.emit import SEED, Emitter, ancestors, is_random, layout_of, readable, str_name
 from autopar.lower.typings import local_graph
@@ -82,6 +82,8 @@ class StageProgram:
         sends: likewise to the stage after; empty for the last.
         prelude: None if no block needs anything of the batch.
         shared_parameters: parameters that several blocks of this stage read, passed to them as inputs.
+        state: buffers that steps change and this stage reads: inputs of its prelude.
+        mutations: buffers that this stage changes, with the names of their new values.
         is_last: its last block makes the loss.
     """
 
@@ -93,6 +95,8 @@ class StageProgram:
     sends: tuple[str, ...]
     shared_parameters: tuple[str, ...]
     is_last: bool
+    state: tuple[str, ...] = ()
+    mutations: tuple[tuple[str, str], ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -110,6 +114,7 @@ class Program:
         sums: None when the model counts nothing over the batch; ``sums.outputs`` are inputs of preludes.
         loss: name of the loss.
         tied: parameters that several stages hold, with the stages: their gradients are summed.
+        state: buffers that steps change, in the order of the graph.
     """
 
     plan: Plan
@@ -118,6 +123,7 @@ class Program:
     sums: PreludeProgram | None
     loss: str
     tied: tuple[tuple[str, tuple[int, ...]], ...]
+    state: tuple[Buffer, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -172,6 +178,7 @@ def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "
         sums=build.prelude("Sums", local.sums, totals=frozenset()) if local.sums else None,
         loss=str_name(local.loss),
         tied=tuple((name, tuple(stages)) for name, stages in holders.items() if len(stages) > 1),
+        state=tuple(b for b in local.buffers if b.name in build.changed),
     )
 
 
@@ -182,6 +189,23 @@ class _Builder:
         self.plan, self.graph, self.device = plan, graph, device
         random = (op.name for op in (*graph.prelude, *graph.ops) if is_random(op))
         self.salts = {name: number for number, name in enumerate(random)}
+        self.changed = {m.buffer for m in graph.mutations}
+        self.homes = self._homes()
+
+    def _homes(self) -> dict[str, int]:
+        """For each buffer that steps change the stage that makes its new value: where its module runs, else the first."""
+        graph, homes = self.graph, dict[str, int]()
+        modules: dict[str, int] = {}
+        for stage in self.plan.stages:
+            blocks = graph.blocks[stage.start : stage.stop]
+            for block in blocks:
+                homes |= {m.buffer: stage.index for m in graph.block_mutations(block)}
+            for op in graph.ops[blocks[0].start : blocks[-1].stop] if blocks else ():
+                modules.setdefault(op.module, stage.index)
+        for buffer in graph.buffers:
+            if buffer.name in self.changed:
+                homes.setdefault(buffer.name, modules.get(buffer.fqn.rpartition(".")[0], self.plan.stages[0].index))
+        return homes
 
     def stage(self, stage: StagePlan) -> StageProgram:
         graph = self.graph
@@ -189,6 +213,9 @@ class _Builder:
         counts = Counter(p.name for block in blocks for p in graph.block_parameters(block))
         shared = {name for name, count in counts.items() if count > 1}
         needed = dict.fromkeys(ref for block in blocks for ref in graph.block_prelude(block))
+        mutations = [m for m in graph.mutations if self.homes[m.buffer] == stage.index]
+        needed |= dict.fromkeys(m.value for m in mutations if graph.is_prelude(m.value))
+        prelude = self.prelude(f"Prelude{stage.index}", needed, frozenset(graph.sums)) if needed else None
         is_last = stage.stop == len(graph.blocks)
         before = graph.live_across(blocks[0].start) if blocks else ()
         after = () if is_last or not blocks else graph.live_across(blocks[-1].stop)
@@ -196,11 +223,13 @@ class _Builder:
             index=stage.index,
             pp_rank=stage.pp_rank,
             blocks=tuple(self.block(block, shared) for block in blocks),
-            prelude=self.prelude(f"Prelude{stage.index}", needed, frozenset(graph.sums)) if needed else None,
+            prelude=prelude,
             receives=tuple(str_name(ref) for ref in before),
             sends=tuple(str_name(ref) for ref in after),
             shared_parameters=tuple(name for name in counts if name in shared),
             is_last=is_last,
+            state=tuple(name for name in (prelude.inputs if prelude is not None else ()) if name in self.changed),
+            mutations=tuple((m.buffer, str_name(m.value)) for m in mutations),
         )
 
     def block(self, block: Block, shared: set[str]) -> BlockProgram:
@@ -219,7 +248,7 @@ class _Builder:
                 if ref.name in waiting:
                     emitter.parameter(waiting.pop(ref.name))
             emitter.op(op)
-        outputs = graph.block_outputs(block)
+        outputs = tuple(dict.fromkeys((*graph.block_outputs(block), *(m.value for m in graph.block_mutations(block)))))
         shared_here = sorted(p.name in shared for p in parameters)
         return BlockProgram(
             index=block.index,
@@ -243,12 +272,12 @@ class _Builder:
         ops = ancestors(graph, outputs, totals)
         reads = dict.fromkeys((*(ref for op in ops for ref in op.operands), *outputs))
         emitter = Emitter(name, self.salts, self.device)
-        batch = {leaf.name for leaf in graph.inputs}
+        batch = {leaf.name for leaf in graph.inputs} | self.changed
         given = [ref for ref in reads if ref.name in batch or ref in totals]
         inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in given]
         if any(is_random(op) for op in ops):
             inputs.append(emitter.seed_input())
-        buffers = tuple(emitter.buffer(buffer) for buffer in graph.buffers if Ref(buffer.name) in reads)
+        buffers = tuple(emitter.buffer(b) for b in graph.buffers if Ref(b.name) in reads and b.name not in self.changed)
         for op in ops:
             emitter.op(op)
         return PreludeProgram(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from autopar import rules
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph, Op, digest
+from autopar.graph.padding import pad
 from autopar.layout import Type
+from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, Plan
-from autopar.rules.apply import BATCH, shard, signature
+from autopar.rules import spread
+from autopar.rules.apply import BATCH, crosses_samples, shard, signature
 from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
 
@@ -25,6 +29,11 @@ def local_graph(plan: Plan, graph: Graph) -> Graph:
         PlanError: the plan is for another graph, or names a strategy that no rule gives.
         RuleError: a typing does not hold.
     """
+    return local_graph_and_typings(plan, graph)[0]
+
+
+def local_graph_and_typings(plan: Plan, graph: Graph) -> tuple[Graph, tuple[Typing, ...]]:
+    """:func:`local_graph` with the typings that it applies, in their order: ``batch``, then the sharded axes."""
     if plan.model.fingerprint != graph.fingerprint:
         raise PlanError(
             f"the plan is for this model ({graph.name}, {graph.fingerprint})",
@@ -34,16 +43,67 @@ def local_graph(plan: Plan, graph: Graph) -> Graph:
     if len(plan.blocks) != len(graph.blocks):
         raise PlanError("the plan has a layout for each block", value=f"{len(plan.blocks)} of {len(graph.blocks)}")
     complete(graph)  # a plan may name strategies of rules that were found when it was made
-    result = shard(
-        graph,
-        batch_typing(plan, graph),
-        global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-    )
+    typings = [batch_typing(plan, graph)]
+    result = shard(graph, typings[0], global_batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size)
+    totalled = crosses_samples(result)
+    if totalled and plan.num_micro_batches > 1:
+        raise _one_micro_batch(plan, totalled[0])
+    if plan.mesh.ep_data > 1:
+        result = spread.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
-            result = shard(result, axis_typing(plan, result, axis))
-    return result
+            result = _padded(plan, result) if axis == "tp" else result
+            typings.append(axis_typing(plan, result, axis))
+            result = shard(result, typings[-1])
+    return result, tuple(typings)
+
+
+def whole_graph(plan: Plan, graph: Graph) -> Graph:
+    """The traced ``graph`` for the plan's global batch on one device: every operator as traced, shapes aside."""
+    one = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size)
+    typing = batch_typing(one, graph)
+    as_traced = {
+        name: replace(strategy, target="", extra=(), communication=()) for name, strategy in typing.strategies.items()
+    }
+    size = plan.global_batch_size
+    as_traced_typing = replace(typing, strategies=as_traced)
+    return shard(graph, as_traced_typing, global_batch_size=size, micro_batch_size=size, whole=True)
+
+
+def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
+    """Names of the mixtures of the traced ``graph`` whose experts the plan splits over ``ep_data``."""
+    found: list[str] = []
+    for block, planned in zip(graph.blocks, plan.blocks, strict=True):
+        place = f"block {block.index} ({block.label})"
+        typing = _chosen(plan, planned.layout, spread.AXIS, place)
+        names, ops = typing.strategies if typing is not None else (), graph.block_ops(block)
+        if len(names) != len(ops):
+            raise PlanError(
+                f"the plan has a strategy for each operator on axis {spread.AXIS}",
+                value=f"{len(names)} for {len(ops)}",
+                place=place,
+            )
+        for op, name in zip(ops, names, strict=True):
+            if name == spread.DISPATCH and op.target == spread.EXPERTS:
+                found.append(op.name)
+            elif name != spread.SAMPLES:
+                raise PlanError(
+                    f"{op.target} has the strategy '{name}' on axis {spread.AXIS}",
+                    value=spread.SAMPLES,
+                    place=f"{place}: {op.name}",
+                    remedy="search again with this version of autopar",
+                )
+    return frozenset(found)
+
+
+def _padded(plan: Plan, graph: Graph) -> Graph:
+    """With the vocabularies that the plan pads."""
+    try:
+        return pad(graph, {entry.parameter: entry.length for entry in plan.padding})
+    except ValueError as error:
+        raise PlanError(
+            "a plan pads whole vocabularies of the model", value=str(error), remedy="search again with this autopar"
+        ) from error
 
 
 def batch_typing(plan: Plan, graph: Graph) -> Typing:
@@ -54,22 +114,34 @@ def batch_typing(plan: Plan, graph: Graph) -> Typing:
         raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
     reader.read(graph.prelude, plan.prelude, "prelude")
     typing = _read_blocks(plan, graph, reader)
-    if graph.mixing and (plan.num_micro_batches > 1 or plan.global_batch_size != graph.batch_size):
+    if graph.exact and plan.global_batch_size != graph.batch_size:
         raise PlanError(
-            "where samples meet, a data rank takes all its samples of the traced global batch in one micro-batch",
-            value=f"{plan.num_micro_batches} micro-batches, a batch of {plan.global_batch_size} (traced {graph.batch_size})",
+            "a graph in which samples are counted or meet is for one global batch size",
+            value=f"a batch of {plan.global_batch_size}, traced at {graph.batch_size}",
+            place=graph.mixing or graph.name,
+            remedy="trace the model at the plan's global batch",
+        )
+    if graph.mixing and plan.num_micro_batches > 1:
+        raise PlanError(
+            "where samples meet, a data rank takes all its samples in one micro-batch",
+            value=f"{plan.num_micro_batches} micro-batches",
             place=graph.mixing,
             remedy="pin num_micro_batches=1",
         )
     mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
-        raise PlanError(
-            "statistics over the batch take all samples of a data rank in one micro-batch",
-            value=f"{plan.num_micro_batches} micro-batches",
-            place=f"{mixing.name} ({mixing.target}), {mixing.module}",
-            remedy="pin num_micro_batches=1, or use a norm that looks at one sample (group norm)",
-        )
+        raise _one_micro_batch(plan, mixing)
     return typing
+
+
+def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
+    is_norm = op.target == "autopar.batch_norm"
+    return PlanError(
+        "statistics over the batch take all samples of a data rank in one micro-batch",
+        value=f"{plan.num_micro_batches} micro-batches",
+        place=f"{op.name} ({op.target}), {op.module}",
+        remedy="pin num_micro_batches=1" + (", or use a norm that looks at one sample (group norm)" if is_norm else ""),
+    )
 
 
 def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:

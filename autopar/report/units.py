@@ -17,6 +17,7 @@ TIME_PARTS = (
     ("compute", "compute_s"),
     ("recompute", "recompute_s"),
     ("tensor parallel", "tensor_parallel_s"),
+    ("context parallel", "context_parallel_s"),
     ("data parallel, exposed", "data_parallel_s"),
     ("pipeline sends, exposed", "pipeline_s"),
     ("pipeline bubble", "bubble_s"),

@@ -15,10 +15,10 @@ Under ring attention every split dim of the axis is in *zig-zag order*: of 2 n c
 elementwise neighbours agree; changes of type are then those of :mod:`autopar.sequence_ops`, split dims divide by 2 n,
 and nothing else may know which part its rank has. Whole values (R, I, P) are in their own order.
 
-Where samples meet (``Graph.mixing``) axis ``batch`` is a group of ranks, those of the data axes, and values change their
-type on it as on any other. Otherwise, on axis ``batch`` (micro-batches and data ranks together) nothing may change type but prelude values
-from P to R: those are ``Graph.sums``, totalled before the step. Parameters are R at use there, and
-their gradient sum belongs to the data-parallel runtime.
+On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the step: those are
+``Graph.sums``. Live values change between P and I or R, and where samples meet (``Graph.mixing``) from and to S as well,
+by :data:`OVER_DATA`, as on any other axis whose ranks are those of the data axes: that is right for one micro-batch alone
+(see :func:`crosses_samples`). Parameters are R at use there, and their gradient sum belongs to the data-parallel runtime.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ from autopar.rules.conversions import conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy, Typing
 
 BATCH = "batch"
+OVER_DATA = "autopar.change_over_data"
+"""A change of type over samples: over all data ranks, each with its samples in one micro-batch."""
+
 RING = "autopar.attention_ring"
 ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
 """What strategies may call where split dims are in zig-zag order: else nothing that knows which part its rank has."""
 
 
 def shard(
-    graph: Graph, typing: Typing, *, global_batch_size: int | None = None, micro_batch_size: int | None = None
+    graph: Graph,
+    typing: Typing,
+    *,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    whole: bool = False,
 ) -> Graph:
     """One rank's graph on ``typing.axis``.
 
@@ -50,12 +58,13 @@ def shard(
             are R; on axis ``batch`` inputs are split along their ``batch_dim``.
         global_batch_size: samples of a step, for literals that count samples; axis ``batch`` alone.
         micro_batch_size: samples of the result; axis ``batch`` alone.
+        whole: there is one data rank and one micro-batch, so that no type changes; axis ``batch`` alone.
 
     Raises:
         RuleError: a strategy is missing, a dim does not divide, or a change of type does not exist;
             names the operator.
     """
-    return _Sharding(graph, typing, global_batch_size or graph.batch_size).run(micro_batch_size)
+    return _Sharding(graph, typing, global_batch_size or graph.batch_size, whole=whole).run(micro_batch_size)
 
 
 @dataclass(slots=True)
@@ -69,7 +78,8 @@ class _Section:
 class _Sharding:
     """The state of one :func:`shard`."""
 
-    def __init__(self, graph: Graph, typing: Typing, global_batch_size: int) -> None:
+    def __init__(self, graph: Graph, typing: Typing, global_batch_size: int, *, whole: bool) -> None:
+        self.whole = whole
         self.graph, self.typing, self.axis = graph, typing, typing.axis
         self.is_batch = typing.axis == BATCH
         self.is_zigzag = any(s.target == RING for s in typing.strategies.values())
@@ -97,6 +107,8 @@ class _Sharding:
         self.explicit = {name for name, kinds in uses.items() if len(kinds) > 1}
         for op in graph.prelude:
             self._op(op, self.prelude)
+        for ref in (m.value for m in graph.mutations if graph.is_prelude(m.value)):
+            self._new_value(ref, self.prelude)
         ops, blocks = self._blocks()
         return replace(
             graph,
@@ -109,6 +121,7 @@ class _Sharding:
             blocks=blocks,
             loss=self.renamed.get(graph.loss, graph.loss),
             sums=(*graph.sums, *self.sums),
+            mutations=tuple(replace(m, value=self.renamed.get(m.value, m.value)) for m in graph.mutations),
         )
 
     # --- leaves
@@ -151,6 +164,8 @@ class _Sharding:
             section, start = _Section([], {}), len(ops)
             for op in graph.block_ops(block):
                 self._op(op, section)
+            for mutation in graph.block_mutations(block):
+                self._new_value(mutation.value, section)
             if block.index == len(graph.blocks) - 1:
                 self._loss(section)
             ops += section.ops
@@ -209,8 +224,10 @@ class _Sharding:
         """The loss ends as P over samples and as I on any other axis: one number, differentiated once."""
         loss = self.graph.loss
         found = self.types[loss]
+        if self.whole:
+            return
         if self.is_batch:
-            if found != P and self.graph.mixing:
+            if found.kind in ("I", "R"):
                 self.renamed[loss] = self._change(loss, P, section, place=str(loss))
             elif found != P:
                 raise RuleError(
@@ -223,13 +240,31 @@ class _Sharding:
             new = self._change(loss, I, section, place=str(loss))
             self.renamed[loss] = new
 
+    def _new_value(self, ref: Ref, section: _Section) -> None:
+        """The new value of a buffer ends whole, the same on every rank and for all samples."""
+        found = self.types[ref]
+        if self.whole or found.kind in ("R", "I"):
+            return
+        if not self.is_batch:
+            self.renamed[ref] = self._change(ref, R, section, place=str(ref))
+            return
+        if found != P or section is not self.prelude or ref in self.read_as_partial or ref.name in self.behind_sums:
+            raise RuleError(
+                "the new value of a buffer is the same for all samples, so that a batch can be split",
+                value=found,
+                place=f"{ref.name} ({self._module(ref)})",
+                remedy="keep sums or means over the batch in buffers, not values of single samples",
+            )
+        self.sums[ref] = None
+
     # --- changes of type
 
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
         """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
         found, place = self.types[ref], f"{op.name} ({op.target})"
-        total = found == P and wanted in (R, I) and self.graph.is_prelude(ref)
-        if self.is_batch and (not self.graph.mixing or total or self.graph.is_parameter(ref)):
+        if self.whole:
+            return ref
+        if self.is_batch and not self._crosses_samples(ref, found, wanted):
             self._check_batch(ref, found, wanted, place, op)
             return ref
         if found == wanted or self._same_without_gradient(ref, found, wanted):
@@ -238,6 +273,8 @@ class _Sharding:
         if is_parameter and (found, wanted) == (I, R) and ref.name not in self.explicit:
             return ref
         home = self.prelude if self.graph.is_prelude(ref) else section
+        if self.is_batch and found == P and home is self.prelude:
+            self.read_as_partial[ref] = place
         if (ref, wanted) not in home.changed:
             home.changed[ref, wanted] = self._change(ref, wanted, home, place)
         return home.changed[ref, wanted]
@@ -252,7 +289,7 @@ class _Sharding:
         arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, found, wanted))
         target = change.target
         if self.is_batch:
-            target, arguments = "autopar.change_over_data", (ref, str(found), str(wanted))
+            target, arguments = OVER_DATA, (ref, str(found), str(wanted))
         elif self._is_reordered(found, wanted):
             target = target.replace("autopar.", "autopar.zigzag_")
         name = self._name(f"{ref.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
@@ -307,6 +344,17 @@ class _Sharding:
         if conflict:
             raise RuleError("a sum over samples is read as a total or as a part, not both", value=str(ref), place=place)
 
+    def _crosses_samples(self, ref: Ref, found: Type, wanted: Type) -> bool:
+        """A sum over samples that the model itself reads as a total, or a whole value that becomes a summand.
+
+        Where samples meet, whatever becomes another type; totals of the prelude are made before the step.
+        """
+        if found == wanted or self.graph.is_parameter(ref) or self._same_without_gradient(ref, found, wanted):
+            return False
+        if ref in self.sums or (found == P and not wanted.is_split and self.graph.is_prelude(ref)):
+            return False
+        return bool(self.graph.mixing) or (P in (found, wanted) and not found.is_split and not wanted.is_split)
+
     def _is_reordered(self, found: Type, wanted: Type) -> bool:
         return self.is_zigzag and (found.is_split or wanted.is_split)
 
@@ -351,6 +399,11 @@ class _Sharding:
         return producer.module if producer is not None else ""
 
 
+def crosses_samples(graph: Graph) -> tuple[Op, ...]:
+    """Changes of type over samples in a local graph: each data rank has one micro-batch then."""
+    return tuple(op for op in (*graph.prelude, *graph.ops) if op.target == OVER_DATA)
+
+
 def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
     from autopar import rules  # the package imports this module
 
@@ -375,7 +428,7 @@ def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
     for op in ops:
         args: Iterable[Argument] = (map_refs(arg, numbered) for arg in op.args)
         kwargs = ((key, map_refs(value, numbered)) for key, value in op.kwargs)
-        for_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
+        for_salt = tuple(args)[:2] if op.target in ("autopar.dropout", "autopar.noise") else tuple(args)
         lines.append(
             f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype, s.requires_grad) for s in op.outputs]}{op.layouts}"
         )

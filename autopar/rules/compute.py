@@ -57,7 +57,11 @@ def einsum(op: Op, operands: Specs) -> Pattern:
     """An equation without ellipses."""
     equation = cast("str", op.args[0]).replace(" ", "")
     if "..." in equation:
-        raise RuleError("an equation names every dim", value=equation, place=op.name)
+        raise RuleError(
+            "an equation names every dim, or its dots stand for the same dims in every operand",
+            value=equation,
+            place=op.source or op.name,
+        )
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
     if not arrow:

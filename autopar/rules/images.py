@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from autopar.errors import RuleError
 from autopar.graph.ir import Op
-from autopar.layout import R, S
+from autopar.layout import P, R, S
 from autopar.rules.grammar import Labels, Pattern
 from autopar.rules.sharded import divides
 from autopar.rules.special import NAMES, Specs, argument, integer
@@ -93,6 +93,26 @@ def batch_norm(op: Op, operands: Specs) -> Pattern:
     )
 
 
+def batch_norm_running(op: Op, operands: Specs) -> Pattern:
+    """As :func:`batch_norm`, with running mean and variance among operands and results, by channels."""
+    plain = batch_norm(op, operands)
+    channels = NAMES[1:2]
+    return Pattern(inputs=plain.inputs, outputs=(*plain.outputs, channels, channels), frozen=plain.frozen)
+
+
+def total(op: Op, operands: Specs) -> Pattern:
+    """A value as it is; a sum over samples comes out whole by :func:`total_statistics`."""
+    labels = NAMES[: len(op.spec.shape)]
+    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+
+
+def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A pending sum over samples, over all of the data ranks, each of which has all its samples in one micro-batch."""
+    if axis == "batch" and operands[0].dtype.is_floating_point:
+        moved = (Communication(kind="all_reduce", num_bytes=operands[0].num_bytes),)
+        yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total", communication=moved)
+
+
 def batch_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """Samples, or a dim of space, split: two all-reduces of one number a channel give the statistics of the whole.
 
@@ -108,8 +128,8 @@ def batch_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iter
             yield Strategy(
                 name="statistics" if dim == 0 else f"statistics {NAMES[dim]}",
                 inputs=(S(dim), *(R for _ in operands[1:])),
-                outputs=(S(dim),),
+                outputs=(S(dim), *(R for _ in op.outputs[1:])),
                 work=1 / size,
-                target="autopar.batch_norm",
+                target=op.target,
                 communication=moved,
             )

@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.graph.ir import Argument, Op
-from autopar.mesh import DATA_AXES
+from autopar.mesh import DATA_AXES, EXPERT_AXIS
 from autopar.rules.special import argument, dims_of
 from autopar.rules.types import Local, Strategy
 
@@ -82,7 +82,7 @@ def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     if not strategy.target:
         return op
     ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
-    args = (op.args[0], op.args[1], local.axis, ignore, smoothing)
+    args = (op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:])
     return replace(op, target=strategy.target, args=args, kwargs=())
 
 
@@ -90,6 +90,10 @@ def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
     """Where the own experts stand among all; those that an earlier axis has split stay as they are."""
     if not strategy.target:
         return op
+    if op.target == "autopar.experts_dispatch":  # over data ranks: tokens travel over both axes, or over these alone
+        joined = strategy.target == op.target
+        args = (*op.args[:7], EXPERT_AXIS, op.args[8]) if joined else (*op.args, local.axis, int(local.size))
+        return replace(op, target=strategy.target, args=args, kwargs=())
     down = local.operands[-1]
     num_experts = down.shape[0] * local.size
     args = (*op.args[:7], local.axis, int(num_experts))
@@ -135,8 +139,15 @@ LOCALIZERS: dict[str, Localizer] = {
     },
     **{
         target: _shape_at(0, "size")
-        for target in ("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format")
+        for target in (
+            "aten.full.default",
+            "aten.zeros.default",
+            "aten.ones.default",
+            "aten.empty.memory_format",
+            "autopar.noise",
+        )
     },
+    "autopar.scatter_sum": _shape_at(3, "shape"),
     "aten.slice.Tensor": _slice,
     "aten.squeeze.default": _as_view,
     "aten.squeeze.dim": _as_view,
@@ -147,6 +158,9 @@ LOCALIZERS: dict[str, Localizer] = {
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
     "autopar.batch_norm": _batch_norm,
+    "autopar.batch_norm_running": _batch_norm,
+    "autopar.total": _batch_norm,
     "autopar.experts_split": _split_experts,
     "autopar.experts_dispatch": _split_experts,
+    "autopar.experts_dispatch_split": _split_experts,
 }

@@ -24,7 +24,7 @@ SEQUENCE_AXIS = "cp"
 RING = "autopar.attention_ring"
 GATHERED = "autopar.attention_gathered"
 
-EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch"))
+EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"))
 """What runs a mixture whose experts are split over the axis."""
 
 
@@ -120,18 +120,26 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
     inside. *dispatch d*: tokens are split along dim d and travel to the ranks of their experts and back, k
     rows for each token in both directions (as many again for the gradients); how many leave a rank is in
     the routing, priced as if it were even.
+
+    Of experts that are spread over data ranks already each rank's share is split once more: under *experts* tokens go
+    to the data ranks that hold the same part of a share, under *dispatch* over both axes at once.
     """
     hidden, _, indices = operands[:3]
     num_experts = operands[-1].shape[0]
     if axis in (BATCH_AXIS, "cp") or not divides(num_experts, size):  # parameters are whole on both
         return
     owned = (S(0),) * (len(operands) - 3)
-    yield Strategy(
-        name="experts", inputs=(R, R, R, *owned), outputs=(P,), work=1 / size, target="autopar.experts_split"
-    )
     rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
     sent = Communication(kind="all_to_all", num_bytes=rank_bytes)
     directions = (sent, sent, *(replace(sent, backward=True),) * (2 if hidden.requires_grad else 1))
+    is_spread = op.target == "autopar.experts_dispatch"
+    yield Strategy(
+        name="experts",
+        inputs=(R, R, R, *owned),
+        outputs=(P,),
+        work=1 / size,
+        target="autopar.experts_dispatch_split" if is_spread else "autopar.experts_split",
+    )
     for dim, length in enumerate(hidden.shape[:-1]):
         if divides(length, size):
             yield Strategy(
@@ -172,7 +180,7 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
     columns, ranks = operands[1].shape[-2], size.numerator
     if axis != SEQUENCE_AXIS or rank != 4:
         return
-    if rows % (2 * ranks) or columns % (2 * ranks) or any(m.requires_grad for m in operands[3:]):
+    if rows % (2 * ranks) or columns % (2 * ranks):
         return
     if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
         return

@@ -11,6 +11,7 @@ from typing import cast
 
 from autopar.errors import RuleError
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
+from autopar.graph.shapes import dim_groups
 from autopar.layout import parse_type
 from autopar.rules.grammar import Labels, Pattern
 
@@ -51,33 +52,12 @@ def view(op: Op, operands: Specs) -> Pattern:
     before, after = operands[0].shape, op.spec.shape
     left, right = [""] * len(before), [""] * len(after)
     if operands[0].numel:
-        for ins, outs in view_groups(before, after):
+        for ins, outs in dim_groups(before, after):
             first = next((i for i in ins if before[i] > 1), None)
             into = next((j for j in outs if after[j] > 1), None)
             if first is not None and into is not None:
                 left[first] = right[into] = NAMES[first]
     return Pattern(inputs=(tuple(left),), outputs=(tuple(right),), linear=((0,),))
-
-
-def view_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:
-    """Smallest runs of dims of both shapes with equal products; trailing ones are left out.
-
-    >>> view_groups((4, 6, 5), (24, 5))
-    [(range(0, 2), range(0, 1)), (range(2, 3), range(1, 2))]
-    """
-    groups = []
-    i = j = 0
-    while i < len(before) and j < len(after):
-        start_i, start_j = i, j
-        left, right = before[i], after[j]
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
-            else:
-                right, j = right * after[j], j + 1
-        groups.append((range(start_i, i), range(start_j, j)))
-    return groups
 
 
 def permute(op: Op, operands: Specs) -> Pattern:
@@ -209,7 +189,10 @@ def pad(op: Op, operands: Specs) -> Pattern:
 
 # --- dims that must stay whole -------------------------------------------------------------------
 
-_LINEAR = frozenset(("aten.cumsum.default", "aten.flip.default", "aten.roll.default", "aten.diff.default"))
+_LINEAR = frozenset(("aten.cumsum.default", "aten.flip.default", "aten.roll.default", "aten.diff.default")) | {
+    "aten.fft_fftn.default",
+    "aten.fft_ifftn.default",
+}
 _WHOLE_DIM = {
     "aten.softmax.int": (1, "dim"),
     "aten._softmax.default": (1, "dim"),
@@ -227,6 +210,8 @@ _WHOLE_DIM = {
     "aten.argsort.default": (1, "dim"),
     "aten.diff.default": (2, "dim"),
     "aten.linalg_vector_norm.default": (2, "dim"),
+    "aten.fft_fftn.default": (2, "dim"),
+    "aten.fft_ifftn.default": (2, "dim"),
 }
 WHOLE_DIM_TARGETS = tuple(_WHOLE_DIM)
 
@@ -324,6 +309,19 @@ def scatter(op: Op, operands: Specs) -> Pattern:
     return Pattern(inputs=(labels,) * len(operands), outputs=(labels,), linear=linear)
 
 
+def scatter_sum(op: Op, operands: Specs) -> Pattern:
+    """Pattern of ``autopar.scatter_sum``: what is scattered along its dim adds up."""
+    shape, dim = op.spec.shape, integer(op, 2, "dim")
+    kept = tuple(
+        "" if i == dim or any(s.shape[i] != shape[i] for s in operands) else NAMES[i] for i in range(len(shape))
+    )
+    same = operands[0].shape == operands[1].shape
+    inputs = tuple(NAMES[i] if i == dim and same else label for i, label in enumerate(kept))
+    return Pattern(
+        inputs=(inputs,) * 2, outputs=(kept,), contracted=frozenset((NAMES[dim],) if same else ()), linear=((1,),)
+    )
+
+
 def index_put(op: Op, operands: Specs) -> Pattern:
     """Values put at indices: nothing is split."""
     return Pattern(inputs=tuple(("",) * len(s.shape) for s in operands), outputs=(("",) * len(op.spec.shape),))
@@ -335,6 +333,11 @@ def index_put(op: Op, operands: Specs) -> Pattern:
 def factory(op: Op, operands: Specs) -> Pattern:
     """full, zeros, ones, empty, new_*: all values are equal, so that every dim is split freely."""
     return Pattern(inputs=tuple(("",) * len(spec.shape) for spec in operands), outputs=(NAMES[: len(op.spec.shape)],))
+
+
+def noise(op: Op, operands: Specs) -> Pattern:
+    """Noise of a shape: every dim is split freely, parts draw other numbers than their neighbours."""
+    return Pattern(inputs=(), outputs=(NAMES[: len(op.spec.shape)],), random=True)
 
 
 def whole_factory(op: Op, operands: Specs) -> Pattern:

@@ -227,7 +227,12 @@ def _lines() -> dict[str, str]:
         "aten.baddbmm.default": "~b n m, b n k+, b k+ m -> b n m; linear 0+1, 0+2",
         "aten.outer.default": "n, m -> n m; linear 0, 1",
         "autopar.experts": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
+        "autopar.experts_dispatch": "b... h^, b... k+, b... k+, e^ f+ h^, e^ f+ h^, e^ h^ f+ -> b... h^; linear 1",
         "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
+        "aten.view_as_complex.default": "b... t^ -> b...; linear 0",
+        "aten.view_as_real.default": "b... -> b... t^; linear 0",
+        "aten.im2col.default": "b c^ h^ w^ -> b k^ l^; linear 0",
+        "aten.col2im.default": "b k^ l^ -> b c^ h^ w^; linear 0",
         "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
         "autopar.cross_entropy_vocabulary": "b...+ c^, b...+ -> ",
     }
@@ -258,6 +263,7 @@ def _functions() -> dict[str, PatternMaker]:
         special.gather: "gather",
         special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
         special.factory: factories,
+        special.noise: "autopar.noise",
         special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace rand randn randint",
         compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
         compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
@@ -274,13 +280,20 @@ def _functions() -> dict[str, PatternMaker]:
         images.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
         compute.cross_entropy: "cross_entropy_loss",
     }
-    found = {_full(name): make for make, names in groups.items() for name in names.split()}
+    found = {
+        name if name.startswith("autopar.") else _full(name): make
+        for make, names in groups.items()
+        for name in names.split()
+    }
     found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
     found["autopar.change_over_data"] = special.change_over_data
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.batch_norm"] = images.batch_norm
+    found["autopar.scatter_sum"] = special.scatter_sum
+    found["autopar.batch_norm_running"] = images.batch_norm_running
+    found["autopar.total"] = images.total
     found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, sharded.RING), compute.attention)
     return found
 
@@ -289,9 +302,12 @@ _MORE: dict[str, MoreStrategies] = {
     "aten.embedding.default": sharded.embedding_vocabulary,
     "autopar.cross_entropy_sum": sharded.cross_entropy_vocabulary,
     "autopar.experts": sharded.experts,
+    "autopar.experts_dispatch": sharded.experts,
     "aten.mean.default": sharded.partial_mean,
     "aten.mean.dim": sharded.partial_mean,
     "autopar.batch_norm": images.batch_statistics,
+    "autopar.batch_norm_running": images.batch_statistics,
+    "autopar.total": images.total_statistics,
     "aten.scaled_dot_product_attention.default": sharded.attention_sequence,
     "autopar.attention": sharded.attention_sequence,
 }

@@ -209,7 +209,7 @@ def _cut(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: b
 
 
 def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
-    if x.dtype.is_floating_point:
+    if x.dtype.is_floating_point or x.dtype.is_complex:
         return torch.randn(x.shape, dtype=x.dtype, generator=generator)
     return torch.randint(-9, 10, x.shape, dtype=x.dtype, generator=generator)
 
@@ -232,7 +232,8 @@ def _differs(parts: list[Tensor], kind: Type, dense: Tensor, zigzag: bool = Fals
         if candidate.dtype != dense.dtype:
             return f"dtype {candidate.dtype}, not {dense.dtype}"
         if not torch.allclose(candidate, dense.detach(), rtol=RTOL, atol=RTOL, equal_nan=True):
-            worst = (candidate.double() - dense.detach().double()).abs().max().item()
+            wide = torch.complex128 if dense.is_complex() else torch.float64
+            worst = (candidate.to(wide) - dense.detach().to(wide)).abs().max().item()
             return f"{kind} differs by {worst:.3g}"
     return ""
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.graph.ir import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
-from autopar.mesh import MESH_AXES
+from autopar.mesh import EXPERT_MESH_AXES, MESH_AXES
 from autopar.opaque_ops import Holder
+from autopar.rules.spread import AXIS as SPREAD
 from autopar.runtime import data_parallel
-from autopar.runtime.gradients import Group, Held, hand_over
+from autopar.runtime.gradients import Group, Held, hand_over, lengthened
 from autopar.runtime.materialize import Weights, local_index
 from autopar.runtime.stage import BlockModule, StageModule
 from autopar.runtime.world import World
@@ -94,14 +95,16 @@ class _Assembler:
         return {axes: self.world.axis_group(axes) for axes in wanted}
 
     def _sum_axes(self, parameter: Parameter) -> tuple[str, ...]:
-        data = () if self.is_fsdp else ("dp_replicate", "dp_shard")
         pending = tuple(axis for axis in parameter.gradient_sum_axes if axis in MESH_AXES)
+        if _is_spread(parameter):  # the ranks of ep_data hold other experts
+            return tuple(axis for axis in EXPERT_MESH_AXES if axis in ("ep_outer", *pending))
+        data = () if self.is_fsdp else ("dp_replicate", "dp_shard")
         return tuple(axis for axis in MESH_AXES if axis in (*data, *pending))
 
     # --- modules
 
     def stage(self, program: StageProgram) -> StageModule:
-        module = StageModule(program, self.program.loss, self.world.device_mesh)
+        module = StageModule(program, self.program.loss, self.world.meshes)
         for region in module.modules():
             if isinstance(region, Holder):
                 region.bind(self.weights.model, self.world.device)
@@ -111,13 +114,14 @@ class _Assembler:
             for name in block_program.parameters:
                 self._place(program.index, name, block.body)
             if mesh is not None and block_program.parameters:
-                data_parallel.shard_block(block, self.plan, mesh)
+                data_parallel.shard_block(block, self.plan, mesh, ignored=self._spread_leaves(block))
         for name in program.shared_parameters:
             self._place(program.index, name, module)
         if program.prelude is not None:
             self.fill_buffers(program.prelude)
         if mesh is not None:
-            data_parallel.shard_block(module, self.plan, mesh, keep_gathered=True)
+            ignored = self._spread_leaves(module)
+            data_parallel.shard_block(module, self.plan, mesh, keep_gathered=True, ignored=ignored)
             data_parallel.sum_gradients(module)
         return module
 
@@ -125,6 +129,9 @@ class _Assembler:
         """Gives one parameter its values and registers it where emitted code reads it."""
         ir = self.parameters[name]
         local = self._value(ir)
+        if _is_spread(ir):
+            self._place_experts(stage, ir, local, holder)
+            return
         if self.is_fsdp and self.plan.mesh.tp == 1:
             parameter = nn.Parameter(local, ir.spec.requires_grad)
         else:
@@ -136,13 +143,39 @@ class _Assembler:
         if self.is_fsdp:
             holder.register_parameter(name, parameter)
             return
+        self._lend(stage, name, parameter, holder)
+
+    def _place_experts(self, stage: int, ir: Parameter, local: Tensor, holder: nn.Module) -> None:
+        """Experts over data ranks are no one's to shard again: FSDP leaves them alone, buckets sum their gradients."""
+        assert self.world.expert_mesh is not None
+        mesh = self.world.expert_mesh["ep_data"]
+        placements: list[Placement] = [Shard(0)]
+        if self.plan.mesh.tp > 1:
+            kind = dict(ir.layout).get("tp")
+            inner = Shard(kind.dim) if kind is not None and kind.is_split else Replicate()
+            mesh, placements = self.world.expert_mesh["ep_data", "tp"], [Shard(0), inner]
+        on_mesh = DTensor.from_local(local, mesh, placements, run_check=False)
+        self._lend(stage, ir.name, nn.Parameter(on_mesh, ir.spec.requires_grad), holder)
+
+    def _lend(self, stage: int, name: str, parameter: nn.Parameter, holder: nn.Module) -> None:
+        """Emitted code reads a plain tensor on the memory of the parameter that users see."""
         self.visible[stage, name] = parameter
         assert isinstance(parameter, DTensor)
-        holder.register_parameter(name, nn.Parameter(parameter._local_tensor.detach(), ir.spec.requires_grad))
+        holder.register_parameter(name, nn.Parameter(parameter._local_tensor.detach(), parameter.requires_grad))
+
+    def _spread_leaves(self, module: nn.Module) -> set[nn.Parameter]:
+        """What FSDP must not touch."""
+        spread = {name for name, ir in self.parameters.items() if _is_spread(ir)}
+        named = ((path.rpartition(".")[2], parameter) for path, parameter in module.named_parameters())
+        return {parameter for name, parameter in named if name in spread}
 
     def _value(self, ir: Parameter) -> Tensor:
-        index = local_index(ir, self.weights.shape(ir.fqn), self.degrees, self.world.coordinate)
+        degrees = {**self.degrees, "ep_data": self.plan.mesh.ep_data}
+        here = {**self.world.coordinate, "ep_data": self.world.data_index % self.plan.mesh.ep_data}
+        index = local_index(ir, self.weights.shape(ir.fqn), degrees, here)
         value = self.weights.parameter(ir, index)
+        if ir.padding is not None:
+            value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])
         return value.to(device=self.world.device, dtype=self.storage, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
@@ -166,20 +199,25 @@ class _Assembler:
                     name=name,
                     key=ir.key,
                     parameter=self.visible.get((stage.index, name), registered),
-                    leaf=None if self.is_fsdp else registered,
+                    leaf=registered if (stage.index, name) in self.visible else None,
                     group=self.groups[self._sum_axes(ir)],
                     tie_group=self.tie_groups.get(name),
                     copies=self._copies(ir),
+                    padding=ir.padding,
                 )
             )
         return found
 
     def _copies(self, ir: Parameter) -> int:
         mesh, kinds = self.plan.mesh, dict(ir.layout)
-        copies = mesh.dp_replicate * len(self.tied.get(ir.name, (0,)))
-        if not self.is_fsdp:
-            copies *= mesh.dp_shard
+        copies = len(self.tied.get(ir.name, (0,)))
+        copies *= mesh.ep_outer if _is_spread(ir) else mesh.dp_replicate if self.is_fsdp else mesh.data
         for axis in ("cp", "tp"):
             kind = kinds.get(axis)
             copies *= 1 if kind is not None and kind.is_split else self.degrees[axis]
         return copies
+
+
+def _is_spread(parameter: Parameter) -> bool:
+    """Experts that are split over data ranks."""
+    return any(axis == SPREAD and kind.is_split for axis, kind in parameter.layout)

@@ -1,13 +1,15 @@
 """Checkpoints by ``torch.distributed.checkpoint``: written under one plan, read under any other.
 
 Keys are ``model.KEY`` and ``optimizer.KEY.STATE`` with ``Parameter.key``, which is the same in all
-plans; values are DTensors, so every rank writes and reads its own elements alone.
+plans; values are DTensors, so every rank writes and reads its own elements alone. Buffers that
+training changes are ``buffer.FQN``, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,20 +19,36 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from autopar.errors import PlanError
+from autopar.graph.ir import Padding
 from autopar.lower.program import Program
-from autopar.runtime.gradients import Held
+from autopar.runtime.gradients import Held, lengthened
 from autopar.runtime.world import World
 
-
-def save(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
-    """Writes a folder; all ranks call it."""
-    save_state(_state(held, progress, optimizer), checkpoint_id=str(path))
+Values = Mapping[str, Tensor]
 
 
-def load(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> None:
+def save(
+    path: str | Path,
+    held: Sequence[Held],
+    progress: dict[str, Tensor],
+    optimizer: Optimizer | None,
+    buffers: Values = MappingProxyType({}),
+) -> None:
+    """Writes a folder; all ranks call it. ``buffers``: those that training changes, by name."""
+    save_state(_state(held, progress, optimizer, buffers), checkpoint_id=str(path))
+
+
+def load(
+    path: str | Path,
+    held: Sequence[Held],
+    progress: dict[str, Tensor],
+    optimizer: Optimizer | None,
+    buffers: Values = MappingProxyType({}),
+) -> None:
     """Reads a folder in place; all ranks call it.
 
     Raises:
@@ -38,31 +56,70 @@ def load(path: str | Path, held: Sequence[Held], progress: dict[str, Tensor], op
     """
     if optimizer is not None:
         _make_state(optimizer)
-    state = _state(held, progress, optimizer)
+    state = _state(held, progress, optimizer, buffers)
+    padded = _padded(held, optimizer)
     try:
         load_state(state, checkpoint_id=str(path))
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         raise PlanError("a checkpoint is of the same model and optimizer", value=str(error), place=str(path)) from error
     for name in progress:
         progress[name] = state[f"progress.{name}"]
+    for name, (target, padding) in padded.items():
+        _put_whole(target, padding, state[name])
+    for name, value in buffers.items():
+        value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
         _put_groups(optimizer, state)
 
 
-def _state(held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None) -> dict[str, Any]:
+def _state(
+    held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None, buffers: Values
+) -> dict[str, Any]:
     state: dict[str, Any] = {f"model.{h.key}": h.parameter.detach() for h in held}
+    state |= {f"buffer.{name}": value for name, value in buffers.items()}
+    state |= {name: _unpadded(value, padding) for name, (value, padding) in _padded(held, optimizer).items()}
     state |= {f"progress.{name}": value for name, value in progress.items()}
     if optimizer is None:
         return state
     for h in held:
         for name, value in optimizer.state.get(h.parameter, {}).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and f"optimizer.{h.key}.{name}" not in state:
                 state[f"optimizer.{h.key}.{name}"] = value
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if isinstance(value, float | int | bool | tuple):
                 state[f"optimizer.group{number}.{name}"] = value
     return state
+
+
+def _padded(held: Sequence[Held], optimizer: Optimizer | None) -> dict[str, tuple[Tensor, Padding]]:
+    """Entries of a checkpoint that are longer here than in the model, and so than in the file."""
+    found: dict[str, tuple[Tensor, Padding]] = {}
+    for h in held:
+        if h.padding is None:
+            continue
+        found[f"model.{h.key}"] = h.parameter.detach(), h.padding
+        for name, value in optimizer.state.get(h.parameter, {}).items() if optimizer is not None else ():
+            if isinstance(value, Tensor) and value.shape == h.parameter.shape:
+                found[f"optimizer.{h.key}.{name}"] = value, h.padding
+    return found
+
+
+def _unpadded(value: Tensor, padding: Padding) -> Tensor:
+    """The whole tensor as the model has it, on every rank's CPU; ranks that hold parts of it call together."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.narrow(padding.dim, 0, padding.length).to("cpu", copy=True).contiguous()
+
+
+def _put_whole(target: Tensor, padding: Padding, whole: Tensor) -> None:
+    """Writes this rank's part of ``whole``, zeros behind it, into ``target``."""
+    long = lengthened(whole, padding.dim, target.shape[padding.dim])
+    if not isinstance(target, DTensor):
+        target.copy_(long)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    local = long[tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))]
+    target._local_tensor.copy_(local)
 
 
 def _put_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -93,22 +150,33 @@ def _make_state(optimizer: Optimizer) -> None:
 
 
 def full_state_dict(
-    program: Program, world: World, held: Sequence[Held], *, gradients: bool = False
+    program: Program,
+    world: World,
+    held: Sequence[Held],
+    buffers: Values = MappingProxyType({}),
+    *,
+    gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """All parameters (or gradients) of the model whole, parts merged, on every rank. All ranks call it."""
+    """All parameters (or gradients) of the model whole, parts merged, on every rank. All ranks call it.
+
+    ``buffers``: those that this rank's stages make, by name; they are added as they are.
+    """
     parts: dict[str, Tensor] = {}
     for h in held:
         value = h.parameter.grad if gradients else h.parameter.detach()
         if value is None:
             continue
         whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = whole if h.padding is None else whole.narrow(h.padding.dim, 0, h.padding.length)
         parts[h.name] = whole.detach().to("cpu", copy=True)
+    whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
     group = world.axis_group(("pp",))
     if group is not None:
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, parts, group=group)
-        parts = {name: value for part in gathered for name, value in part.items()}
-    return _merge(program, parts)
+        dist.all_gather_object(gathered, (parts, whole_buffers), group=group)
+        parts = {name: value for part, _ in gathered for name, value in part.items()}
+        whole_buffers = {name: value for _, part in gathered for name, value in part.items()}
+    return _merge(program, parts) | whole_buffers
 
 
 def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -40,12 +40,20 @@ def fsdp_mesh(plan: Plan, device_mesh: DeviceMesh) -> DeviceMesh:
     return device_mesh["dp_shard"]
 
 
-def shard_block(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep_gathered: bool = False) -> None:
+def shard_block(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    keep_gathered: bool = False,
+    ignored: set[nn.Parameter] | None = None,
+) -> None:
     """Makes ``module`` one FSDP unit: its parameters are gathered and its gradients reduced together.
 
     Args:
         keep_gathered: not freed between forward and backward, whatever the plan says (what backward
             needs at once).
+        ignored: parameters that stay as they are.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, plan.precision.compute) if is_mixed(plan.precision) else None,
@@ -59,6 +67,7 @@ def shard_block(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep_gathere
         reshard_after_forward=plan.zero_stage == 3 and not keep_gathered,
         shard_placement_fn=lambda parameter: _shard_dim(parameter, size),
         mp_policy=policy,
+        ignored_params=ignored,
     )
 
 

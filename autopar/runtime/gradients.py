@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar.graph.ir import Padding
+
 BUCKET_BYTES = 25 * 2**20
 """Of one all-reduce; DDP's choice."""
 
@@ -33,6 +35,7 @@ class Held:
         group: over which the gradient that backward leaves is summed.
         tie_group: over which it is summed after that: stages with the same parameter.
         copies: ranks that hold the same elements.
+        padding: zeros that the model's parameter does not have.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Held:
     group: Group | None = None
     tie_group: Group | None = None
     copies: int = 1
+    padding: Padding | None = None
 
     @property
     def gradient(self) -> Tensor | None:
@@ -232,6 +236,13 @@ class Norm:
         if self.group is not None:
             dist.all_reduce(square, group=self.group)
         return square.sqrt()
+
+
+def lengthened(value: Tensor, dim: int, length: int) -> Tensor:
+    """``value`` with zeros behind it along ``dim``."""
+    missing = list(value.shape)
+    missing[dim] = length - value.shape[dim]
+    return torch.cat([value, value.new_zeros(missing)], dim) if missing[dim] else value
 
 
 def clip(held: Sequence[Held], norm: Tensor, max_norm: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ class Weights(Protocol):
 
 
 def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int], here: Mapping[str, int]) -> Index:
-    """Which elements of a model parameter of ``shape`` one rank holds.
+    """Which elements of a model parameter of ``shape`` one rank holds, padding left out.
 
     Args:
         mesh: degree of each axis.
@@ -52,6 +53,10 @@ def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int]
     if parameter.part is not None:
         start[parameter.part.dim] = parameter.part.start
         size[parameter.part.dim] = parameter.part.stop - parameter.part.start
+    padding = parameter.padding
+    if padding is not None and size[padding.dim] == padding.length:
+        divided = prod(mesh[axis] for axis, kind in parameter.layout if kind.is_split and kind.dim == padding.dim)
+        size[padding.dim] = parameter.spec.shape[padding.dim] * divided
     for axis, kind in parameter.layout:
         if kind.is_split and axis in mesh:
             size[kind.dim] //= mesh[axis]
@@ -62,7 +67,10 @@ def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int]
             value=f"{tuple(shape)}, of which a rank takes {tuple(size)} instead of {parameter.spec.shape}",
             place=parameter.fqn,
         )
-    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+    stop = [first + count for first, count in zip(start, size, strict=True)]
+    if padding is not None:
+        stop[padding.dim] = min(stop[padding.dim], padding.length)
+    return tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
 
 
 class ModelWeights(Weights):

@@ -21,6 +21,7 @@ from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
 from autopar.runtime.materialize import Weights
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
+from autopar.runtime.state import State
 from autopar.runtime.world import World
 
 
@@ -44,12 +45,14 @@ class Parallel:
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
         self._tied = [h for h in held if h.tie_group is not None]
-        self._leaf_sums = None if self._assembly.is_fsdp else BucketedSums(held)
-        self._late = [] if self._leaf_sums is not None else [h for h in held if h.group is not None]
+        leaves = [h for h in held if h.leaf is not None]
+        self._leaf_sums = BucketedSums(leaves) if leaves else None
+        self._late = [h for h in held if h.leaf is None and h.group is not None]
         self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
         world_group = dist.group.WORLD if self.plan.mesh.world_size > 1 else None
         self._norm = Norm(held, world_group, world.device)
         stages = self._assembly.stages
+        self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
         self._runner: Runner = self._single or Pipeline(stages, program, world)
 
@@ -69,11 +72,14 @@ class Parallel:
         return (parameter for _, parameter in self.named_parameters())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters whole, under all of the model's names, on every rank's CPU. All ranks call it.
+        """All parameters whole, under all of the model's names, and the buffers that training changes, on every rank's CPU.
+
+        All ranks call it.
 
         For models that fit one rank; others are saved by :meth:`save`.
         """
-        return checkpoint.full_state_dict(self._program, self._world, self._assembly.held)
+        state = self._state.named(self._state.own)
+        return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients whole, as :meth:`full_state_dict`."""
@@ -99,10 +105,12 @@ class Parallel:
         self._begin_backward(self.plan.num_micro_batches)
         loss = self._runner.run(local)
         self._finish()
+        self._state.commit()
         self.step_count += 1
+        dtype = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         if loss is None:
             loss = torch.zeros((), device=self._world.device)
-        return self._global_loss(loss.float())
+        return self._global_loss(loss.to(dtype))
 
     def __call__(self, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
@@ -124,6 +132,7 @@ class Parallel:
         parts = micro_batches(local, self._program.graph.inputs, count)
         losses = [self._single.forward(part, number) for number, part in enumerate(parts)]
         loss = losses[0] if count == 1 else torch.stack(losses).sum()
+        self._state.commit()
         if loss.requires_grad:
             self.step_count += 1
         return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
@@ -137,8 +146,11 @@ class Parallel:
     # --- checkpoints
 
     def save(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Writes parameters, the step counter and the optimizer's state; every rank writes what it holds."""
-        checkpoint.save(path, self._assembly.held, self._progress(), optimizer)
+        """Writes parameters, buffers that training changes, the step counter and the optimizer's state.
+
+        Every rank writes what it holds.
+        """
+        checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
 
     def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
         """Reads what :meth:`save` wrote under any plan.
@@ -147,7 +159,7 @@ class Parallel:
             PlanError: the checkpoint is of another model.
         """
         progress = self._progress()
-        checkpoint.load(path, self._assembly.held, progress, optimizer)
+        checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
         self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
 
     def _progress(self) -> dict[str, Tensor]:
@@ -192,7 +204,8 @@ class Parallel:
         totals: list[Tensor] = []
         with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
             for part in micro_batches(local, self._program.graph.inputs, self.plan.num_micro_batches):
-                made = sums.module(*[part[name] for name in sums.inputs])
+                given = self._state.values | part
+                made = sums.module(*[given[name] for name in sums.inputs])
                 totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
         for i, total in enumerate(totals):
             if self._data_group is not None:

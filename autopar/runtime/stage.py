@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
-import spmd_types
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.lower.emit import SEED
 from autopar.lower.program import BlockProgram, PreludeProgram, StageProgram
+from autopar.ops import on_meshes
 
 MICRO_BATCH = "autopar_micro_batch"
 """Keyword of the micro-batch's number, beside the batch inputs."""
@@ -23,12 +24,12 @@ INPUT = "autopar_input_"
 class BlockModule(nn.Module):
     """A block's emitted code with its parameters; the unit of FSDP and of recompute."""
 
-    def __init__(self, program: BlockProgram, device_mesh: DeviceMesh) -> None:
+    def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
         self.body = program.module
         self.inputs, self.outputs = program.inputs, program.outputs
         self.recompute = program.recompute
-        self._device_mesh = device_mesh
+        self._meshes = meshes
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
         """From ``inputs`` to ``outputs``, both in order."""
@@ -37,7 +38,7 @@ class BlockModule(nn.Module):
         return cast("tuple[Tensor, ...]", self.body(*values))
 
     def _with_mesh(self, *values: Any) -> tuple[Tensor, ...]:
-        with spmd_types.set_current_mesh(self._device_mesh):  # backward runs it again, on a thread of its own
+        with on_meshes(self._meshes):  # backward runs it again, on a thread of its own
             return cast("tuple[Tensor, ...]", self.body(*values))
 
 
@@ -46,22 +47,27 @@ class StageModule(nn.Module):
 
     Attributes:
         totals: values of ``Program.sums`` over the global batch, set before the step's first micro-batch.
+        state: buffers that steps change, as they were at the step's begin.
+        new_state: what the last micro-batch made of those that this stage changes.
         seed: of the step; every micro-batch draws from a stream of its own.
     """
 
-    def __init__(self, program: StageProgram, loss: str, device_mesh: DeviceMesh) -> None:
+    def __init__(self, program: StageProgram, loss: str, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
         self.index, self.is_last = program.index, program.is_last
         self.receives, self.sends, self.loss = program.receives, program.sends, loss
-        self.blocks = nn.ModuleList(BlockModule(block, device_mesh) for block in program.blocks)
+        self.blocks = nn.ModuleList(BlockModule(block, meshes) for block in program.blocks)
         self.prelude = None if program.prelude is None else program.prelude.module
         self.shared_names = program.shared_parameters
         self._prelude_program: PreludeProgram | None = program.prelude
-        self._device_mesh = device_mesh
+        self._meshes = meshes
         self.is_random = any(SEED in block.inputs for block in program.blocks)
         if program.prelude is not None:
             self.is_random = self.is_random or SEED in program.prelude.inputs
+        self.mutations = program.mutations
         self.totals: dict[str, Tensor] = {}
+        self.state: dict[str, Tensor] = {}
+        self.new_state: dict[str, Tensor] = {}
         self.seed = 0
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor | tuple[Tensor, ...]:
@@ -77,12 +83,13 @@ class StageModule(nn.Module):
         """
         values: dict[str, Any] = {name.removeprefix(INPUT): value for name, value in batch.items()}
         values.update(zip(self.receives, received, strict=True))
+        values.update(self.state)
         values.update(self.totals)
         for name in self.shared_names:
             values[name] = self._parameters[name]
         if self.is_random:
             values[SEED] = self.seed + int(values[MICRO_BATCH])
-        with spmd_types.set_current_mesh(self._device_mesh):
+        with on_meshes(self._meshes):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():
                     made = self.prelude(*[values[name] for name in self._prelude_program.inputs])
@@ -91,6 +98,7 @@ class StageModule(nn.Module):
                 assert isinstance(block, BlockModule)
                 made = block(*[values[name] for name in block.inputs])
                 values.update(zip(block.outputs, made, strict=True))
+        self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
         if self.is_last:
             loss: Tensor = values[self.loss]
             return loss

@@ -1,4 +1,4 @@
-"""Compares a plan's program with one device: losses, gradients and parameters, on every rank, in fp32.
+"""Compares a plan's program with one device: losses, gradients and parameters, on every rank, in fp32 or fp64.
 
 Worker processes on this machine play the ranks over gloo. The reference is the model itself, run
 on the whole batch in one process. Dropout is off in both: one device and many draw other numbers.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,28 @@ from autopar.errors import VerificationError
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.graph.trace import pick_loss
 from autopar.lower.program import lower
-from autopar.plan import FP32, Plan
+from autopar.plan import FP32, FP64, Plan, Precision
+from autopar.runtime.bisect import bisect
+from autopar.runtime.double import DoubleSubject, in_double, traced_in_double
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.verdict import LOSS_TOLERANCE, TENSOR_TOLERANCE, Confirmation, RankErrors, VerifyReport
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import World
 
-LOSS_TOLERANCE = 1e-5
-TENSOR_TOLERANCE = 1e-4
+__all__ = [
+    "LOSS_TOLERANCE",
+    "PRELOAD",
+    "TENSOR_TOLERANCE",
+    "Confirmation",
+    "RankErrors",
+    "Subject",
+    "VerifyReport",
+    "adamw",
+    "loss_of",
+    "verify",
+]
+
 LEARNING_RATE = 1e-3
 ADAM_EPSILON = 1e-5
 """Larger than rounding noise: a gradient that is zero but for rounding (of a key's bias) must not become a step."""
@@ -49,64 +64,7 @@ class Subject(Protocol):
         """Inputs by name; ``padded``: samples of different lengths, with ignored labels where they end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankErrors:
-    """The largest relative errors (largest difference over largest reference, by tensor) on one rank."""
-
-    rank: int
-    losses: tuple[float, ...]
-    loss: float
-    gradient: float
-    gradient_name: str
-    parameter: float
-    parameter_name: str
-
-    @property
-    def passed(self) -> bool:
-        """Within the tolerances."""
-        return self.loss <= LOSS_TOLERANCE and max(self.gradient, self.parameter) <= TENSOR_TOLERANCE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """A row for each rank; ``reference_losses`` are those of one device."""
-
-    steps: int
-    reference_losses: tuple[float, ...]
-    rows: tuple[RankErrors, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Every rank is within the tolerances."""
-        return all(row.passed for row in self.rows)
-
-    def check(self) -> None:
-        """Nothing when all is well.
-
-        Raises:
-            VerificationError: names the worst rank and tensor.
-        """
-        for row in self.rows:
-            if row.loss > LOSS_TOLERANCE:
-                raise VerificationError(
-                    f"losses agree with one device within {LOSS_TOLERANCE:g}",
-                    value=f"{row.loss:.2e}: {row.losses} for {self.reference_losses}",
-                    place=f"rank {row.rank}",
-                )
-        worst = max(self.rows, key=lambda row: max(row.gradient, row.parameter))
-        for what, error, name in (
-            ("gradients of the first step", worst.gradient, worst.gradient_name),
-            (f"parameters after {self.steps} AdamW steps", worst.parameter, worst.parameter_name),
-        ):
-            if error > TENSOR_TOLERANCE:
-                raise VerificationError(
-                    f"{what} agree with one device within {TENSOR_TOLERANCE:g}",
-                    value=f"{error:.2e} for {name}",
-                    place=f"rank {worst.rank}",
-                )
-
-
-def verify(
+def verify(  # noqa: PLR0913  keywords of the public call
     subject: Subject,
     plan: Plan,
     graph: Graph,
@@ -115,34 +73,99 @@ def verify(
     padded: bool = True,
     timeout_s: float = 300.0,
     pool: WorkerPool | None = None,
+    precision: Precision = FP32,
+    find: Literal["if it differs", "always", "never"] = "if it differs",
 ) -> VerifyReport:
     """Runs the plan's program on local processes and compares it with one process.
 
+    Where fp32 is past a limit the same plan runs again in fp64, and one device alone is compared between the two.
+
     Args:
         subject: makes the model and its batches.
-        plan: its precision is taken as fp32.
+        plan: its own precision does not count.
         graph: the traced model, for which the plan is.
         steps: of AdamW.
         timeout_s: for all ranks together; processes are killed after it.
         pool: workers to use; otherwise made for this call.
+        precision: fp32, or fp64.
+        find: when the first operator that differs is sought, in float64: see :mod:`autopar.runtime.bisect`.
 
     Raises:
         AutoparError: a rank failed, or the time is up.
+        VerificationError: fp64 is asked for, and the model in float64 is another one.
     """
-    graph = _in_fp32(_without_dropout(graph), getattr(torch, plan.precision.compute))
+    graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank
-    batches = [subject.make_batch(plan.global_batch_size, seed=step, padded=padded) for step in range(steps)]
-    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
-        path = Path(folder) / "reference.pt"
-        losses = _save_reference(subject.build(), batches, path)
-        job = (_compare, subject, plan, graph, batches, str(path), losses)
-        if pool is not None:
-            rows = pool.run(*job, size=plan.mesh.world_size, timeout_s=timeout_s)
-        else:
-            with WorkerPool(plan.mesh.world_size, preload=PRELOAD) as own:
-                rows = own.run(*job, timeout_s=timeout_s)
-    return VerifyReport(steps=steps, reference_losses=losses, rows=rows)
+    with WorkerPool(plan.mesh.world_size, preload=PRELOAD) if pool is None else nullcontext(pool) as workers:
+        run = _Run(plan=plan, steps=steps, padded=padded, timeout_s=timeout_s, pool=workers)
+        report = run.compared_in_double(subject, graph)[0] if precision == FP64 else run.compared(subject, graph)
+        if find == "never" or (report.passed and find != "always"):
+            return report
+        found = bisect(
+            subject,
+            plan,
+            in_dtype(graph, torch.float32, torch.float64),
+            run.batches(subject),
+            report.reference_losses,
+            pool=workers,
+            timeout_s=timeout_s,
+            thorough=find == "always",
+        )
+    return replace(report, bisection=found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """How a plan in fp32 is compared."""
+
+    plan: Plan
+    steps: int
+    padded: bool
+    timeout_s: float
+    pool: WorkerPool
+
+    def compared(self, subject: Subject, graph: Graph) -> VerifyReport:
+        """In fp32; past the limits, in fp64 as well."""
+        report, alone = self._report(subject, self.plan, graph)
+        if report.is_within:
+            return report
+        try:
+            double, truth = self.compared_in_double(subject, graph)
+            rows, why = double.rows, ""
+        except VerificationError as error:
+            rows, why, truth = (), str(error), self._reference(DoubleSubject(subject))
+        confirmation = Confirmation(rows=rows, alone=_errors(0, alone, truth), why=why)
+        return replace(report, confirmation=confirmation)
+
+    def compared_in_double(self, subject: Subject, graph: Graph) -> tuple[VerifyReport, _Trained]:
+        """In fp64, and what one device came to."""
+        double = DoubleSubject(subject)
+        wide = traced_in_double(double, graph)
+        if wide is None:
+            raise VerificationError(
+                "a model in float64 traces to the operators that it has in float32", value="others", place=graph.name
+            )
+        return self._report(double, replace(self.plan, precision=FP64), _without_dropout(wide))
+
+    def _report(self, subject: Subject, plan: Plan, graph: Graph) -> tuple[VerifyReport, _Trained]:
+        reference = self._reference(subject)
+        with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+            path = Path(folder) / "reference.pt"
+            torch.save(reference, path)
+            job = (_compare, subject, plan, graph, self.batches(subject), str(path))
+            rows = self.pool.run(*job, size=plan.mesh.world_size, timeout_s=self.timeout_s)
+        return VerifyReport(steps=self.steps, reference_losses=reference["losses"], rows=rows), reference
+
+    def batches(self, subject: Subject) -> list[dict[str, Tensor]]:
+        """Of every step."""
+        size = self.plan.global_batch_size
+        return [subject.make_batch(size, seed=step, padded=self.padded) for step in range(self.steps)]
+
+    def _reference(self, subject: Subject) -> _Trained:
+        model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
+        with in_double() if isinstance(subject, DoubleSubject) else nullcontext():
+            return _trained(model, batches)
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
@@ -156,22 +179,34 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _without_dropout(graph: Graph) -> Graph:
-    """The same graph, fingerprint included, that drops nothing."""
+    """The same graph, fingerprint included, that drops nothing.
+
+    Raises:
+        VerificationError: it draws random numbers for something else, which no two runs draw alike.
+    """
+    for op in graph.ops:
+        if op.target == "autopar.noise":
+            raise VerificationError(
+                "what is compared draws no random numbers but those of dropout, which is off",
+                value="noise",
+                place=op.source or op.module or op.name,
+                remedy="verify the MODEL instead of the plan, or one without stochastic depth (drop_path_rate=0.0)",
+            )
     return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
 
 
-def _in_fp32(graph: Graph, compute: torch.dtype) -> Graph:
-    """The same graph, fingerprint included, with float32 wherever it has the dtype ``compute``."""
-    if compute == torch.float32:
+def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
+    """The same graph, fingerprint included, with ``wanted`` wherever it has the dtype ``compute``."""
+    if compute == wanted:
         return graph
 
     def spec(old: TensorSpec) -> TensorSpec:
-        return replace(old, dtype=torch.float32) if old.dtype == compute else old
+        return replace(old, dtype=wanted) if old.dtype == compute else old
 
     def argument(old: Argument) -> Argument:
         if isinstance(old, tuple):
             return tuple(argument(item) for item in old)
-        return torch.float32 if old is compute else old
+        return wanted if old is compute else old
 
     def op(old: Op) -> Op:
         kwargs = tuple((key, argument(value)) for key, value in old.kwargs)
@@ -179,7 +214,7 @@ def _in_fp32(graph: Graph, compute: torch.dtype) -> Graph:
         return replace(old, args=tuple(argument(a) for a in old.args), kwargs=kwargs, outputs=outputs)
 
     def value(old: Tensor | None) -> Tensor | None:
-        return old.float() if old is not None and old.dtype == compute else old
+        return old.to(wanted) if old is not None and old.dtype == compute else old
 
     return replace(
         graph,
@@ -199,8 +234,18 @@ def _muted(op: Op) -> Op:
     return replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
 
 
-def _save_reference(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], path: Path) -> tuple[float, ...]:
+class _Trained(TypedDict):
+    """What a run leaves to compare."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> _Trained:
+    """One device's run."""
     optimizer = adamw(model.parameters())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
@@ -212,8 +257,8 @@ def _save_reference(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], p
             gradients = {name: p.grad.clone() for name, p in _named(model) if p.grad is not None}
         optimizer.step()
     trained = {name: p.detach() for name, p in _named(model) if p.grad is not None}
-    torch.save({"gradients": gradients, "parameters": trained}, path)
-    return tuple(losses)
+    trained |= {name: new for name, new in model.named_buffers() if not torch.equal(new, buffers[name])}
+    return {"losses": tuple(losses), "gradients": gradients, "parameters": trained}
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -226,7 +271,6 @@ def _compare(
     graph: Graph,
     batches: Sequence[Mapping[str, Tensor]],
     path: str,
-    losses: Sequence[float],
 ) -> RankErrors:
     """One rank's side."""
     world = World(plan.mesh, "cpu")
@@ -240,17 +284,26 @@ def _compare(
         if step == 0:
             gradients = parallel.full_gradients()
         optimizer.step()
-    reference = torch.load(path, mmap=True)
-    gradient_name, gradient = _worst(gradients, reference["gradients"])
-    parameter_name, parameter = _worst(parallel.full_state_dict(), reference["parameters"])
+    mine: _Trained = {
+        "losses": tuple(found),
+        "gradients": gradients,
+        "parameters": parallel.full_state_dict(),
+    }
+    return _errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)
+
+
+def _errors(rank: int, found: _Trained, reference: _Trained, precision: Precision = FP32) -> RankErrors:
+    gradient_name, gradient = _worst(found["gradients"], reference["gradients"])
+    parameter_name, parameter = _worst(found["parameters"], reference["parameters"])
     return RankErrors(
-        rank=dist.get_rank(),
-        losses=tuple(found),
-        loss=max(_relative(abs(a - b), abs(b)) for a, b in zip(found, losses, strict=True)),
+        rank=rank,
+        losses=found["losses"],
+        loss=max(_relative(abs(a - b), abs(b)) for a, b in zip(found["losses"], reference["losses"], strict=True)),
         gradient=gradient,
         gradient_name=gradient_name,
         parameter=parameter,
         parameter_name=parameter_name,
+        precision=precision.name,
     )
 
 

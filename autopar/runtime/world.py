@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RuntimeMismatchError
-from autopar.mesh import MESH_AXES, Mesh
+from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -61,6 +61,8 @@ class World:
         mesh, rank: which of the plan's ranks this is.
         device: of this rank's tensors.
         device_mesh: torch's, with dims ``pp, dp_replicate, dp_shard, cp, tp``.
+        expert_mesh: the same ranks with dims ``pp, ep_outer, ep_data, cp, tp``; None where no data ranks are borrowed.
+        meshes: for :func:`autopar.ops.on_meshes`.
 
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the mesh.
@@ -77,6 +79,12 @@ class World:
         self.coordinate = mesh.coordinate(self.rank)
         self.device = local_device(device_type)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
+        self.expert_mesh: DeviceMesh | None = None
+        self.meshes: tuple[DeviceMesh, ...] = (self.device_mesh,)
+        if mesh.ep_data > 1:
+            self.expert_mesh = init_device_mesh(device_type, mesh.expert_degrees, mesh_dim_names=EXPERT_MESH_AXES)
+            joined = self.expert_mesh["ep_data", "tp"]._flatten(EXPERT_AXIS)
+            self.meshes = (joined, self.expert_mesh, self.device_mesh)
         # spmd-types 0.3 calls functional collectives by names that torch 2.13 has deprecated
         warnings.filterwarnings("ignore", ".*_functional_collectives.*deprecated.*", FutureWarning)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
@@ -91,10 +99,12 @@ class World:
 
         All ranks call this with the same axes in the same order.
         """
-        real = tuple(axis for axis in MESH_AXES if axis in tuple(axes) and getattr(self.mesh, axis) > 1)
+        wanted = tuple(axes)
+        cut, _, _ = self.mesh.cut(wanted)
+        real = tuple(axis for axis in cut if axis in wanted and getattr(self.mesh, axis) > 1)
         if not real:
             return None
-        if len(real) == 1:
+        if len(real) == 1 and real[0] in MESH_AXES:
             return self.device_mesh.get_group(real[0])
         return self.partition_group(self.mesh.groups(real))
 

@@ -2,6 +2,8 @@
 
 Nothing may change its type, except that a value of the prelude without gradient may be totalled before the step (a
 count of tokens). So the answer is nearly forced; what is left free (an operator on constants) is chosen by least work.
+
+Where that has no answer, sums over samples may be totalled inside of the step, at the price of one micro-batch.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 from autopar import rules
 from autopar.errors import RuleError
 from autopar.graph.counts import CountError
-from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
+from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
 from autopar.rules.conversions import conversion
 from autopar.rules.missing import complete
@@ -22,17 +25,24 @@ from autopar.search.classes import Compact, compact
 from autopar.search.problem import FREE, Cost, Problem, Weights
 
 BATCH = "batch"
+TOTAL_ELEMENTS = 1e6
+"""What a total over samples inside of a step counts, in elements made: there are as few and as small ones as can be."""
+_MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
+
+
+Changes = Literal["none", "totals", "any"]
 
 
 @dataclass(frozen=True, slots=True)
 class _BatchCosts:
-    """Work in elements made; every change is forbidden but a total of the prelude.
+    """Work in elements made.
 
-    Where the axis is a group of ranks, changes cost the elements that they move, twice.
+    ``changes``: ``none`` but totals of the prelude; ``totals``, as few and small as can be, between P and whole values;
+    ``any``, as among the ranks of any other axis, at twice the elements that they move.
     """
 
     size: Fraction
-    is_group: bool = False
+    changes: Changes
 
     def saves(self, op: Op) -> Sequence[Ref]:
         return ()
@@ -44,11 +54,15 @@ class _BatchCosts:
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
             return FREE
-        change = conversion(source, target, requires_grad=spec.requires_grad) if self.is_group else None
+        change = conversion(source, target, requires_grad=spec.requires_grad) if self.changes != "none" else None
         if change is None or (source.is_split and target.is_split):
             return None
         moves = sum(name is not None for name in (change.forward, change.backward))
-        return Cost(time_s=0.1 + 2.0 * moves * spec.numel)
+        if self.changes == "any":
+            return Cost(time_s=0.1 + 2.0 * moves * spec.numel)
+        if source.is_split or target.is_split or P not in (source, target):
+            return None
+        return Cost(time_s=TOTAL_ELEMENTS + max(1.0, 1e3 * moves) * spec.numel)
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
         same = wanted == R or (wanted == I and not parameter.spec.requires_grad)
@@ -75,20 +89,35 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
         compact: of the traced graph.
         parts: into how many parts the traced batch is cut; the traced batch size where None.
 
+    Where samples are not independent up to the loss, but meet in sums alone (an auxiliary loss of a router, a mean
+    that is squared), these are totalled inside of the step: see :func:`mixes_samples`. Where they meet otherwise
+    (``Graph.mixing``), values change their type over the data ranks as on any other axis.
+
     Raises:
-        RuleError: an operator mixes samples, or the loss is no sum over them; names it.
+        RuleError: an operator mixes samples otherwise, or the loss is no sum over them; names it.
     """
+    size = Fraction(parts or compact.graph.batch_size)
+    if compact.graph.mixing:
+        return _solve(compact, size, changes="any")
+    try:
+        return _solve(compact, size, changes="none")
+    except RuleError as error:
+        try:
+            return _solve(compact, size, changes="totals")
+        except RuleError:
+            raise error from None
+
+
+def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     graph = compact.graph
-    size = Fraction(parts or graph.batch_size)
     offered = {
         op.name: rules.strategies(op, tuple(graph.spec(r) for r in op.operands), axis=BATCH, size=size, fallback=True)
         for op in (*graph.prelude, *graph.ops)
     }
-    is_group = bool(graph.mixing)
-    if not is_group:
-        offered = _reachable(graph, offered)
+    if changes != "any":
+        offered = _reachable(graph, offered, changes == "totals")
     problem = _BatchProblem(
-        graph, _BatchCosts(size, is_group), offered=lambda op: offered[op.name], at_rest=lambda _: (I,)
+        graph, _BatchCosts(size, changes), offered=lambda op: offered[op.name], at_rest=lambda _: (I,)
     )
     for leaf in graph.inputs:
         problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
@@ -99,7 +128,13 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     problem.close()
     for a, b in compact.alike:
         problem.same_type(a, b)
-    problem.end(graph.loss, lambda kind: FREE if kind == P or (is_group and not kind.is_split) else None)
+    loss = graph.spec(graph.loss)
+    problem.end(graph.loss, lambda kind: problem.costs.change(loss, kind, P))
+    for mutation in graph.mutations:
+        if mutation.value.name in problem.ops:
+            total = graph.is_prelude(mutation.value)
+            kinds = (R, I, P) if total else (R, I)
+            problem.end(mutation.value, dict.fromkeys(kinds, FREE).get)
     best = problem.solve((), Weights())
     value = float(best.table)
     if value == float("inf"):
@@ -107,11 +142,6 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     found = problem.choice(best.decode(()), value)
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
-
-
-def mixes_samples(graph: Graph) -> bool:
-    """True when an operator looks at the samples of all data ranks: then none may be left for a later micro-batch."""
-    return bool(graph.mixing) or any(op.target == "autopar.batch_norm" for op in graph.ops)
 
 
 def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
@@ -147,11 +177,38 @@ def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -
     return graph
 
 
-def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]]) -> dict[str, tuple[Strategy, ...]]:
+def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
+    """Operators that look at the samples of all data ranks: then none may be left for a later micro-batch.
+
+    Args:
+        graph: as traced, or compact.
+        typing: of it, on axis ``batch``.
+    """
+    types = {Ref(name, i): t for name, s in typing.strategies.items() for i, t in enumerate(s.outputs)}
+    types |= {Ref(name): kind for name, kind in typing.inputs.items()}
+
+    def changes(ref: Ref, wanted: Type) -> bool:
+        found = types.get(ref, R)
+        total = found == P and not wanted.is_split and graph.is_prelude(ref)
+        return not total and ((found == P) != (wanted == P) or found.is_split != wanted.is_split)
+
+    found = [
+        op
+        for op in (*graph.prelude, *graph.ops)
+        if op.target in _MIXING or any(map(changes, op.operands, typing.strategies[op.name].inputs))
+    ]
+    if graph.loss.name in typing.strategies and types[graph.loss] != P:
+        found += [op for op in graph.ops if op.name == graph.loss.name]
+    return tuple(found)
+
+
+def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]], totals: bool) -> dict[str, tuple[Strategy, ...]]:
     """Keep the strategies whose operands can arrive as they want them; the first operator without any is named."""
     types: dict[Ref, set[Type]] = {Ref(b.name): {R, I} for b in graph.buffers}
     types |= {Ref(i.name): {R, I} if i.batch_dim is None else {S(i.batch_dim)} for i in graph.inputs}
     types |= {Ref(p.name): {R} if p.spec.requires_grad else {R, I} for p in graph.parameters}
+    if totals:
+        types |= {Ref(b.name): {R, I, P} for b in graph.buffers}
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in (*graph.prelude, *graph.ops):
         arriving = [types[ref] for ref in op.operands]
@@ -166,10 +223,27 @@ def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]]) -> dict[s
                 made |= {I, R}
             if P in made and not spec.requires_grad and graph.is_prelude(Ref(op.name, i)):
                 made |= {I, R}
+            if totals and made & {I, R, P}:
+                made |= {P} if graph.is_prelude(Ref(op.name, i)) else {I, R, P}
             types[Ref(op.name, i)] = made
+    for mutation in graph.mutations:
+        if not types[mutation.value] & {R, I}:
+            raise _changes(graph, mutation, types[mutation.value])
     if P not in types[graph.loss]:
         raise _mixes(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, types[graph.loss]))}")
     return kept
+
+
+def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
+    op = graph.producer(mutation.value)
+    fqn = next(b.fqn for b in graph.buffers if b.name == mutation.buffer)
+    where = f"{op.name} ({op.target}){f', {op.source}' if op.source else ''}" if op else str(mutation.value)
+    return RuleError(
+        "the new value of a buffer is the same for all samples of a batch, so that a batch can be split",
+        value=f"one of type {sorted(map(str, found))}",
+        place=f"{fqn}: {where}",
+        remedy="keep sums or means over the batch in buffers, not values of single samples",
+    )
 
 
 def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,6 @@ from autopar.search.space import Space
 Column = NDArray[np.int64]
 Table = Mapping[str, Column]
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_FIXED = {"ep": 1}
-"""Axes that are no choice of a candidate: a layout splits experts or not."""
 
 MAX_FREE_WORLD = 64
 """Up to this world size a conflict is looked for among all degrees; past it among those that multiply to the world
@@ -65,7 +64,9 @@ class Problem:
         heads: of the attentions of the model; ``tp`` divides each.
         sequences: lengths that the attentions of the model run over; ``cp`` divides each. Empty: none can be split.
         key_heads: heads of keys and values; Ulysses splits them by ``cp``.
+        has_written_attention: some attention is products and a softmax, which no ring runs.
         num_blocks: what pipeline stages are cut from.
+        experts: how many each mixture has whose experts may be split over data ranks; empty: there are none.
         mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
             samples in one micro-batch.
     """
@@ -79,6 +80,8 @@ class Problem:
     mixes_samples: bool = False
     sequences: tuple[int, ...] = ()
     key_heads: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    has_written_attention: bool = False
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -147,6 +150,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             Constraint(name=f"tp divides {n} attention heads", holds=lambda t, n=n: n % t["tp"] == 0)  # type: ignore[misc]
             for n in problem.heads
         ),
+        *expert_laws(problem),
         Constraint(
             name=f"pp * virtual_stages <= {problem.num_blocks} blocks",
             holds=lambda t: t["pp"] * t["virtual_stages"] <= problem.num_blocks,
@@ -178,6 +182,21 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
     )  # fmt: skip
 
 
+def expert_laws(problem: Problem) -> tuple[Constraint, ...]:
+    """What experts over data ranks ask for."""
+    found = [
+        Constraint(
+            name="experts borrow data ranks in equal groups: ep_data divides dp_replicate * dp_shard",
+            holds=lambda t: (t["dp_replicate"] * t["dp_shard"]) % t["ep_data"] == 0,
+        )
+    ]
+    found += [
+        Constraint(name=f"ep_data divides {n} experts", holds=lambda t, n=n: n % t["ep_data"] == 0)  # type: ignore[misc]
+        for n in sorted(set(problem.experts))
+    ]
+    return tuple(found)
+
+
 def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """What a split of the sequence asks for; a pinned kind of attention has laws of its own."""
     if not problem.sequences:
@@ -192,7 +211,10 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
             Constraint(name=f"cp divides {n} heads (Ulysses)", holds=lambda t, n=n: n % t["cp"] == 0)  # type: ignore[misc]
             for n in sorted({*problem.heads, *problem.key_heads})
         ]
-    if kinds == ("ring",):
+    if kinds == ("ring",) and problem.has_written_attention:
+        name = "cp=1 under ring attention in a model whose attention is written out (not scaled_dot_product_attention)"
+        found.append(Constraint(name=name, holds=lambda t: t["cp"] == 1))
+    elif kinds == ("ring",):
         found += [
             Constraint(
                 name=f"2 * cp divides the sequence of {n} (ring)",
@@ -224,9 +246,19 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
         )
     if not _pinned(pins, "dp_replicate", "dp_shard"):
         found.append(Constraint(name="shard groups", holds=lambda t: _shard_groups(t, space.hsdp, per_node)))
+    if not _pinned(pins, "ep", "ep_data"):
+        common = gcd(*problem.experts) if problem.experts else 1
+        found.append(Constraint(name="experts", holds=lambda t: _usual_experts(t, common, per_node)))
     if not _pinned(pins, "zero"):  # with one micro-batch ZeRO-2 is ZeRO-1
         found.append(Constraint(name="ZeRO-2", holds=lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)))
     return tuple(found)
+
+
+def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:
+    """Experts over no data ranks, over as many as can be, or over as many as can be inside a node."""
+    spread, largest = t["ep_data"], np.gcd(t["dp_replicate"] * t["dp_shard"], most)
+    usual: NDArray[np.bool_] = (spread == 1) | (spread == largest) | (spread == np.gcd(largest, per_node))
+    return usual
 
 
 def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:
@@ -241,7 +273,7 @@ def pin_constraints(pins: Pins) -> tuple[Constraint, ...]:
     found = []
     for pin in pins.pins:
         if isinstance(pin, NumberPin):
-            name = pin.text if pin.key != "ep" else f"{pin.text} (experts borrow the ranks of tp: ep is 1 or tp)"
+            name = pin.text if pin.key != "ep" else f"{pin.text} (ep is ep_data data ranks, times tp or not)"
             found.append(Constraint(name=name, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
         elif isinstance(pin, ChoicePin) and pin.key == "schedule":
             allowed = [i for i, name in enumerate(SCHEDULES) if pin.holds(name)]
@@ -253,7 +285,9 @@ def pin_constraints(pins: Pins) -> tuple[Constraint, ...]:
 
 def _number(t: Table, pin: NumberPin) -> NDArray[np.bool_]:
     if pin.key == "ep":  # of the layout, which has to choose between the two
-        return np.array([pin.holds(1) or pin.holds(int(v)) for v in t["tp"]])
+        pairs = zip(t["ep_data"], t["tp"], strict=True)
+        known = {pair: pin.holds(int(pair[0])) or pin.holds(int(pair[0] * pair[1])) for pair in set(pairs)}
+        return np.array([known[pair] for pair in zip(t["ep_data"], t["tp"], strict=True)])
     column = t["dp_replicate"] * t["dp_shard"] if pin.key == "dp" else t[pin.key]
     return np.array([pin.holds(int(v)) for v in np.unique(column)])[np.unique(column, return_inverse=True)[1]]
 
@@ -304,20 +338,25 @@ def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
     names = ("none", *space.schedules)
     named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
     schedules = sorted({SCHEDULES.index(n) for n in (*names, *named)})
-    rest = np.array(list(product(zero, micro, schedules, virtual)), dtype=np.int64)
+    rest = np.array(list(product(zero, micro, schedules, virtual, _expert_ranks(problem, pins))), dtype=np.int64)
     left = np.array(degrees, dtype=np.int64)
     table = {key: np.repeat(left[:, i], len(rest)) for i, key in enumerate(_DEGREES)}
-    for i, key in enumerate(("zero", "micro_batch", "schedule", "virtual_stages")):
+    for i, key in enumerate(("zero", "micro_batch", "schedule", "virtual_stages", "ep_data")):
         table[key] = np.tile(rest[:, i], len(left))
     samples = table["micro_batch"] * table["dp_replicate"] * table["dp_shard"]
     table["num_micro_batches"] = problem.global_batch_size // samples
-    for key, value in _FIXED.items():
-        table[key] = np.full_like(table["pp"], value)
     return table
 
 
+def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
+    """Numbers of data ranks that experts may borrow."""
+    most = gcd(*problem.experts) if problem.experts else 1
+    return _values(pins, "ep_data", divisors(gcd(most, problem.world_size)))
+
+
 def _candidate(t: Table, row: int, global_batch_size: int) -> Candidate:
-    mesh = Mesh(**{key: int(t[key][row]) for key in _DEGREES})
+    spread = int(t["ep_data"][row])
+    mesh = Mesh(**{key: int(t[key][row]) for key in _DEGREES}, ep=spread, ep_data=spread)
     schedule: ScheduleName = SCHEDULES[int(t["schedule"][row])]  # type: ignore[assignment]
     return Candidate(
         mesh=mesh,

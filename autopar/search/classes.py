@@ -104,9 +104,11 @@ def _cut(graph: Graph, blocks: Sequence[Block], stands_for: dict[str, str]) -> G
             ops.append(op if refs == op.operands else op.with_operands(refs))
         made.append(replace(block, index=index, start=start, stop=len(ops)))
     read = {ref.name for op in ops for ref in op.operands}
+    dropped = {op.name for op in graph.ops} - {op.name for op in ops}
     return replace(
         graph,
         parameters=tuple(p for p in graph.parameters if p.name in read),
+        mutations=tuple(m for m in graph.mutations if m.value.name not in dropped),
         ops=tuple(ops),
         blocks=tuple(made),
     )

@@ -11,11 +11,13 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import Prediction, Recompute
 from autopar.schedule import live_peaks
+from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts, Option
 from autopar.search.pins import Pins
+from autopar.search.rows import RowMaker
 from autopar.search.space import Space
 
 MAX_CUTS = 4
@@ -47,14 +49,10 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """Why a layout gave no plan: too slow to matter, or too large; ``is_hopeless``: far too large, in any cut.
-
-    Layouts are tried from the leanest on, so where one is hopeless those after it are not tried.
-    """
+    """Why a layout gave no plan: too slow to matter, or too large."""
 
     needs_bytes: int = 0
     is_slow: bool = False
-    is_hopeless: bool = False
 
 
 class Evaluator:
@@ -71,12 +69,49 @@ class Evaluator:
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         devices = model.cluster.devices
         self.limit_bytes = min(d.memory_bytes for d in devices)
+        self.rows = RowMaker(
+            self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes
+        )
+        self._bounds: dict[tuple[Candidate, int], float] = {}
 
     # --- bounds
 
+    def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """For each candidate seconds below which no layout gives a plan, found without solving any."""
+        rows = []
+        for candidate in candidates:
+            whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+            rows.append(self.rows.ideal(candidate, whole, self.step(candidate, whole)))
+        return [float(bound) for bound in bounds(rows)]
+
+    def least_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """As :meth:`ideal_bounds_s`, with collectives: for each block the time of its quickest layout."""
+        rows = []
+        for candidate in candidates:
+            whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+            least = self.layouts.least_times_s(candidate.micro_batch_size, candidate.mesh)
+            rows.append(self.rows.ideal(candidate, whole, self.step(candidate, whole), least))
+        return [float(bound) for bound in bounds(rows)]
+
+    def bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit."""
+        options: list[list[Option]] = []
+        for candidate in candidates:
+            try:
+                options.append(list(self._front(candidate)))
+            except InfeasibleError:  # told with its reason when the candidate is evaluated
+                options.append([])
+        asked = [(c, o) for c, own in zip(candidates, options, strict=True) for o in own]
+        asked = [(c, o) for c, o in asked if (c, id(o)) not in self._bounds]
+        found = bounds([self.rows.exact(c, o, self.step(c, o)) for c, o in asked])
+        self._bounds |= {(c, id(o)): float(bound) for (c, o), bound in zip(asked, found, strict=True)}
+        return [
+            min((self._bounds[c, id(o)] for o in own), default=0.0) for c, own in zip(candidates, options, strict=True)
+        ]
+
     def lower_bound_s(self, candidate: Candidate) -> float:
-        """No plan with these degrees is faster: the fastest layout's blocks, see :func:`bound_s`."""
-        return bound_s(candidate, self.layouts.least_time_s(candidate.micro_batch_size, candidate.mesh))
+        """No plan with these degrees is faster, in any layout that a price of the space makes best."""
+        return self.bounds_s([candidate])[0]
 
     # --- evaluation
 
@@ -88,20 +123,19 @@ class Evaluator:
         """
         if candidate in self._done:
             return self._done[candidate]
-        hopeless = self.hopeless(candidate)
-        if hopeless is not None:
-            return self._remember(hopeless)
         best: Evaluation | None = None
         failures: list[_Failure] = []
+        self.bounds_s([candidate])
         try:
             for option in self._front(candidate):
-                found = self._plan(
-                    candidate, option, min(at_most_s, best.prediction.step_time_s if best else at_most_s)
-                )
+                least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
+                bound = self._bounds[candidate, id(option)]
+                if least <= bound < float("inf"):
+                    failures.append(_Failure(is_slow=True))
+                    continue
+                found = self._plan(candidate, option, least, fits=bound < float("inf"))
                 if isinstance(found, _Failure):
                     failures.append(found)
-                    if found.is_hopeless:
-                        break
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
                     best = found
         except InfeasibleError as error:
@@ -111,13 +145,13 @@ class Evaluator:
             return best if cut_short and best.prediction.step_time_s >= at_most_s else self._remember(best)
         if cut_short:
             return Misfit(candidate=candidate, reason="slower than the best plan by a bound")
-        least = min(failure.needs_bytes for failure in failures)
-        reason = f"memory: needs {readable(least)} of {readable(self.limit_bytes)}"
-        return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least))
+        least_bytes = min(failure.needs_bytes for failure in failures)
+        reason = f"memory: needs {readable(least_bytes)} of {readable(self.limit_bytes)}"
+        return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
-        option = self.layouts.whole(candidate.micro_batch_size)
+        option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
         blocks = self._cut_blocks(option, self.step(candidate, option))
         device = self.model.device
         least = self._least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
@@ -148,20 +182,15 @@ class Evaluator:
             prelude_s=option.prelude_s,
         )
 
-    def _plan(self, candidate: Candidate, option: Option, at_most_s: float) -> Evaluation | _Failure:
-        """The best plan of one layout, or why there is none."""
+    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | _Failure:
+        """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step = self.step(candidate, option)
         blocks = self._cut_blocks(option, step)
         limits, in_flight = self._limits(candidate)
         stages = candidate.mesh.pp * candidate.virtual_stages
-        least_bytes = self._least_bytes(blocks, candidate)
-        if least_bytes > limits[0] * candidate.virtual_stages:
-            total = round(least_bytes * (1 + self.model.device.fragmentation)) + self.model.device.reserved_bytes
-            return _Failure(needs_bytes=total, is_hopeless=True)
-        least = sum(min(o.time_s for o in block.options) for block in blocks)
-        if bound_s(candidate, least) >= at_most_s:
-            return _Failure(is_slow=True)
         cutter = self._cutter(blocks)
+        if not fits and not self.stages:
+            return _Failure(needs_bytes=self._leanest(candidate, option, step, cutter))
         needs = 0
         for _ in range(MAX_CUTS):
             cut = cutter.cut(
@@ -271,18 +300,6 @@ class Evaluator:
                 )
             )
         return CutBlock(key=key, options=tuple(options), static_bytes=self.model.block_state(cost, step).total)
-
-
-def bound_s(candidate: Candidate, total_s: float) -> float:
-    """The shortest step of a model whose blocks take ``total_s`` a micro-batch, however it is cut into stages.
-
-    Before a rank's first forward and after its last backward a micro-batch passes the stages before it, so for some
-    rank r the step takes at least (time of the stages before r) + m * (its own). The split of the model that makes the
-    largest of these smallest is geometric and gives total / (1 - (1 - 1/m)^p). With virtual stages those before are
-    shorter; then only m * total / p holds.
-    """
-    m, pp = candidate.num_micro_batches, candidate.mesh.pp
-    return m * total_s / pp if candidate.virtual_stages > 1 else total_s / (1 - (1 - 1 / m) ** pp)
 
 
 def readable(num_bytes: float) -> str:

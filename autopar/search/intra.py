@@ -6,7 +6,7 @@ types of the values that cross a boundary are all that two blocks must agree on,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
@@ -20,7 +20,7 @@ from autopar.layout import I, P, R, Type
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
 from autopar.search.elimination import Marginal
-from autopar.search.problem import FREE, Choice, Cost, Problem, Weights, rests_of, types_of
+from autopar.search.problem import FREE, MAX_EXTRAS, Choice, Cost, Problem, Weights, rests_of, types_of
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -161,13 +161,26 @@ class BlockProblem:
 
     Args:
         rests: allowed types at rest by parameter name, where pins restrict them.
+        types: what each value at the boundary may be; see :func:`crossing_types`.
     """
 
-    def __init__(self, graph: Graph, block: Block, costs: AxisCosts, rests: Mapping[str, Sequence[Type]]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        block: Block,
+        costs: AxisCosts,
+        rests: Mapping[str, Sequence[Type]],
+        types: Mapping[Ref, Sequence[Type]],
+    ) -> None:
         self.graph, self.block, self.costs, self.rests = graph, block, costs, rests
         self.boundary = boundary_of(graph, block, costs.owners)
-        problem = Problem(graph, costs, offered=self._offered, at_rest=self.rest_types)
-        types = self.boundary_types()
+        self.problem, self.keep = self._problem(types, MAX_EXTRAS)
+        if self.problem.is_wide(self.keep):
+            self.problem, self.keep = self._problem(types, 1)
+
+    def _problem(self, types: Mapping[Ref, Sequence[Type]], max_extras: int) -> tuple[Problem, tuple[int, ...]]:
+        graph, block, costs = self.graph, self.block, self.costs
+        problem = Problem(graph, costs, offered=self._offered, at_rest=self.rest_types, max_extras=max_extras)
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(block):
             problem.operator(op)
@@ -177,12 +190,7 @@ class BlockProblem:
         if graph.loss.name in problem.ops:
             loss = graph.spec(graph.loss)
             problem.end(graph.loss, lambda kind: costs.change(loss, kind, I))
-        self.problem, self.keep = problem, tuple(keep)
-
-    def boundary_types(self) -> dict[Ref, tuple[Type, ...]]:
-        """The types that each value at the boundary may have."""
-        refs = (*self.boundary.inputs, *self.boundary.outputs)
-        return crossing_types(self.graph, refs, self.costs.size)
+        return problem, tuple(keep)
 
     def rest_types(self, parameter: Parameter) -> Sequence[Type]:
         """The types at rest that a parameter may have."""
@@ -221,9 +229,19 @@ def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Bounda
     )
 
 
-def crossing_types(graph: Graph, refs: Sequence[Ref], size: int) -> dict[Ref, tuple[Type, ...]]:
-    """Types for values that cross a boundary together: all, or (where those are too many) I and S alone."""
-    every = {ref: types_of(graph.spec(ref), size) for ref in refs}
-    if prod(len(t) for t in every.values()) <= MAX_BOUNDARY_STATES:
-        return every
-    return {ref: tuple(t for t in types if t != P and (t != R or I not in types)) for ref, types in every.items()}
+def crossing_types(graph: Graph, boundaries: Iterable[Boundary], size: int) -> dict[Ref, tuple[Type, ...]]:
+    """Types for the values that blocks share: all, or I and S alone at boundaries that too many values cross.
+
+    A value is offered the same types by every block that it touches, or their tables would not fit together.
+    """
+    every: dict[Ref, tuple[Type, ...]] = {}
+    narrow: set[Ref] = set()
+    for boundary in boundaries:
+        refs = (*boundary.inputs, *boundary.outputs)
+        every |= {ref: types_of(graph.spec(ref), size) for ref in refs if ref not in every}
+        if prod(len(every[ref]) for ref in refs) > MAX_BOUNDARY_STATES:
+            narrow.update(refs)
+    return {
+        ref: tuple(t for t in types if t != P and (t != R or I not in types)) if ref in narrow else types
+        for ref, types in every.items()
+    }

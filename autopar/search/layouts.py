@@ -15,16 +15,20 @@ from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter
-from autopar.layout import I, Type
+from autopar.graph.padding import lengths, pad
+from autopar.layout import I, S, Type
 from autopar.mesh import Mesh
-from autopar.plan import AxisTyping, BlockLayout
+from autopar.plan import AxisTyping, BlockLayout, PaddedParameter
 from autopar.rules.apply import shard
 from autopar.rules.missing import Found, key_of
 from autopar.rules.sharded import EXPERT_TARGETS
+from autopar.rules.spread import AXIS as SPREAD
+from autopar.rules.spread import DISPATCH, EXPERTS, spread, spread_parameters, strategy_names
 from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import BATCH, solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
+from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
 from autopar.search.prices import AxisPricing
 from autopar.search.problem import Weights, rests_of
@@ -32,7 +36,10 @@ from autopar.search.sequence import CP, KINDS, SequenceSplit
 from autopar.search.space import Space
 
 TP = "tp"
-EXPERTS = "autopar.experts"
+SPREAD_EXPERTS = "autopar.experts_dispatch"
+MIXTURE_NOTE = "mixtures of experts ("
+"""Begins the notes that say which strategy the solver chose for them."""
+MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 COLLECTIVE_WEIGHT = 1e-3
 """Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
 that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
@@ -40,9 +47,13 @@ that repeats them rather than send must not win because a model is small. Plans 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model."""
+    """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model.
+
+    ``ep_data``: data ranks over which experts are split.
+    """
 
     micro_batch_size: int
+    ep_data: int = 1
     cp: int = 1
     tp: int = 1
 
@@ -55,17 +66,21 @@ class Option:
         sequence: the typing on ``cp``; None where that axis has one rank.
         kind: of attention on ``cp``; empty likewise.
         solution: the typing on ``tp``; None where that axis has one rank.
+        ep_data: data ranks over which experts are split.
         costs: of each block of the compact graph.
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
+        padding: of vocabularies, where the typing on ``tp`` splits them.
     """
 
     sequence: AxisSolution | None
     kind: str
     solution: AxisSolution | None
+    ep_data: int
     costs: tuple[BlockCost, ...]
     keys: tuple[int, ...]
     prelude_s: float
+    padding: tuple[PaddedParameter, ...] = ()
 
 
 class Layouts:
@@ -99,6 +114,7 @@ class Layouts:
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._least: dict[Split, float] = {}
+        self._least_blocks: dict[Split, tuple[float, ...]] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -132,7 +148,7 @@ class Layouts:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        split = Split(micro_batch_size=micro_batch_size, cp=mesh.cp, tp=mesh.tp)
+        split = split_of(micro_batch_size, mesh)
         seen = set()
         for ratio in sorted(self.space.price_ratios, reverse=True) if mesh.tp > 1 else (0.0,):
             for kind in self._kinds(split):
@@ -142,9 +158,9 @@ class Layouts:
                     seen.add(signature)
                     yield self._option(split, kind, solution)
 
-    def whole(self, micro_batch_size: int) -> Option:
+    def whole(self, micro_batch_size: int, ep_data: int = 1) -> Option:
         """The layout with neither a context- nor a tensor-parallel axis."""
-        return self._option(Split(micro_batch_size=micro_batch_size), "", None)
+        return self._option(Split(micro_batch_size=micro_batch_size, ep_data=ep_data), "", None)
 
     def _solution(self, split: Split, kind: str, orders: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""
@@ -158,16 +174,26 @@ class Layouts:
             self._solutions[key] = self._solver(split, kind).solve(weights)
         return self._solutions[key]
 
-    def least_time_s(self, micro_batch_size: int, mesh: Mesh) -> float:
-        """Seconds of one micro-batch through the whole model, forward and backward, in the fastest of all layouts.
+    def least_times_s(self, micro_batch_size: int, mesh: Mesh) -> tuple[float, ...]:
+        """For each block of the compact graph the seconds of one micro-batch, forward and backward, in its quickest layout.
 
-        Sums of gradients and everything outside of the blocks are left out: no plan is faster. Infinite where no
-        kind of attention fits the axis ``cp``.
+        Sums of gradients are left out, and blocks need not fit together: no plan is faster. Zeros where no kind of
+        attention fits the axis ``cp``.
         """
-        try:
-            return self._least_s(Split(micro_batch_size=micro_batch_size, cp=mesh.cp, tp=mesh.tp))
-        except InfeasibleError:
-            return float("inf")
+        split = split_of(micro_batch_size, mesh)
+        if split not in self._least_blocks:
+            try:
+                kinds = [self._least_of_kind(split, kind) for kind in self._kinds(split)]
+            except InfeasibleError:
+                kinds = [(0.0,) * len(self.compact.members)]
+            self._least_blocks[split] = tuple(min(times) for times in zip(*kinds, strict=True))
+        return self._least_blocks[split]
+
+    def _least_of_kind(self, split: Split, kind: str) -> tuple[float, ...]:
+        if split.tp > 1:
+            return self._solver(split, kind).least_s()
+        costs = self._option(split, kind, None).costs
+        return tuple(c.forward_s + c.communication_forward_s + c.backward_s + c.communication_backward_s for c in costs)
 
     def _least_s(self, split: Split) -> float:
         if split not in self._least:
@@ -184,22 +210,25 @@ class Layouts:
     def _solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base = self._base(split, kind)
+            base = padded(self._base(split, kind), split.tp)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,
                 size=split.tp,
                 pricing=self._pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
-                narrow=partial(self._narrow, split.tp),
+                narrow=partial(self._narrow, split),
             )
         return self._solvers[key]
 
-    def _narrow(self, tp: int, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Experts are split over ``tp`` (ep=tp) or not (ep=1): what the pins of ``ep`` say of it."""
-        if op.target != EXPERTS:
+    def _narrow(self, split: Split, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Experts are split over ``tp`` as well or not: what the pins of ``ep`` say of it."""
+        if op.target not in MIXTURES:
             return offered
-        return tuple(s for s in offered if self.pins.allows("ep", tp if s.target in EXPERT_TARGETS else 1))
+        outside = split.ep_data if op.target == SPREAD_EXPERTS else 1
+        return tuple(
+            s for s in offered if self.pins.allows("ep", outside * (split.tp if s.target in EXPERT_TARGETS else 1))
+        )
 
     # --- context parallelism
 
@@ -233,9 +262,9 @@ class Layouts:
         return found
 
     def _split_sequence(self, split: Split, kind: str) -> AxisSolution | InfeasibleError:
-        micro = self.micro(split.micro_batch_size)
-        whole = Split(micro_batch_size=split.micro_batch_size)
-        saved = sum(n.saved_bytes for n in self.whole(split.micro_batch_size).costs)
+        micro = self._spread(split)
+        whole = Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data)
+        saved = sum(n.saved_bytes for n in self.whole(split.micro_batch_size, split.ep_data).costs)
         try:
             solver = AxisSolver(
                 micro,
@@ -251,13 +280,23 @@ class Layouts:
 
     def _base(self, split: Split, kind: str) -> Compact:
         """The compact graph of one micro-batch and one rank of ``cp``."""
-        micro = self.micro(split.micro_batch_size)
+        micro = self._spread(split)
         if split.cp == 1:
             return micro
         key = (split, kind)
         if key not in self._bases:
             graph = shard(micro.graph, self._sequence(split, kind).typing)
             self._bases[key] = replace(micro, graph=graph)
+        return self._bases[key]
+
+    def _spread(self, split: Split) -> Compact:
+        """The compact graph of one micro-batch on one data rank, with its share of the experts."""
+        micro = self.micro(split.micro_batch_size)
+        if split.ep_data == 1:
+            return micro
+        key = (Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data), "")  # cp=1: no kind of attention
+        if key not in self._bases:
+            self._bases[key] = replace(micro, graph=spread(micro.graph, split.ep_data))
         return self._bases[key]
 
     # --- prices
@@ -294,14 +333,16 @@ class Layouts:
     def mesh(self, split: Split) -> Mesh:
         """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
         outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
-        return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp)
+        return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp, ep=split.ep_data, ep_data=split.ep_data)
 
     def _option(self, split: Split, kind: str, solution: AxisSolution | None) -> Option:
         key = (split, kind, solution and solution.signature)
         if key not in self._options:
             graph = self._base(split, kind).graph
+            padding: dict[str, int] = {}
             if solution is not None:
-                graph = shard(graph, solution.typing)
+                padding = used_padding(graph, lengths(graph, split.tp), solution.typing)
+                graph = shard(pad(graph, padding), solution.typing)
             mesh = self.mesh(split)
             made: dict[object, BlockCost] = {}
             costs, keys = [], []
@@ -315,9 +356,11 @@ class Layouts:
                 sequence=self._sequence(split, kind) if split.cp > 1 else None,
                 kind=kind,
                 solution=solution,
+                ep_data=split.ep_data,
                 costs=tuple(costs),
                 keys=tuple(keys),
                 prelude_s=self.model.prelude_time_s(graph),
+                padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in padding.items()),
             )
         return self._options[key]
 
@@ -334,10 +377,27 @@ class Layouts:
         mine = []
         for i, block in enumerate(graph.blocks):
             typings = [self._batch_layout(i)]
+            if option.ep_data > 1:
+                typings.append(self._spread_layout(i))
             typings += [self._named(i, found) for found in (option.sequence, option.solution) if found is not None]
             layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
             mine.append(made.setdefault(layout, len(made)))
         return tuple(made), tuple(mine[k] for k in self.compact.class_of)
+
+    def mixtures(self, option: Option) -> tuple[str, ...]:
+        """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
+        graph, ways = self.compact.graph, Counter[str]()
+        for block, members in zip(graph.blocks, self.compact.members, strict=True):
+            for op in graph.block_ops(block):
+                if op.target != EXPERTS:
+                    continue
+                spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+                parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
+                for axis, found in ((CP, option.sequence), (TP, option.solution)):
+                    if found is not None:
+                        parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
+                ways[", ".join(parts) or "whole, on each rank's samples"] += len(members)
+        return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
 
     def _batch_layout(self, index: int) -> AxisTyping:
         graph = self.compact.graph
@@ -352,6 +412,18 @@ class Layouts:
             boundary=tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block)),
         )
 
+    def _spread_layout(self, index: int) -> AxisTyping:
+        """On ``ep_data`` experts are split, everything else goes on with its rank's samples."""
+        graph = self.compact.graph
+        block = graph.blocks[index]
+        ops, split = graph.block_ops(block), spread_parameters(graph, graph.block_ops(block))
+        return AxisTyping(
+            axis=SPREAD,
+            strategies=tuple(strategy_names(graph, ops)),
+            parameters=tuple(S(0) if p.name in split else I for p in graph.block_parameters(block)),
+            parameter_names=self._names(index),
+        )
+
     def _named(self, index: int, solution: AxisSolution) -> AxisTyping:
         graph = self.compact.graph
         outputs = graph.block_outputs(graph.blocks[index])
@@ -364,10 +436,15 @@ class Layouts:
         return tuple(p.key.removeprefix(prefix) for p in self.compact.graph.block_parameters(block))
 
 
+def split_of(micro_batch_size: int, mesh: Mesh) -> Split:
+    """What of a mesh a layout depends on."""
+    return Split(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
+
+
 def expert_degree(option: Option, tp: int) -> int:
-    """Over how many ranks a layout splits experts: ``tp`` where any mixture does, else 1."""
+    """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
     chosen = option.solution.typing.strategies.values() if option.solution is not None else ()
-    return tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1
+    return option.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
 
 
 def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The outer search: which candidates are evaluated, in which order, and when it may stop.
 
-A space that is small enough is searched to the end by branch and bound: after the defaults of practice, candidates
-come in order of their lower bound, and the search stops when no bound is below the best plan found. A larger one
+A space that is small enough is searched to the end by branch and bound, best first: candidates come in order of their
+lower bound (:mod:`autopar.search.bounds`), and the search stops when none is below the best plan found. A larger one
 goes to Optuna (TPE, ask and tell), which is seeded with the same defaults; a trial asks for numbers, and the nearest
 candidate is what is evaluated. Either way every trial stands in the study, failed ones with their reason, where a
 storage is given.
@@ -9,6 +9,7 @@ storage is given.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,9 @@ from autopar.search.evaluate import Evaluation, Evaluator, Misfit
 
 if TYPE_CHECKING:
     from autopar.search.study import Study
+
+MAX_EXPLAINED = 24
+"""Candidates of which it is worked out what memory they would need, where no plan fits."""
 
 Progress = Callable[[str, int, int], None]
 """``(what, done, total)``; ``total`` 0 while it is not known."""
@@ -85,49 +89,72 @@ class OuterSearch:
         self.best: Evaluation | None = None
         self.seen: dict[Candidate, None] = {}
         self.misfits: list[Misfit] = []
-        self.open: list[Candidate] = []
+        self.bounds: dict[Candidate, float] = {}
         self.finished = True
         self.study = study
 
     def run(self) -> Outcome:
         """Search until the end or a limit."""
-        self._drop_hopeless()
+        self.bounds = dict(zip(self.pool, self.evaluator.ideal_bounds_s(self.pool), strict=True))
         if self.is_exhaustive:
             self._branch_and_bound()
         else:
             self._sample()
-        bounds = (self.evaluator.lower_bound_s(c) for c in self.open)
+        if self.best is None and self.finished:
+            self._explain_misfits()
         return Outcome(
             best=self.best,
             candidates=len(self.pool),
             evaluated=len(self.seen),
-            lower_bound_s=min(bounds, default=0.0),
+            lower_bound_s=min(self.bounds.values(), default=0.0),
             misfits=tuple(self.misfits),
             finished=self.finished,
         )
 
-    def _drop_hopeless(self) -> None:
-        """What cannot fit in any layout is neither bounded nor evaluated."""
-        for candidate in self.pool:
-            found = self.evaluator.hopeless(candidate)
-            if found is None:
-                self.open.append(candidate)
-            else:
-                self.misfits.append(found)
+    @property
+    def open(self) -> list[Candidate]:
+        """Candidates that may have a plan."""
+        return [c for c in self.pool if math.isfinite(self.bounds[c])]
+
+    def _explain_misfits(self) -> None:
+        """What the least of the candidates that cannot fit would need."""
+        lost = [c for c in self.pool if c not in self.seen]
+        found = [self.evaluator.hopeless(c) for c in lost]
+        self.misfits += [misfit for misfit in found if misfit is not None]
+        for candidate in [c for c, misfit in zip(lost, found, strict=True) if misfit is None][:MAX_EXPLAINED]:
+            self._try(candidate)
 
     def _branch_and_bound(self) -> None:
-        for candidate in defaults(self.open):
-            if self._is_over():
+        """Best first.
+
+        The first bound of a candidate needs no layout, the second the quickest one of each block, the third those that
+        the prices of memory make best: each is asked for only when the one before it is the least of all.
+        """
+        bounds = (self.evaluator.least_bounds_s, self.evaluator.bounds_s)
+        heap = [(self.bounds[c], 0, i) for i, c in enumerate(self.pool) if math.isfinite(self.bounds[c])]
+        heapq.heapify(heap)
+        level = {i: 0 for _, _, i in heap}
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i in sorted(level):
+            alike.setdefault(_split(self.pool[i]), []).append(i)
+        while heap:
+            bound, made, i = heapq.heappop(heap)
+            if bound >= self._best_s():
                 return
-            self._try(candidate)
-        bounds = {c: self.evaluator.lower_bound_s(c) for c in self.open}
-        for candidate in sorted(self.open, key=bounds.__getitem__):
-            if bounds[candidate] >= self._best_s():
-                return
-            if candidate not in self.seen:
+            if made < level[i]:
+                continue
+            if made == len(bounds):
                 if self._is_over():
                     return
-                self._try(candidate)
+                self._try(self.pool[i])
+                continue
+            mine = alike[_split(self.pool[i])]
+            asked = [k for k in mine if level[k] == made and self.bounds[self.pool[k]] < self._best_s()]
+            for k, found in zip(asked, bounds[made]([self.pool[k] for k in asked]), strict=True):
+                level[k] = made + 1
+                self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], found)
+                if math.isfinite(found):
+                    heapq.heappush(heap, (self.bounds[self.pool[k]], made + 1, k))
 
     def _sample(self) -> None:
         assert self.study is not None
@@ -170,6 +197,11 @@ class OuterSearch:
         return False
 
 
+def _split(candidate: Candidate) -> tuple[int, ...]:
+    """Equal for candidates that share their layouts."""
+    return candidate.micro_batch_size, candidate.mesh.ep_data, candidate.mesh.cp, candidate.mesh.tp
+
+
 def defaults(pool: Sequence[Candidate]) -> Iterator[Candidate]:
     """What practice starts from.
 
@@ -200,5 +232,6 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
         candidate.micro_batch_size,
         candidate.virtual_stages,
         mesh.dp_replicate,
+        mesh.ep_data,
         SCHEDULES.index(candidate.schedule),
     )

@@ -3,7 +3,7 @@
 | pin                                             | holds                                              |
 |-------------------------------------------------|----------------------------------------------------|
 | ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
-| ``ep=2``                                        | experts split over tp=2 ranks; ``ep=1``: not split |
+| ``ep=4``, ``ep_data=2``                         | experts split over 4 ranks, 2 of the data axes     |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
 | ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
@@ -47,6 +47,7 @@ _NUMBERS = {
     "cp": "cp",
     "tp": "tp",
     "ep": "ep",
+    "ep_data": "ep_data",
     "zero": "zero",
     "zero_stage": "zero",
     "micro_batch": "micro_batch",
@@ -55,7 +56,7 @@ _NUMBERS = {
     "virtual_stages": "virtual_stages",
 }
 _AXES = ("tp",)
-_CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16"), "cp_attention": KINDS}
+_CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16", "fp64"), "cp_attention": KINDS}
 _KEYS = (*_NUMBERS, "schedule", "cp_attention", "recompute", "precision", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
@@ -272,7 +273,9 @@ class Pins:
         self.recompute(graph)
         self.stages(graph)
         names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)]
-        if not self.allows("ep", 1) and not any(op.target == "autopar.experts" for op in graph.ops):
+        if not (self.allows("ep", 1) and self.allows("ep_data", 1)) and not any(
+            op.target == "autopar.experts" for op in graph.ops
+        ):
             raise UsageError(
                 "ep splits the experts of a model", value="none that trace as one operator", place=graph.name,
                 remedy="drop the pin of ep, or write the experts with autopar.nn.experts",

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Graph, Op
 from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, StagePlan
 from autopar.rules.missing import complete
+from autopar.rules.spread import expert_counts
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
 from autopar.search.layouts import expert_degree, operators_without_rule
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
+from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
-from autopar.search.sequence import attention_heads, attention_sequences
+from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
 from autopar.search.space import Space
 
 MAX_CONFLICT_TRIALS = 24
@@ -57,6 +59,13 @@ class Planner:
         self.task, self.start = task, time.monotonic()
         if task.global_batch_size < 1:
             raise UsageError("the global batch has at least one sample", value=task.global_batch_size)
+        if task.graph.exact and task.global_batch_size != task.graph.batch_size:
+            raise UsageError(
+                "a graph in which samples are counted or meet is for one global batch size",
+                value=f"{task.global_batch_size}, traced at {task.graph.batch_size}",
+                place=task.graph.mixing or task.graph.name,
+                remedy="trace the model at this global batch, or give the model instead of its graph",
+            )
         task.pins.check(task.graph)
         if not task.pins.allows("precision", task.precision.name):
             raise InfeasibleError(
@@ -66,6 +75,9 @@ class Planner:
             )
         self.found = complete(task.graph, cache_dir=task.cache_dir)
         self.model = CostModel(task.cluster, task.precision, task.optimizer)
+        self.evaluator = self._evaluator(task.pins, task.global_batch_size)
+        layouts = self.evaluator.layouts
+        self.mixing = mixes_samples(layouts.compact.graph, layouts.batch)
         self.problem = Problem(
             world_size=task.cluster.world_size,
             devices_per_node=task.cluster.devices_per_node,
@@ -74,13 +86,14 @@ class Planner:
             heads=attention_heads(task.graph),
             key_heads=attention_heads(task.graph, operand=1),
             sequences=attention_sequences(task.graph),
+            has_written_attention=has_written_attention(task.graph),
             space=task.space,
-            mixes_samples=mixes_samples(task.graph),
+            mixes_samples=bool(self.mixing),
+            experts=expert_counts(task.graph),
         )
         self.pool = candidates(self.problem, task.pins)
         if not self.pool:
             raise self._structural()
-        self.evaluator = self._evaluator(task.pins, task.global_batch_size)
 
     def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         task = self.task
@@ -196,11 +209,15 @@ class Planner:
                 gap=best.prediction.step_time_s / lower - 1.0 if lower else 0.0,
                 reasons=reasons,
             ),
+            padding=best.option.padding,
             pins=task.pins.texts,
             opaque=task.opaque,
             notes=(
                 *graph.notes,
+                *padding_notes(graph, best.option.padding, candidate.mesh.tp),
                 *operators_without_rule(graph, self.found, self.model),
+                *_mixing_note(self.mixing),
+                *self.evaluator.layouts.mixtures(best.option),
                 *_precision_note(task),
             ),
         )
@@ -267,6 +284,17 @@ def _texts_on(pins: Pins, key: str) -> list[str]:
         return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
 
     return [pin.text for pin in pins.pins if named(pin) == key]
+
+
+def _mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:
+    """Why a data rank takes its samples at once."""
+    if not mixing:
+        return ()
+    first, more = mixing[0], f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
+    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
+    return (
+        f"statistics over the global batch ({first.target} of {where}{more}): exact, with one micro-batch a data rank",
+    )
 
 
 def _precision_note(task: Task) -> tuple[str, ...]:

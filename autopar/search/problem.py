@@ -29,7 +29,7 @@ from autopar.rules.types import Strategy
 from autopar.search.elimination import Energy, Factor, Marginal, Prepared, Table, prepare
 
 MAX_EXTRAS = 2
-"""Further types that one value may be changed to inside a block."""
+"""Further types that one value may be changed to inside a block; one in blocks that are too wide for more."""
 
 Made = tuple[Type, frozenset[Type]]
 """A state of a value that several operators read: as made, and what else is made from it."""
@@ -115,6 +115,7 @@ class Problem:
         costs: prices.
         offered: the strategies of an operator.
         at_rest: the types at rest that a parameter may have.
+        max_extras: further types that one value may be changed to.
     """
 
     def __init__(
@@ -124,7 +125,9 @@ class Problem:
         *,
         offered: Callable[[Op], Sequence[Strategy]],
         at_rest: Callable[[Parameter], Sequence[Type]],
+        max_extras: int = MAX_EXTRAS,
     ) -> None:
+        self.max_extras = max_extras
         self.graph, self.costs = graph, costs
         self.offered, self.rest_types = offered, at_rest
         self.states: list[Sequence[object]] = []
@@ -195,10 +198,18 @@ class Problem:
 
     def solve(self, keep: tuple[int, ...], weights: Weights) -> Marginal:
         """The least energy for every combination of the variables ``keep``."""
+        prepared = self._ready(keep)
+        return prepared.solve([factor.weighed(weights) for factor in self._left])
+
+    def is_wide(self, keep: tuple[int, ...]) -> bool:
+        """Whether elimination would need tables that are too large, so that an integer program has to do."""
+        return self._ready(keep).order is None
+
+    def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
             self._prepared = prepare(self.energy(Weights()), keep)
             self._left = [factor.within(self._prepared) for factor in self.factors]
-        return self._prepared.solve([factor.weighed(weights) for factor in self._left])
+        return self._prepared
 
     def energy(self, weights: Weights) -> Energy:
         """All tables, weighted."""
@@ -260,7 +271,7 @@ class Problem:
         states: list[Made] = []
         for t in sorted(made):
             others = [w for w in sorted(wanted - {t}) if self._change(ref, t, w) is not None]
-            for count in range(min(MAX_EXTRAS, len(others)) + 1):
+            for count in range(min(self.max_extras, len(others)) + 1):
                 states += [(t, frozenset(extras)) for extras in combinations(others, count)]
         return states
 

@@ -14,6 +14,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
     ("cp", lambda c: c.mesh.cp),
     ("pp", lambda c: c.mesh.pp),
+    ("ep_data", lambda c: c.mesh.ep_data),
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
@@ -23,6 +24,7 @@ _PARTS = (
     ("compute", "compute_s"),
     ("recompute", "recompute_s"),
     ("tensor-parallel communication", "tensor_parallel_s"),
+    ("context-parallel communication", "context_parallel_s"),
     ("data-parallel communication", "data_parallel_s"),
     ("pipeline sends", "pipeline_s"),
     ("pipeline bubble", "bubble_s"),
@@ -62,6 +64,10 @@ def _spread(candidate: Candidate, best: Candidate) -> float:
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
+    least_s, best_s = evaluator.ideal_bounds_s([other])[0], best.prediction.step_time_s
+    if best_s <= least_s < float("inf"):
+        more = least_s - best_s
+        return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"
     found = evaluator.evaluate(other)
     if not isinstance(found, Evaluation):
         return f"no plan ({other}); {found.reason}"

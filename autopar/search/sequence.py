@@ -8,6 +8,9 @@ what data axes are for), and attention runs in one of these kinds:
 | ``gather``  | S(rows) | R       | keys and values are gathered, their gradients scattered |
 | ``ulysses`` | S(heads)| S(heads)| all-to-all between sequence and heads, there and back   |
 | ``ring``    | S(rows) | S(rows) | keys and values go round; zig-zag order                 |
+
+Attention written out (products and a softmax, as with alibi) has the first two: its softmax splits rows or heads, and
+the products follow.
 """
 
 from __future__ import annotations
@@ -24,11 +27,23 @@ KINDS = ("gather", "ulysses", "ring")
 """How attention runs over a split sequence."""
 
 _ATTENTION = {"gather": ("split s", "gather"), "ulysses": ("split h",), "ring": ("ring",)}
+_SCORES = {"gather": ("split d2",), "ulysses": ("split d1",), "ring": ()}
+"""Of a softmax over scores [samples, heads, rows, columns]."""
 
 
 def is_attention(op: Op) -> bool:
     """Whether an operator is fused attention."""
     return op.target in ("aten.scaled_dot_product_attention.default", "autopar.attention")
+
+
+def is_scores(op: Op) -> bool:
+    """Whether an operator is the softmax over [samples, heads, rows, columns] of attention that is written out."""
+    return op.target == "aten.softmax.int" and len(op.spec.shape) == 4 and op.args[1] in (-1, 3)
+
+
+def has_written_attention(graph: Graph) -> bool:
+    """Whether some attention is no operator of its own, so that a ring cannot run it."""
+    return any(is_scores(op) for op in graph.ops)
 
 
 def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
@@ -44,8 +59,9 @@ def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
 
 def attention_sequences(graph: Graph) -> tuple[int, ...]:
     """Lengths of the queries and keys of the model's attentions."""
-    found = (graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2])
-    return tuple(sorted(set(found)))
+    found = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
+    found |= {n for op in graph.ops if is_scores(op) for n in op.spec.shape[-2:]}
+    return tuple(sorted(found))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +86,8 @@ class SequenceSplit:
 
     def _allows(self, op: Op, strategy: Strategy) -> bool:
         if is_attention(op) and strategy.name not in _ATTENTION[self.kind]:
+            return False
+        if is_scores(op) and strategy.name not in _SCORES[self.kind]:
             return False
         if self.kind == "ring" and strategy.target not in ZIGZAG_SAFE:
             return False

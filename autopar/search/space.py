@@ -19,7 +19,7 @@ class Space:
 
     Attributes:
         max_tp_nodes: ``tp`` groups span at most this many nodes (1: they stay on NVLink).
-        max_pp, max_tp, max_cp: bounds on degrees.
+        max_pp, max_tp, max_cp: bounds on degrees; a file without ``max_cp`` or ``cp_from`` has those of ``default``.
         cp_from: length of the sequence from which on ``cp`` > 1 is tried unless it is pinned.
         zero_stages, micro_batches, schedules, virtual_stages: values tried; pins may name others.
         hsdp: also split the data axis into ``dp_replicate`` x ``dp_shard`` at node boundaries.
@@ -63,14 +63,15 @@ def load_space(name: str) -> Space:
             "the space is shipped with autopar or a TOML file", value=repr(name), remedy=closest(name, shipped)
         )
     table = Table.load(path)
+    usual = None if path == shipped["default"] else load_space("default")
     schedules = _texts(table, "schedules", SCHEDULES)
     space = Space(
         name=table.text("name"),
         max_tp_nodes=table.integer("max_tp_nodes"),
         max_pp=table.integer("max_pp"),
         max_tp=table.integer("max_tp"),
-        max_cp=table.integer("max_cp"),
-        cp_from=table.integer("cp_from"),
+        max_cp=table.integer("max_cp", usual.max_cp if usual else None),
+        cp_from=table.integer("cp_from", usual.cp_from if usual else None),
         zero_stages=_integers(table, "zero_stages", 0),
         micro_batches=_integers(table, "micro_batches", 1),
         schedules=cast("tuple[ScheduleName, ...]", schedules),

@@ -14,7 +14,7 @@ from autopar.errors import UsageError
 from autopar.search.candidates import Candidate
 from autopar.search.evaluate import Evaluation, Misfit
 
-_KEYS = ("pp", "dp_shard", "cp", "tp", "micro_batch", "zero", "schedule")
+_KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule")
 Value = int | str
 
 
@@ -100,6 +100,7 @@ def _values(candidate: Candidate) -> dict[str, Value]:
         "dp_shard": candidate.mesh.dp_shard,
         "cp": candidate.mesh.cp,
         "tp": candidate.mesh.tp,
+        "ep_data": candidate.mesh.ep_data,
         "micro_batch": candidate.micro_batch_size,
         "zero": candidate.zero_stage,
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.nn import Experts
+
 Made = tuple[nn.Module, dict[str, Any]]
 
 
@@ -99,3 +101,41 @@ def perceptron() -> Made:
     """Five classes."""
     target = torch.randint(0, 5, (16,), generator=torch.Generator().manual_seed(0))
     return Perceptron(), {"x": torch.randn(16, 32), "target": target}
+
+
+class _Routed(nn.Module):
+    """A softmax router and experts of :mod:`autopar.nn`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, 4, bias=False)
+        self.experts = Experts(num_experts=4, hidden=width, ffn=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        weights, indices = self.router(y).softmax(-1).topk(2)
+        return x + self.experts(y, weights / weights.sum(-1, keepdim=True), indices)
+
+
+class Mixture(nn.Module):
+    """Tokens through layers of experts, no attention."""
+
+    def __init__(self, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(_Routed(width) for _ in range(depth))
+        self.head = nn.Linear(width, 64, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def mixture() -> Made:
+    """Four experts, two for a token, samples of 8 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(0, 64, (16, 8), generator=generator) for _ in range(2))
+    return Mixture(), {"ids": ids, "labels": labels}

@@ -1,17 +1,19 @@
 """Which model families work: each is searched, verified against one device on 4 local ranks, and put in a table.
 
-Run: ``python -m tests.campaigns.models [FAMILY ...]``; without arguments it writes ``docs/models.md``. Plans are made
-as ``autopar verify MODEL --cluster cpu:1x4`` makes them: in float32, as if links were free.
+Run: ``python -m tests.campaigns.models`` writes ``docs/models.md``; ``--family NAME`` and ``--layout NAME``, both
+repeatable, run a part of it. ``--results FILE`` keeps what was found, adds to it, and writes the page once every family
+is in it. Plans are made as ``autopar verify MODEL --cluster cpu:1x4`` makes them: in float32, as if links were free.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from autopar.runtime.verify import (
     LOSS_TOLERANCE,
     PRELOAD,
     TENSOR_TOLERANCE,
+    RankErrors,
     VerifyReport,
     _worst,
     adamw,
@@ -33,6 +36,7 @@ from autopar.runtime.verify import (
     verify,
 )
 from autopar.runtime.workers import WorkerPool
+from autopar.search.sequence import KINDS, is_attention, is_scores
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -43,12 +47,19 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "pp2 x dp2": ("pp=2", "tp=1"),
 }
 
+EXPERT_LAYOUTS: dict[str, tuple[str, ...]] = {f"ep{n}": (f"ep={n}", "pp=1") for n in (2, 4)}
+"""For models with mixtures of experts."""
+SEQUENCE_LAYOUTS: dict[str, tuple[str, ...]] = {
+    f"cp{n} {kind}": (f"cp={n}", f"cp_attention={kind}", "pp=1") for kind in KINDS for n in (2, 4)
+}
+"""For models with attention."""
+
 _TEXT = "num_hidden_layers=2&hidden_size=32&num_attention_heads=4&intermediate_size=64&vocab_size=96"
 _GPT = "n_layer=2&n_embd=32&n_head=4&vocab_size=97&n_positions=32"
 _TOWER = "num_hidden_layers=2&hidden_size=32&num_attention_heads=4&intermediate_size=64"
 _SIZES = '"num_hidden_layers":2,"hidden_size":32,"num_attention_heads":4,"intermediate_size":64'
 _CLIP_TEXT = f'{{{_SIZES},"vocab_size":96,"max_position_embeddings":16,"eos_token_id":2}}'
-_CLIP_IMAGE = f'{{{_SIZES},"image_size":16,"patch_size":4}}'
+_CLIP_IMAGE = f'{{{_SIZES},"image_size":12,"patch_size":4}}'
 _SPEECH = (
     "&".join(
         f"{side}_{key}={value}"
@@ -56,6 +67,10 @@ _SPEECH = (
         for key, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
     )
     + "&d_model=32&max_source_positions=16"
+)
+_LATENT = (
+    "n_routed_experts=8&num_experts_per_tok=2&n_group=2&topk_group=1&moe_intermediate_size=32&n_shared_experts=1"
+    "&first_k_dense_replace=1&q_lora_rank=16&kv_lora_rank=16&qk_nope_head_dim=8&qk_rope_head_dim=8&v_head_dim=8"
 )
 FAMILIES: dict[str, tuple[str, int | None]] = {
     "GPT-2": (f"hf:gpt2?{_GPT}", 16),
@@ -66,9 +81,15 @@ FAMILIES: dict[str, tuple[str, int | None]] = {
     "Gemma": (f"hf:gemma?{_TEXT}&num_key_value_heads=1&head_dim=8", 16),
     "MPT": ("hf:mpt?n_layers=2&d_model=32&n_heads=4&vocab_size=96&max_seq_len=32", 16),
     "BLOOM": ("hf:bloom?n_layer=2&hidden_size=32&n_head=4&vocab_size=96", 16),
+    "Mixtral": (f"hf:mixtral?{_TEXT}&num_key_value_heads=2&num_local_experts=4&num_experts_per_tok=2", 16),
+    "Qwen3-MoE": (
+        f"hf:qwen3_moe?{_TEXT}&num_key_value_heads=2&num_experts=4&num_experts_per_tok=2&moe_intermediate_size=32",
+        16,
+    ),
+    "DeepSeek-V3": (f"hf:deepseek_v3?{_TEXT}&num_key_value_heads=4&{_LATENT}", 16),
     "BERT": (f"hf:bert?{_TEXT}&max_position_embeddings=32", 16),
     "ViT": (
-        f"hf:vit?{_TOWER}&image_size=16&patch_size=4&num_labels=5",
+        f"hf:vit?{_TOWER}&image_size=[12,20]&patch_size=4&num_labels=5",
         None,
     ),
     "T5": ("hf:t5?num_layers=2&d_model=32&d_kv=8&num_heads=4&d_ff=64&vocab_size=96", 16),
@@ -82,38 +103,59 @@ FAMILIES: dict[str, tuple[str, int | None]] = {
     "U-Net": ("tests.campaigns.handmade:unet", None),
     "DLRM": ("tests.campaigns.handmade:recommender", None),
     "MLP": ("tests.campaigns.handmade:perceptron", None),
+    "MoE by hand": ("tests.campaigns.handmade:mixture", None),
 }
 """Description and tokens of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one family under one layout; ``error`` is empty where the program ran."""
+    """What came of one family under one layout; ``error`` is empty where the program ran.
+
+    Attributes:
+        double: the largest error of the same plan in float64, where float32 is past a limit; negative: not run.
+        alone: what one device alone is off by then, float32 against float64.
+        verdict: in words.
+    """
 
     mesh: str = ""
     loss: float = 0.0
     gradient: float = 0.0
     parameter: float = 0.0
     error: str = ""
+    double: float = -1.0
+    alone: str = ""
+    verdict: str = ""
+
+    @property
+    def is_within(self) -> bool:
+        """Within the limits in float32."""
+        return not self.error and self.loss <= LOSS_TOLERANCE and max(self.gradient, self.parameter) <= TENSOR_TOLERANCE
 
     @property
     def passed(self) -> bool:
-        return not self.error and self.loss <= LOSS_TOLERANCE and max(self.gradient, self.parameter) <= TENSOR_TOLERANCE
+        """Within the limits, or shown to be rounding."""
+        return self.is_within or (not self.error and self.verdict.startswith("rounding"))
 
 
 @dataclass(slots=True)
 class Row:
-    """One family: results by layout; of its live operators how many split, and the targets of the others.
-
-    ``rounding``: where a layout is past the limits, what one device alone does in float32 against float64.
-    """
+    """One family: results by layout; of its live operators how many split, and the targets of the others."""
 
     spec: str
     results: dict[str, Result] = field(default_factory=dict)
     num_operators: int = 0
     num_split: int = 0
-    whole: Counter[str] = field(default_factory=Counter)
-    rounding: str = ""
+    whole: dict[str, int] = field(default_factory=dict)
+    has_attention: bool = False
+    has_experts: bool = False
+    wall_s: float = 0.0
+
+    @property
+    def layouts(self) -> dict[str, tuple[str, ...]]:
+        """Those that concern the family."""
+        experts = EXPERT_LAYOUTS if self.has_experts else {}
+        return LAYOUTS | experts | (SEQUENCE_LAYOUTS if self.has_attention else {})
 
 
 def splits(graph: Graph, op: Op) -> bool:
@@ -136,24 +178,33 @@ def attempt(layout: str, subject: VerifiedModel, graph: Graph, pool: WorkerPool)
             graph,
             cluster=with_free_links(Cluster.parse(f"cpu:1x{RANKS}")),
             global_batch_size=DEFAULT_SAMPLES * RANKS,
-            pins=LAYOUTS[layout],
+            pins=(LAYOUTS | EXPERT_LAYOUTS | SEQUENCE_LAYOUTS)[layout],
             trials=64,
         )
-        report: VerifyReport = verify(subject, plan, graph, pool=pool, timeout_s=90.0)
+        report: VerifyReport = verify(subject, plan, graph, pool=pool, timeout_s=180.0)
     except (AutoparError, *USER_FAILURES) as error:
         return Result(error=said(error))
+    found = report.confirmation
     return Result(
         mesh=str(plan.mesh),
         loss=max(row.loss for row in report.rows),
         gradient=max(row.gradient for row in report.rows),
         parameter=max(row.parameter for row in report.rows),
+        double=found.error if found is not None and found.rows else -1.0,
+        alone="" if found is None else _three(found.alone),
+        verdict=report.verdict,
     )
 
 
-def run_family(name: str, pool: WorkerPool) -> Row:
-    """Every layout of one family."""
+def _three(errors: Result | RankErrors) -> str:
+    return f"{errors.loss:.0e}, {errors.gradient:.0e}, {errors.parameter:.0e}"
+
+
+def run_family(name: str, pool: WorkerPool, layouts: Sequence[str] = (), row: Row | None = None) -> Row:
+    """The layouts of one family that are named, all of them when none is; added to ``row``."""
     spec, length = FAMILIES[name]
-    row = Row(spec)
+    start = time.perf_counter()
+    row = Row(spec) if row is None else row
     try:
         subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
         graph = subject.trace()
@@ -162,12 +213,64 @@ def run_family(name: str, pool: WorkerPool) -> Row:
         return row
     whole = [op for op in graph.ops if not splits(graph, op)]
     row.num_operators, row.num_split = len(graph.ops), len(graph.ops) - len(whole)
-    row.whole = Counter(op.target for op in whole)
-    for layout in LAYOUTS:
-        row.results[layout] = attempt(layout, subject, graph, pool)
-    if any(not result.error and not result.passed for result in row.results.values()):
-        row.rounding = own_rounding(subject)
+    row.whole = dict(Counter(op.target for op in whole).most_common())
+    row.has_attention = any(is_attention(op) or is_scores(op) for op in graph.ops)
+    row.has_experts = any(op.target == "autopar.experts" for op in graph.ops)
+    for layout in layouts or row.layouts:
+        if layout in row.layouts:
+            row.results[layout] = attempt(layout, subject, graph, pool)
+    row.wall_s += time.perf_counter() - start
     return row
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def read(path: Path) -> dict[str, Row]:
+    """What earlier runs have kept."""
+    if not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        name: Row(**{**row, "results": {layout: Result(**result) for layout, result in row["results"].items()}})
+        for name, row in rows.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module."""
+    known = LAYOUTS | EXPERT_LAYOUTS | SEQUENCE_LAYOUTS
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", action="append", default=[], choices=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--layout", action="append", default=[], choices=list(known), metavar="NAME")
+    parser.add_argument("--results", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    rows = read(options.results) if options.results else {}
+    with WorkerPool(RANKS, preload=PRELOAD) as pool:
+        for name in options.family or FAMILIES:
+            row = rows[name] = run_family(name, pool, options.layout, rows.get(name))
+            sys.stdout.write(shown(name, row, options.layout))
+            sys.stdout.flush()
+            if options.results:
+                kept = {name: asdict(row) for name, row in rows.items()}
+                options.results.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    if rows.keys() == FAMILIES.keys() and not options.layout and (options.results or not options.family):
+        from tests.campaigns.page import page  # which needs the names of this module
+
+        PAGE.write_text(page({name: rows[name] for name in FAMILIES}), encoding="utf-8")
+    wrong = [r for row in rows.values() for r in row.results.values() if not r.error and not r.passed]
+    return int(bool(wrong))
+
+
+def shown(name: str, row: Row, layouts: Sequence[str] = ()) -> str:
+    """The results of a family as lines for a terminal."""
+    lines = [f"{name}: {row.num_split} of {row.num_operators} operators split, {row.wall_s:.0f} s\n"]
+    for layout in layouts or row.layouts:
+        result = row.results.get(layout)
+        if result is not None:
+            text = result.error or f"{_three(result)} ({result.mesh}) {result.verdict}"
+            lines.append(f"    {layout}: {text}\n")
+    return "".join(lines)
 
 
 def own_rounding(subject: VerifiedModel) -> str:
@@ -186,92 +289,6 @@ def own_rounding(subject: VerifiedModel) -> str:
         found[dtype].append({n: p.detach().double() for n, p in model.named_parameters() if p.grad is not None})
     worst = (_worst(mine, truth) for mine, truth in zip(found[torch.float32], found[torch.float64], strict=True))
     return "; ".join(f"{error:.0e} ({name})" for name, error in worst)
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-_HEAD = """# Model families
-
-Written by `python -m tests.campaigns.models`; do not edit. Each family at a small size, traced with a padding mask
-where it knows one, is searched as `autopar verify MODEL --cluster cpu:1x4` does (float32, links as if free), run on
-four local ranks for three AdamW steps and compared with the same model on one device. The number is the largest
-relative error on any rank of losses, of the first gradients, and of the parameters in the end; the limits are {loss:g}
-for losses and {tensor:g} for the others. `search` is the plan that the search picks when nothing is pinned; its mesh
-stands in brackets.
-
-| family | search | tp2 x dp2 | pp2 x tp2 | pp2 x dp2 | operators that split |
-|---|---|---|---|---|---|
-"""
-
-
-def page(rows: Mapping[str, Row]) -> str:
-    """The table, what does not work and why, and the operators that only replicate."""
-    lines = [_HEAD.format(loss=LOSS_TOLERANCE, tensor=TENSOR_TOLERANCE)]
-    for name, row in rows.items():
-        share = f"{row.num_split} of {row.num_operators}" if row.num_operators else "not traced"
-        cells = [_cell(row.results[layout], layout) for layout in LAYOUTS]
-        lines.append(f"| {name} | {' | '.join(cells)} | {share} |\n")
-    split = sum(row.num_split for row in rows.values())
-    total = max(sum(row.num_operators for row in rows.values()), 1)
-    lines.append(f"\nOf all {total} live operators {split} ({100 * split / total:.1f}%) have a strategy that splits.\n")
-    lines.append("\n## What does not work\n\n")
-    failures = _failures(rows)
-    lines += failures or ["Nothing in the table.\n"]
-    lines.append("\n## Operators that are repeated on every rank\n\n")
-    lines += [
-        f"- {name}: {', '.join(f'`{target}` ({count})' for target, count in row.whole.most_common())}\n"
-        for name, row in rows.items()
-        if row.whole
-    ]
-    lines.append("\n## Descriptions\n\n")
-    lines += [f"- {name}: `{row.spec}`\n" for name, row in rows.items()]
-    return "".join(lines)
-
-
-def _cell(result: Result, layout: str) -> str:
-    if result.error:
-        return "no"
-    numbers = f"{result.loss:.0e}, {result.gradient:.0e}, {result.parameter:.0e}"
-    text = numbers if result.passed else f"**past** {numbers}"
-    return f"{text} ({result.mesh})" if layout == "search" else text
-
-
-def _failures(rows: Mapping[str, Row]) -> list[str]:
-    lines = []
-    for name, row in rows.items():
-        if row.rounding:
-            lines.append(
-                f"- {name}: past the limits; one device alone, float32 against float64, is off by {row.rounding} in the"
-                " first gradients and in the parameters\n"
-            )
-        reasons: dict[str, list[str]] = {}
-        for layout, result in row.results.items():
-            if result.error:
-                reasons.setdefault(result.error, []).append(layout)
-        lines += [f"- {name}, {', '.join(layouts)}: {reason}\n" for reason, layouts in reasons.items()]
-    return lines
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
-    options = parser.parse_args(arguments)
-    unknown = [name for name in options.families if name not in FAMILIES]
-    if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(FAMILIES)}")
-    rows: dict[str, Row] = {}
-    with WorkerPool(RANKS, preload=PRELOAD) as pool:
-        for name in options.families or FAMILIES:
-            start = time.perf_counter()
-            row = rows[name] = run_family(name, pool)
-            cells = " | ".join(_cell(row.results[layout], layout) for layout in LAYOUTS)
-            seconds = time.perf_counter() - start
-            sys.stdout.write(f"{name:10} {cells} | {row.num_split} of {row.num_operators} | {seconds:.0f} s\n")
-            sys.stdout.write("".join(f"    {line}" for line in _failures({name: row})))
-            sys.stdout.flush()
-            if not options.families:
-                PAGE.write_text(page(rows), encoding="utf-8")
-    return int(any(not result.error and not result.passed for row in rows.values() for result in row.results.values()))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
 from autopar.plan import Plan
+from autopar.runtime.data_parallel import fsdp_modules
 from autopar.runtime.launch import launch
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
@@ -160,3 +162,42 @@ def fail_on_first_rank() -> None:
     if dist.get_rank() == 0:
         raise ValueError("this rank has had enough")
     dist.barrier()
+
+
+def held_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, int]:
+    """Of this rank: parameters (with what FSDP keeps gathered between forward and backward), gradients, states."""
+    world = World(plan.mesh, "cpu")
+    parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    optimizer = adamw(parallel.parameters())
+    gathered = _gathered(parallel) if plan.zero_stage in (1, 2) else 0
+    parallel.train_step(batch)
+    optimizer.step()
+    parameters = list(dict.fromkeys(parallel.parameters()))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "pp_rank": world.coordinate["pp"],
+        "parameters": _bytes(parameters) + gathered,
+        "gradients": _bytes([p.grad for p in parameters]),
+        "optimizer": _bytes([value for value in states if value.ndim > 0]),
+    }
+
+
+def _gathered(parallel: Parallel) -> int:
+    """Bytes of the whole parameters after their gathering."""
+    total = 0
+    for stage in parallel._assembly.stages:
+        for module in fsdp_modules(stage):
+            module.unshard()
+            total += _bytes(list(module.parameters(recurse=False)))
+            total += sum(
+                _bytes(list(child.parameters(recurse=False)))
+                for child in module.children()
+                if isinstance(child, torch.fx.GraphModule)
+            )
+            module.reshard()
+    return total
+
+
+def _bytes(tensors: list[Any]) -> int:
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    return sum(t.numel() * t.element_size() for t in local)

@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from autopar import api
 from autopar.cli.models import VerifiedModel
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, PlanError, VerificationError
 from autopar.lower.program import lower
 from autopar.models import resolve_model
+from autopar.plan import FP64
 from autopar.runtime.verify import verify
 from autopar.runtime.workers import WorkerPool
 
@@ -26,9 +27,9 @@ class Normalised(nn.Module):
     No bias stands before a batch norm: its gradient would be zero but for rounding.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 3, bias=False)
+        self.first, self.second = nn.Conv2d(3, 8, 3, bias=bias), nn.Conv2d(8, 8, 3, bias=False)
         self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm1d(8)])
         self.head = nn.Linear(8, 1)
 
@@ -40,6 +41,10 @@ class Normalised(nn.Module):
 
 def normalised() -> tuple[nn.Module, dict[str, Tensor]]:
     return Normalised(), {"target": torch.randn(2, 3, 8, 8), "losses": torch.randn(2)}
+
+
+def biased() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Normalised(bias=True), normalised()[1]
 
 
 CASES = {
@@ -80,3 +85,37 @@ def test_statistics_over_the_batch_take_one_micro_batch() -> None:
     assert plan.num_micro_batches == 1
     with pytest.raises(PlanError, match="one micro-batch"):
         lower(replace(plan, micro_batch_size=4), graph)
+
+
+def test_rounding_is_told_from_a_wrong_program(pool: WorkerPool) -> None:
+    subject = VerifiedModel(resolve_model("tests.distributed.test_families:biased"), masked=True)
+    graph = subject.trace()
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
+    report = verify(subject, plan, graph, pool=pool, timeout_s=60.0)
+    assert not report.is_within
+    assert report.rows[0].gradient_name == "first.bias"
+    report.check()
+    assert report.verdict.startswith("rounding: the same plan agrees in float64 to ")
+    assert len(report.confirmation.rows) == 4
+    assert report.confirmation.error < 1e-9 < 1e-4 < report.confirmation.alone.gradient
+    (exact, *_) = verify(subject, plan, graph, pool=pool, timeout_s=60.0, precision=FP64).rows
+    assert exact.precision == "fp64"
+    assert 0 < exact.error < 1e-9
+
+
+def test_a_program_that_is_wrong_in_float32_alone_is_wrong(pool: WorkerPool) -> None:
+    """The graph has another epsilon than the model, which its trace in float64 does not have."""
+    subject = VerifiedModel(resolve_model("tests.distributed.test_families:normalised"), masked=True)
+    graph = subject.trace()
+    ops = tuple(
+        replace(op, args=tuple(0.1 if arg == 1e-5 else arg for arg in op.args)) if "batch_norm" in op.target else op
+        for op in graph.ops
+    )
+    assert ops != graph.ops
+    wrong = replace(graph, ops=ops)
+    plan = api.estimate(wrong, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
+    report = verify(subject, plan, wrong, pool=pool, timeout_s=60.0)
+    assert not report.passed
+    assert report.verdict.startswith("wrong")
+    with pytest.raises(VerificationError):
+        report.check()

@@ -223,6 +223,13 @@ def whole(make: Maker) -> Iterator[Example]:
     yield c("aten.native_dropout.default", r(4, 8), 0.5, True)
     yield c("aten.dropout.default", r(4, 8), 0.5, True)
     yield c("autopar.dropout", r(4, 8), 0.5)
+    yield c("autopar.noise", (4, 8), "uniform")
+    yield c("aten.fft_fftn.default", r(4, 8, 4), None, (1, 2))
+    yield c("aten.fft_ifftn.default", r(4, 8, 4), None, (1, 2))
+    yield c("aten.view_as_complex.default", r(4, 8, 2))
+    yield c("aten.view_as_real.default", torch.complex(r(4, 8, grad=False), r(4, 8, grad=False)).requires_grad_())
+    yield c("aten.im2col.default", r(4, 8, 6, 6), (3, 3), (1, 1), (1, 1), (1, 1))
+    yield c("aten.col2im.default", r(4, 8, 4), (4, 4), (2, 2), (1, 1), (0, 0), (2, 2))
 
 
 def reductions(make: Maker) -> Iterator[Example]:
@@ -345,6 +352,9 @@ def images(make: Maker) -> Iterator[Example]:
     yield c("autopar.batch_norm", r(4, 8, 4, 4), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8, 4), None, None, 1e-5)
+    for weight in (r(8), None):
+        yield c("autopar.batch_norm_running", r(4, 8, 4), r(8, grad=False), r(8, grad=False), weight, weight, 0.1, 1e-5)
+    yield c("autopar.total", r(4, 8, grad=False))
 
 
 def losses(make: Maker) -> Iterator[Example]:
@@ -362,6 +372,8 @@ def losses(make: Maker) -> Iterator[Example]:
         yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels, -100, smoothing)
     yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(min=0), 0, 0.0)
     yield c("autopar.cross_entropy_sum", r(32, 12), labels.view(-1), -100, 0.0)
+    for smoothing in (0.0, 0.1):
+        yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(max=10), -100, smoothing, 11)
     yield c("autopar.cross_entropy_vocabulary", r(4, 8, 12), labels, "other", -100, 0.0)
     for reduction in (0, 1, 2):
         yield c("aten.cross_entropy_loss.default", r(32, 12), labels.view(-1), None, reduction)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from autopar.errors import RuleError
 from autopar.graph.ir import TensorSpec
+from autopar.graph.shapes import dim_groups
 from autopar.layout import I, P, R, S
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
-from autopar.rules.special import view_groups
 from autopar.rules.types import Strategy
 
 LINEAR = "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?"
@@ -172,7 +172,7 @@ def test_view_groups_partition_both_shapes_with_equal_products(factors: list[int
         return tuple(prod(factors[a:b]) for a, b in itertools.pairwise(cuts))
 
     before, after = shape(), shape()
-    groups = view_groups(before, after)
+    groups = dim_groups(before, after)
     assert [i for ins, _ in groups for i in ins] == list(range(sum(len(ins) for ins, _ in groups)))
     assert [j for _, outs in groups for j in outs] == list(range(sum(len(outs) for _, outs in groups)))
     for ins, outs in groups:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from torch import nn
 
 from autopar.errors import VerificationError
-from autopar.runtime.verify import RankErrors, VerifyReport, _worst
+from autopar.graph.evaluate import evaluate
+from autopar.graph.trace import trace
+from autopar.runtime.double import DoubleSubject, in_double, traced_in_double
+from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _worst
 
 
 def row(**changes: object) -> RankErrors:
@@ -53,3 +59,74 @@ def test_a_tensor_of_rounding_noise_is_measured_against_the_others() -> None:
     reference = {"large": torch.ones(2), "noise": torch.full((2,), 1e-9)}
     found = {"large": torch.ones(2), "noise": torch.zeros(2)}
     assert _worst(found, reference)[1] == pytest.approx(1e-3, rel=1e-4)
+
+
+def double(**changes: object) -> RankErrors:
+    return row(**{"precision": "fp64", "gradient": 3e-13, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rows", "alone", "verdict"),
+    [
+        ((double(),), {"gradient": 1e-3}, "rounding: the same plan agrees in float64 to 3e-13"),
+        ((double(gradient=2e-9),), {"gradient": 1e-3}, "wrong: .* in float64 too, by 2e-09"),
+        ((double(),), {"gradient": 1e-6}, "wrong in float32: .* by more than the rounding of one device"),
+        ((double(),), {"parameter": 1e-3}, "wrong in float32"),
+        ((), {"gradient": 1e-3}, "wrong: .*; float64 cannot tell: not run"),
+    ],
+)
+def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: dict[str, float], verdict: str) -> None:
+    found = Confirmation(rows=rows, alone=row(**alone), why="" if rows else "not run")
+    report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(gradient=2e-3),), confirmation=found)
+    assert re.match(verdict, report.verdict)
+    assert report.passed == verdict.startswith("rounding")
+    if not report.passed:
+        with pytest.raises(VerificationError, match=r"2\.00e-03 for g"):
+            report.check()
+    else:
+        report.check()
+
+
+def test_tolerances_of_float64_are_its_own() -> None:
+    assert double().passed
+    assert not double(loss=2e-10).passed
+    assert row(gradient=9e-5).passed
+
+
+class Casts(nn.Module):
+    """Code that names float32: casts, factories, accumulation; an odd sum that float32 rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 7))
+        self.register_buffer("scale", torch.linspace(0.3, 0.7, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32) * self.weight.float() * self.scale + torch.arange(7) / torch.tensor(3.0)
+        return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
+
+
+class CastSubject:
+    def build(self) -> nn.Module:
+        return Casts()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(batch_size, 7, generator=torch.Generator().manual_seed(seed))}
+
+
+def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
+    wide = DoubleSubject(CastSubject())
+    batch = wide.make_batch(2, seed=0)
+    model = wide.build()
+    with in_double():
+        found = model(**batch)
+    assert torch.get_default_dtype() == torch.float32
+    weight = model.weight.detach()
+    y = batch["x"] * weight * model.scale + torch.arange(7, dtype=torch.float64) / 3.0
+    assert found.dtype == torch.float64
+    assert float(found.detach()) == pytest.approx(float(torch.softmax(y, -1).square().sum() + 1), rel=1e-15)
+    graph = trace(Casts(), (), CastSubject().make_batch(2, seed=0))
+    doubled = traced_in_double(wide, graph)
+    assert doubled is not None
+    assert doubled.fingerprint == graph.fingerprint
+    assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)

@@ -41,6 +41,15 @@ def test_shipped_spaces_are_read() -> None:
         assert load_space(name).name == name
 
 
+def test_a_space_from_before_context_parallelism_has_its_usual_bounds(checkout: Path, tmp_path: Path) -> None:
+    shipped = (checkout / "search" / "quick.toml").read_text(encoding="utf-8")
+    path = tmp_path / "own.toml"
+    path.write_text("\n".join(line for line in shipped.splitlines() if not line.startswith(("max_cp", "cp_from"))))
+    own, usual = load_space(str(path)), load_space("default")
+    assert (own.max_cp, own.cp_from) == (usual.max_cp, usual.cp_from)
+    assert own.max_pp == load_space("quick").max_pp
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

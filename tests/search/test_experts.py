@@ -1,6 +1,8 @@
-"""The pin of ep: experts are split over the ranks of tp, or not; what cannot be is named."""
+"""Pins of ep: experts are split over ranks of the data axes, of tp, of both, or not; what cannot be is named."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ import torch
 from autopar import search as search_plan
 from autopar.api import estimate
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError, RuleError, UsageError
+from autopar.errors import InfeasibleError, PlanError, UsageError
 from autopar.graph.trace import trace
 from autopar.layout import S
+from autopar.lower.check import typecheck
+from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.plan_check import check_plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
 from tests.lower.moe import Layer, mixture_graph
 
@@ -36,7 +41,7 @@ def expert_types(plan: Plan) -> set[object]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ep_borrows_the_ranks_of_tp(tp: int) -> None:
-    plan = planned(f"ep={tp}", f"tp={tp}")
+    plan = planned(f"ep={tp}", f"tp={tp}", "ep_data=1")
     assert plan.mesh.ep == tp and plan.mesh.world_size == 4
     assert expert_types(plan) == {S(0)}
     assert f"(ep={tp} on tp)" in str(plan.mesh)
@@ -53,16 +58,48 @@ def strategies(plan: Plan) -> set[str]:
     return {s for layout in plan.layouts for typing in layout.typings for s in typing.strategies}
 
 
-def test_ep_alone_decides_tp() -> None:
+@pytest.mark.parametrize(
+    ("pins", "ep", "ep_data", "where"),
+    [
+        (("ep=2", "tp=1"), 2, 2, "(ep=2 on data)"),
+        (("ep=4", "dp_replicate=4"), 4, 4, "(ep=4 on data)"),
+        (("ep=2", "dp_shard=2", "dp_replicate=2"), 2, 2, "(ep=2 on data)"),
+        (("ep=4", "tp=2"), 4, 2, "(ep=4 on data=2 x tp=2)"),
+    ],
+)
+def test_ep_borrows_data_ranks(pins: tuple[str, ...], ep: int, ep_data: int, where: str) -> None:
+    plan = planned(*pins)
+    assert (plan.mesh.ep, plan.mesh.ep_data, plan.mesh.world_size) == (ep, ep_data, 4)
+    assert where in str(plan)
+    assert any(note.startswith("mixtures of experts (2): experts spread") for note in plan.notes)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    assert typecheck(lower(plan, mixture_graph())) > 10
+
+
+def test_a_search_with_ep_finds_ranks_for_it() -> None:
     plan = search_plan(mixture_graph(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
-    assert plan.mesh.tp == plan.mesh.ep == 2
+    assert plan.mesh.ep == 2
+
+
+def test_spread_experts_cost_less_memory_and_a_sum_over_the_ranks_that_share_them() -> None:
+    whole, half, quarter = (planned("dp_replicate=4", f"ep={ep}").predicted.memory[0] for ep in (1, 2, 4))
+    assert whole.optimizer > half.optimizer > quarter.optimizer
+    assert whole.parameters > half.parameters > quarter.parameters
 
 
 def test_what_ep_cannot_be_is_named() -> None:
-    with pytest.raises(InfeasibleError, match=r"ep=2 \(experts borrow the ranks of tp: ep is 1 or tp\); tp=1"):
-        planned("ep=2", "tp=1")
+    with pytest.raises(InfeasibleError, match=r"autopar\.experts of layers\.0"):
+        planned("ep=3", ranks=3)
+    with pytest.raises(InfeasibleError, match="ep_data divides 4 experts"):
+        planned("ep_data=8", ranks=8)
     with pytest.raises(InfeasibleError, match=r"autopar\.experts of layers\.0"):
         planned("ep=8", "tp=8", ranks=8)
+    plan = planned("ep=4", "dp_replicate=4")
+    with pytest.raises(PlanError, match="ep is their product"):
+        check_plan(replace(plan, mesh=replace(plan.mesh, ep=2)))
+    layouts = tuple(replace(a, typings=tuple(t for t in a.typings if t.axis != "ep_data")) for a in plan.layouts)
+    with pytest.raises(PlanError, match="strategy for each operator on axis ep_data"):
+        lower(replace(plan, layouts=layouts), mixture_graph())
     with pytest.raises(UsageError, match="ep splits the experts of a model"):
         estimate(mlp(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
 
@@ -84,8 +121,17 @@ class Balanced(torch.nn.Module):
 
 def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
     graph = trace(Balanced(), (torch.zeros((4, 8), dtype=torch.int64),))
-    with pytest.raises(RuleError, match=r"aten\.mul\.Tensor.*samples are independent up to the loss"):
-        estimate(graph, cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["dp=4"])
+    cluster = Cluster.parse("cpu:1x4")
+    plan = estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4"])
+    assert plan.num_micro_batches == 1
+    assert any("statistics over the global batch" in note for note in plan.notes)
+    totals = [op for op in lower(plan, graph).graph.ops if op.target == "autopar.change_over_data"]
+    assert [op.spec.numel for op in totals] == [4], "the counts alone travel, and they have no gradient"
+    assert not totals[0].spec.requires_grad
+    with pytest.raises(InfeasibleError, match="one micro-batch a data rank"):
+        estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4", "micro_batch=2"])
+    with pytest.raises(PlanError, match="one micro-batch"):
+        lower(replace(plan, micro_batch_size=2), graph)
 
 
 def test_ep_is_no_axis() -> None:

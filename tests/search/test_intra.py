@@ -14,10 +14,11 @@ from autopar.layout import I, P, R, S, Type
 from autopar.rules.apply import shard
 from autopar.rules.conversions import conversion
 from autopar.rules.types import Strategy
+from autopar.search import intra
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import compact
 from autopar.search.intra import AxisCosts
-from autopar.search.problem import Weights, rests_of
+from autopar.search.problem import Problem, Weights, rests_of
 
 from .graphs import attention, llama_block, mlp
 from .toy import ToyPricing
@@ -178,3 +179,24 @@ def test_a_pinned_parameter_is_respected() -> None:
     ).solve(Weights())
     assert pinned.typing.parameters["up0"] == S(1)
     assert pinned.typing.parameters["down0"] == I
+
+
+def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a boundary has too many states, its values are narrowed; the block on their other side has to follow."""
+    graph = mlp(layers=2)
+    free = solver(graph, 2).solve(Weights())
+    monkeypatch.setattr(intra, "MAX_BOUNDARY_STATES", 10)  # more than one value's types, fewer than those of two
+    narrow = solver(graph, 2)
+    assert all(t.is_split or t == I for types in narrow.types.values() for t in types)
+    found = narrow.solve(Weights())
+    assert free.value <= found.value < float("inf")
+    shard(graph, found.typing)
+
+
+def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = attention(seq=4, heads=2)
+    free = solver(graph, 2).solve(Weights())
+    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: self.max_extras > 1)
+    found = solver(graph, 2)
+    assert all(problem.problem.max_extras == 1 for problem in found.of_block)
+    assert found.solve(Weights()).value >= free.value

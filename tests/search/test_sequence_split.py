@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autopar import api
+from autopar.cost.work import work
 from autopar.errors import InfeasibleError
+from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.plan import Plan
 from autopar.search.candidates import candidates, conflict
 from autopar.search.pins import Pins
@@ -17,10 +20,10 @@ from tests.search.test_candidates import PROBLEM
 LONG = replace(PROBLEM, sequences=(32768,), key_heads=(8,))
 
 
-def planned(kind: str, *pins: str, subject: str = "llama", ranks: int = 2) -> Plan:
+def planned(kind: str, *pins: str, subject: str = "llama", ranks: int = 2, world: int = 0) -> Plan:
     graph = HfSubject(subject).trace()
     wanted = [f"cp={ranks}", f"cp_attention={kind}", "micro_batch=2", *pins]
-    return api.estimate(graph, cluster=f"cpu:1x{ranks}", global_batch_size=4, pins=wanted)
+    return api.estimate(graph, cluster=f"cpu:1x{world or ranks}", global_batch_size=4, pins=wanted)
 
 
 def test_a_long_sequence_is_split_without_being_asked() -> None:
@@ -54,3 +57,31 @@ def test_the_sequence_is_split_everywhere(kind: str, name: str) -> None:
 def test_heads_that_ulysses_cannot_split() -> None:
     with pytest.raises(InfeasibleError, match="heads \\(Ulysses\\)"):
         planned("ulysses", ranks=8)
+
+
+def test_the_time_of_cp_is_named_apart_from_that_of_tp() -> None:
+    alone = planned("ulysses").predicted
+    assert alone.breakdown.context_parallel_s > 0
+    assert alone.breakdown.tensor_parallel_s == 0
+    both = planned("ring", "tp=2", "*.mlp.down_proj.weight=tp:S(1)", world=4).predicted
+    assert min(both.breakdown.context_parallel_s, both.breakdown.tensor_parallel_s) > 0
+    for predicted in (alone, both):
+        assert predicted.breakdown.total_s == pytest.approx(predicted.step_time_s)
+
+
+def test_attention_that_is_written_out_has_no_ring() -> None:
+    written = replace(LONG, has_written_attention=True)
+    found = conflict(written, Pins.parse(["cp=2", "cp_attention=ring"]))
+    assert any("attention is written out" in name for name in found)
+    assert candidates(written, Pins.parse(["cp=2", "cp_attention=gather"]))
+
+
+def test_a_gathered_causal_mask_is_priced_by_its_slowest_rank() -> None:
+    """The last rank sees all keys; in the balanced order of a ring each sees half."""
+    shapes = [TensorSpec(shape=(1, 4, n, 8), dtype=torch.float32) for n in (512, 1024, 1024)]
+    args = (Ref("q"), Ref("k"), Ref("v"), None, 0.0, True)
+    output = TensorSpec(shape=(1, 4, 512, 8), dtype=torch.float32)
+    gathered = Op(name="a", target="autopar.attention_gathered", args=args, outputs=(output,))
+    ring = replace(gathered, target="autopar.attention_ring", kwargs=(("ranks", 2),))
+    local = [replace(shape, shape=(1, 4, 512, 8)) for shape in shapes]
+    assert work(gathered, shapes, "cuda").flops == 2 * work(ring, local, "cuda").flops

@@ -1,0 +1,36 @@
+"""Predicted bytes of parameters, gradients and optimizer states are those that the ranks hold, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar import api
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.test_layouts import traced
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pins"),
+    [
+        ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2"),
+        ("llama-untied", "tp=4 num_micro_batches=2"),
+        ("gpt2", "pp=2 tp=2 num_micro_batches=2"),
+        ("llama-untied", "dp_shard=4 zero=1 num_micro_batches=1"),
+        ("gpt2", "dp_shard=4 zero=2 num_micro_batches=2"),
+        ("gpt2", "dp_shard=2 tp=2 zero=3 num_micro_batches=2"),
+        ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2"),
+        ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2"),
+    ],
+)
+def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str) -> None:
+    subject, graph = traced(kind)
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split())
+    batch = subject.make_batch(16, seed=0)
+    rows = pool.run(jobs.held_bytes, subject, plan, graph, batch, timeout_s=60.0)
+    for predicted in plan.predicted.memory:
+        ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
+        largest = {key: max(row[key] for row in ranks) for key in ("parameters", "gradients", "optimizer")}
+        assert largest == {key: getattr(predicted, key) for key in largest}

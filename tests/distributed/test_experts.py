@@ -1,0 +1,183 @@
+"""Mixtures of experts over ranks of the data axes, of tp, and of both, against one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar import api
+from autopar.cli.models import VerifiedModel
+from autopar.graph.ir import Graph
+from autopar.graph.trace import trace
+from autopar.models import resolve_model
+from autopar.nn import Experts
+from autopar.plan import BF16, Plan
+from autopar.runtime.verify import adamw, verify
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+
+class Layer(nn.Module):
+    """A mixture with an auxiliary loss over all tokens; ``skewed``: one expert gets no token, one gets them all."""
+
+    def __init__(self, top_k: int, skewed: bool) -> None:
+        super().__init__()
+        self.top_k, self.skewed = top_k, skewed
+        self.router = nn.Linear(16, 4, bias=False)
+        self.experts = Experts(num_experts=4, hidden=16, ffn=8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.router(x)
+        if self.skewed:
+            scores = scores + torch.tensor([50.0, 0.0, 0.0, -50.0])
+        shares = scores.softmax(-1)
+        weights, indices = shares.topk(self.top_k)
+        used = functional.one_hot(indices, 4).float().mean((0, 1, 2))
+        return x + self.experts(x, weights, indices), 4 * (used * shares.mean((0, 1))).sum()
+
+
+class Model(nn.Module):
+    """Five tokens a sample: not to be divided by the ranks."""
+
+    def __init__(self, top_k: int, skewed: bool, balanced: bool) -> None:
+        super().__init__()
+        self.balanced = balanced
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Layer(top_k, skewed) for _ in range(2))
+        self.head = nn.Linear(16, 32, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, auxiliary = self.embed(ids), torch.zeros(())
+        for layer in self.layers:
+            x, one = layer(x)
+            auxiliary = auxiliary + one
+        loss = functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return loss + auxiliary if self.balanced else loss
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified."""
+
+    top_k: int = 2
+    skewed: bool = False
+    balanced: bool = False
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Model(self.top_k, self.skewed, self.balanced)
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids, labels = (torch.randint(0, 32, (batch_size, 5), generator=generator) for _ in range(2))
+        labels[: batch_size // 3, 2:] = -100
+        return {"ids": ids, "labels": labels}
+
+
+@cache
+def graph_of(subject: Subject) -> Graph:
+    return trace(subject.build(), (), subject.make_batch(2, seed=0))
+
+
+def planned(subject: Subject, *pins: str) -> Plan:
+    return api.estimate(graph_of(subject), cluster="cpu:1x4", global_batch_size=8, pins=pins)
+
+
+CASES: dict[str, tuple[Subject, tuple[str, ...]]] = {
+    "ep2 of dp4": (Subject(), ("ep=2", "dp_replicate=4")),
+    "ep4 of dp4 ZeRO 3": (Subject(), ("ep=4", "dp_shard=4", "zero=3")),
+    "ep4 of HSDP": (Subject(), ("ep=4", "dp_replicate=2", "dp_shard=2", "zero=2")),
+    "ep2 of HSDP": (Subject(), ("ep=2", "dp_replicate=2", "dp_shard=2", "zero=3", "recompute=full")),
+    "ep4 of dp2 x tp2": (Subject(), ("ep=4", "ep_data=2", "tp=2")),
+    "ep2 of dp2, width on tp2": (Subject(), ("ep=2", "ep_data=2", "tp=2")),
+    "ep4 of tp4": (Subject(), ("ep=4", "ep_data=1", "tp=4")),
+    "pp2 x ep2": (Subject(), ("pp=2", "ep=2", "tp=1", "schedule=1F1B")),
+    "all experts of every token": (Subject(top_k=4), ("ep=4", "dp_shard=4")),
+    "an expert without tokens": (Subject(skewed=True), ("ep=4", "dp_replicate=4")),
+    "an expert without tokens, twice split": (Subject(top_k=1, skewed=True), ("ep=4", "ep_data=2", "tp=2")),
+    "auxiliary loss on dp4": (Subject(balanced=True), ("ep=1", "dp_replicate=4")),
+    "auxiliary loss with ep2 x pp2": (Subject(balanced=True), ("ep=2", "pp=2", "tp=1")),
+    "auxiliary loss of a skewed router": (Subject(balanced=True, skewed=True), ("ep=4", "ep_data=2", "tp=2")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_on_ranks_equal_one_device(pool: WorkerPool, case: str) -> None:
+    subject, pins = CASES[case]
+    plan = planned(subject, *pins)
+    wanted = {key: int(value) for key, _, value in (pin.partition("=") for pin in pins) if key in ("ep", "ep_data")}
+    assert all(getattr(plan.mesh, key) == value for key, value in wanted.items())
+    assert plan.num_micro_batches == 1 or not subject.balanced
+    verify(subject, plan, graph_of(subject), pool=pool, timeout_s=60.0).check()
+
+
+def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) -> None:
+    subject = Subject()
+    data = [subject.make_batch(8, seed=seed) for seed in range(2)]
+    model = subject.build()
+    optimizer = adamw(model.parameters())
+    norms = []
+    for batch in data:
+        optimizer.zero_grad()
+        model(**batch).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+    for pins in (("ep=2", "dp_shard=4"), ("ep=4", "ep_data=2", "tp=2")):
+        plan = planned(subject, *pins)
+        for rank in pool.run(jobs.train, subject, plan, graph_of(subject), data, 0.1, timeout_s=60.0):
+            assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(rank["parameters"][name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_of_spread_experts_loads_under_another_plan(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, graph = Subject(), graph_of(Subject())
+    data = [subject.make_batch(8, seed=seed) for seed in range(3)]
+    plans = (planned(subject, "ep=4", "ep_data=2", "tp=2"), planned(subject, "ep=2", "dp_shard=4", "zero=3"))
+    for number, (here, there) in enumerate((plans, plans[::-1])):
+        folder = str(tmp_path / str(number))
+        saved = pool.run(jobs.save_run, subject, here, graph, data, folder, timeout_s=60.0)
+        for count, losses in pool.run(jobs.load_run, subject, there, graph, data, folder, timeout_s=60.0):
+            assert count == 1 + len(losses)
+            assert losses == pytest.approx(saved[0], rel=1e-5)
+
+
+def test_mixed_precision_keeps_spread_experts_in_float32_at_rest(pool: WorkerPool) -> None:
+    """Computed in bfloat16, summed in float32: the gradients of experts are those of one device but for rounding."""
+    subject = Subject()
+    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), BF16)
+    plan = api.estimate(
+        graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=2", "dp_replicate=4"], precision="bf16"
+    )
+    batch = subject.make_batch(8, seed=0)
+    model = subject.build()
+    model(**batch).backward()
+    name = "layers.1.experts.down"
+    wanted = model.get_parameter(name).grad
+    assert wanted is not None
+    for rank in pool.run(jobs.gradients_both_ways, subject, plan, graph, batch, timeout_s=60.0):
+        for way in ("step", "call"):
+            assert rank[way][name].dtype == torch.float32
+            assert (rank[way][name] - wanted).norm() <= 0.05 * wanted.norm()
+
+
+FAMILY = (
+    "hf:mixtral?num_hidden_layers=1&hidden_size=16&num_attention_heads=2&num_key_value_heads=2&intermediate_size=16"
+    "&vocab_size=32&num_local_experts=4&output_router_logits=true&router_aux_loss_coef=1.0"
+)
+
+
+def test_the_router_loss_of_a_family_is_that_of_the_global_batch(pool: WorkerPool) -> None:
+    subject = VerifiedModel(resolve_model(FAMILY, sequence_length=6), masked=True)
+    graph = subject.trace()
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=4", "dp_shard=4"])
+    assert plan.num_micro_batches == 1
+    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()

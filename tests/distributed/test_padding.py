@@ -1,0 +1,62 @@
+"""A vocabulary that does not divide: padded in the plan, as long as the model's in state dicts and checkpoints."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from autopar import api
+from autopar.graph.ir import Graph
+from autopar.models import resolve_model
+from autopar.plan import FP32, Plan
+from autopar.runtime.verify import Subject, verify
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+SPLIT = "transformer.wte.weight=tp:S(0)"
+LAYOUTS = {
+    "tp4": ["tp=4"],
+    "pp2 x tp2": ["pp=2", "tp=2"],
+    "tp2 x dp2 ZeRO 3": ["tp=2", "dp_shard=2", "zero=3"],
+    "tp2 x dp2": ["tp=2", "dp_replicate=2", "zero=0"],
+}
+
+
+@cache
+def traced() -> tuple[Subject, Graph]:
+    subject = resolve_model("hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17")
+    return subject, api.trace_model(subject.build(), subject.make_batch(2, seed=0, padded=True), FP32)
+
+
+def planned(layout: str, *pins: str) -> Plan:
+    return api.estimate(traced()[1], cluster="cpu:1x4", global_batch_size=8, pins=[*LAYOUTS[layout], *pins])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_257_tokens_split_and_17_positions_do_not(pool: WorkerPool, layout: str) -> None:
+    subject, graph = traced()
+    plan = planned(layout, SPLIT)
+    length = 260 if plan.mesh.tp == 4 else 258
+    assert [(entry.parameter, entry.length) for entry in plan.padding] == [("transformer.wte.weight", length)]
+    assert any(f"257 padded to {length}" in note for note in plan.notes)
+    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
+
+
+def test_a_table_split_by_columns_is_not_padded() -> None:
+    assert planned("tp4", "transformer.wte.weight=tp:S(1)").padding == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("tp4", "tp2 x dp2 ZeRO 3"), ("tp2 x dp2 ZeRO 3", "tp4"), ("pp2 x tp2", "tp4")]
+)
+def test_checkpoints_hold_no_padding(pool: WorkerPool, tmp_path: Path, before: str, after: str) -> None:
+    subject, graph = traced()
+    batches = [subject.make_batch(8, seed=seed, padded=True) for seed in range(3)]
+    first, second = planned(before, SPLIT), planned(after, SPLIT)
+    saved = pool.run(jobs.save_run, subject, first, graph, batches, str(tmp_path), timeout_s=60.0)
+    for _, losses in pool.run(jobs.load_run, subject, second, graph, batches, str(tmp_path), timeout_s=60.0):
+        assert losses == pytest.approx(saved[0], rel=1e-5)

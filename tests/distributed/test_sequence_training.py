@@ -1,0 +1,106 @@
+"""Training over a split sequence beyond plain steps: clipping, precision, dropout, checkpoints."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar import api
+from autopar.lower.program import lower
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.plans import make_plan
+from tests.distributed.subjects import HfSubject, NoisySubject, Unpadded
+from tests.distributed.test_training import batches, close
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+KINDS = ("gather", "ulysses", "ring")
+
+
+@cache
+def traced(subject: HfSubject) -> Any:
+    return subject.trace()
+
+
+def planned(graph: Any, kind: str, *pins: str, **options: Any) -> Plan:
+    wanted = [f"cp_attention={kind}", "micro_batch=4", *pins]
+    return api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=wanted, **options)
+
+
+@pytest.mark.parametrize(("kind", "pins"), [("ring", "cp=2 tp=2"), ("ulysses", "cp=2 dp_shard=2 zero=3")])
+def test_clipping_counts_what_cp_repeats_once(pool: WorkerPool, kind: str, pins: str) -> None:
+    subject = HfSubject("llama")
+    plan, data = planned(traced(subject), kind, *pins.split()), batches(subject, 2)
+    model = subject.build()
+    optimizer = adamw(model.parameters())
+    norms = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model(**batch)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+    for rank in pool.run(jobs.train, subject, plan, traced(subject), data, 0.1, timeout_s=60.0):
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        close(rank["parameters"], dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=4"), ("ulysses", "cp=2 tp=2"), ("ring", "cp=2 dp_shard=2")])
+def test_bf16_stays_near_fp32(pool: WorkerPool, kind: str, pins: str) -> None:
+    subject = Unpadded("llama")
+    data = batches(subject, 2)
+    exact = loss_of(subject.build()(**data[0])).item()
+    graph = api.trace_model(subject.build(), data[0], api.PRECISIONS["bf16"], name="llama")
+    plan = planned(graph, kind, *pins.split(), precision="bf16")
+    found = pool.run(jobs.train, subject, plan, graph, data, None, timeout_s=60.0)
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"]
+        assert rank["losses"][0] == pytest.approx(exact, rel=1e-2)
+        assert all(tensor.dtype == torch.float32 for tensor in rank["parameters"].values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, kind: str) -> None:
+    subject = HfSubject("gpt2", dropout=0.2)
+    data, found = batches(subject, 2), {}
+    for mode in ("none", "full"):
+        plan = planned(traced(subject), kind, "cp=2", "tp=2", f"recompute={mode}")
+        found[mode] = pool.run(jobs.train, subject, plan, traced(subject), data, None, timeout_s=60.0)
+    dry = HfSubject("gpt2")
+    assert found["none"][0]["losses"][0] != pytest.approx(loss_of(dry.build()(**data[0])).item(), rel=1e-6)
+    for rank in range(4):
+        assert found["full"][rank]["losses"] == pytest.approx(found["none"][0]["losses"], rel=1e-6)
+        close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_is_independent_on_the_parts_of_a_sequence(pool: WorkerPool, kind: str) -> None:
+    """Variance 0.25 an element: 0.25 / 16 for a sample; equal masks on four parts would make it 0.25 / 4."""
+    subject = NoisySubject("noisy")
+    plan, data = planned(traced(subject), kind, "cp=4"), batches(subject, 4)
+    assert "'cp'" in lower(plan, traced(subject)).code
+    (first, *others) = pool.run(jobs.train, subject, plan, traced(subject), data, None, timeout_s=60.0)
+    assert all(rank["losses"] == first["losses"] for rank in others)
+    assert len(set(first["losses"])) == 4
+    assert sum(first["losses"]) / 4 == pytest.approx(0.25 / 16, rel=0.15)
+
+
+@pytest.mark.parametrize(("kind", "pins"), [("ring", "cp=2 tp=2"), ("gather", "cp=2 dp_shard=2 zero=3")])
+def test_checkpoint_goes_on_without_cp_and_back(pool: WorkerPool, tmp_path: Path, kind: str, pins: str) -> None:
+    subject = HfSubject("llama")
+    graph, data = traced(subject), batches(subject, 3)
+    split = planned(graph, kind, *pins.split())
+    other = make_plan(graph, Mesh(dp_shard=2, tp=2), global_batch_size=16, micro_batch_size=2, zero_stage=1)
+    for number, (before, after) in enumerate(((split, other), (other, split))):
+        folder = str(tmp_path / str(number))
+        saved = pool.run(jobs.save_run, subject, before, graph, data, folder, timeout_s=60.0)
+        for count, losses in pool.run(jobs.load_run, subject, after, graph, data, folder, timeout_s=60.0):
+            assert count == 1
+            assert losses == pytest.approx(saved[0], rel=1e-5)

@@ -1,0 +1,62 @@
+"""Buffers that change in training equal those of one device, whatever the plan; checkpoints keep them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from autopar import api
+from autopar.graph.ir import Graph
+from autopar.plan import FP32, Plan
+from autopar.runtime.verify import verify
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.remembering import RememberingSubject
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+LAYOUTS = {
+    "tp2 x dp2": ["tp=2", "dp_replicate=2"],
+    "dp4 ZeRO 3 recomputed": ["dp_shard=4", "zero=3", "recompute=full"],
+    "pp2 x tp2": ["pp=2", "tp=2"],
+    "pp2 x dp2 recomputed": ["pp=2", "dp_replicate=2", "recompute=full"],
+}
+
+
+@cache
+def traced(statistics: bool) -> tuple[RememberingSubject, Graph]:
+    subject = RememberingSubject(statistics)
+    return subject, api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32)
+
+
+def planned(graph: Graph, layout: str, *pins: str) -> Plan:
+    return api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=[*LAYOUTS[layout], *pins])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_statistics_and_power_iterations_equal_one_device(pool: WorkerPool, layout: str) -> None:
+    subject, graph = traced(statistics=True)
+    plan = planned(graph, layout)
+    assert plan.num_micro_batches == 1
+    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
+
+
+@pytest.mark.parametrize("layout", ["tp2 x dp2", "pp2 x dp2 recomputed"])
+def test_a_step_of_several_micro_batches_changes_buffers_once(pool: WorkerPool, layout: str) -> None:
+    subject, graph = traced(statistics=False)
+    plan = planned(graph, layout, "num_micro_batches=4")
+    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
+
+
+def test_every_rank_gives_the_buffers_and_a_checkpoint_keeps_them(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, graph = traced(statistics=True)
+    batches = [subject.make_batch(8, seed=seed) for seed in range(3)]
+    for rank in pool.run(jobs.train, subject, planned(graph, "pp2 x tp2"), graph, batches, timeout_s=60.0):
+        assert rank["parameters"]["steps"].item() == 3
+        assert rank["parameters"]["norm.num_batches_tracked"].item() == 6, "one batch norm, twice a step"
+    before, after = planned(graph, "pp2 x tp2"), planned(graph, "tp2 x dp2")
+    saved = pool.run(jobs.save_run, subject, before, graph, batches, str(tmp_path), timeout_s=60.0)
+    for _, losses in pool.run(jobs.load_run, subject, after, graph, batches, str(tmp_path), timeout_s=60.0):
+        assert losses == pytest.approx(saved[0], rel=1e-5)

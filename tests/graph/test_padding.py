@@ -1,0 +1,87 @@
+"""Vocabularies made longer: what belongs together, what is refused, and that no number changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.graph import trace
+from autopar.graph.evaluate import evaluate
+from autopar.graph.ir import Graph
+from autopar.graph.padding import lengths, pad
+from autopar.runtime.gradients import lengthened
+
+
+class Language(nn.Module):
+    """A head beside or tied to the embedding, with a soft cap, and what ``peek`` adds to the loss."""
+
+    def __init__(self, tied: bool, peek: str = "") -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(21, 4), nn.Linear(4, 21, bias=not tied)
+        self.peek = peek
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = 3.0 * torch.tanh(self.head(self.table(ids)) / 3.0)
+        loss = nn.functional.cross_entropy(logits.view(-1, 21), labels.view(-1), label_smoothing=0.1)
+        if self.peek == "logsumexp":
+            loss = loss + logits.logsumexp(-1).mean()
+        if self.peek == "weight":
+            loss = loss + self.head.weight.pow(2).mean()
+        return loss
+
+
+def batch() -> dict[str, Tensor]:
+    labels = torch.randint(0, 21, (4, 5))
+    labels[1, 2:] = -100
+    return {"ids": torch.randint(0, 21, (4, 5)), "labels": labels}
+
+
+def traced(tied: bool, peek: str = "") -> tuple[Language, Graph]:
+    model = Language(tied, peek).double()
+    return model, trace(model, (), batch())
+
+
+def test_a_tied_table_is_padded_once_a_head_with_its_bias() -> None:
+    assert lengths(traced(tied=True)[1], 4) == {"table.weight": 24}
+    assert lengths(traced(tied=False)[1], 4) == {"table.weight": 24, "head.weight": 24, "head.bias": 24}
+
+
+def test_what_divides_or_is_short_stays() -> None:
+    _, graph = traced(tied=False)
+    assert lengths(graph, 3) == {}
+    assert lengths(graph, 5) == {}, "21 rows over 5 ranks: less than 25"
+
+
+@pytest.mark.parametrize("peek", ["logsumexp", "weight"])
+def test_logits_or_weights_that_others_see_are_not_padded(peek: str) -> None:
+    assert "head.weight" not in lengths(traced(tied=False, peek=peek)[1], 4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_are_those_without_padding(tied: bool) -> None:
+    model, graph = traced(tied)
+    data, parameters = batch(), dict(model.named_parameters())
+    longer = pad(graph, lengths(graph, 4))
+    assert {p.spec.shape[0] for p in longer.parameters} == {24}
+    long = {
+        p.fqn: lengthened(parameters[p.fqn].detach(), 0, 24).requires_grad_() for p in longer.parameters if p.padding
+    }
+    wanted, found = evaluate(graph, data, parameters), evaluate(longer, data, long)
+    torch.testing.assert_close(found, wanted)
+    wanted.backward()
+    found.backward()
+    for name, value in long.items():
+        assert value.grad is not None
+        torch.testing.assert_close(value.grad[:21], parameters[name].grad)
+        assert not value.grad[21:].any(), "padding has a gradient of exactly zero"
+
+
+def test_vocabularies_are_padded_whole() -> None:
+    _, graph = traced(tied=False)
+    with pytest.raises(ValueError, match="padded together"):
+        pad(graph, {"head.weight": 24})
+    with pytest.raises(ValueError, match="no dim"):
+        pad(graph, {"other.weight": 24})
