@@ -168,8 +168,8 @@ class Emitter:
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        is_spread = any(axis == SPREAD for axis, _ in parameter.layout)
-        args = (node, parameter.spec.dtype) if is_spread else (node,)
+        is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)  # not by FSDP
+        args = (node, parameter.spec.dtype) if is_cast_here else (node,)
         local = self.graph.create_node("call_function", emitted.local, args, name=name)
         local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
