@@ -15,6 +15,9 @@ from autopar.table import Table, closest
 
 Kind = Literal["cpu", "cuda"]
 
+ALIGNED_ELEMENTS = 8
+"""Matrix units load 16 bytes at once (NVIDIA, Matrix Multiplication Background User's Guide): 8 half elements."""
+
 TOPICS = ("memory", "bandwidth", "launch", "fragmentation", "interference", "uncertainty")
 """What the scalar numbers of a device are about; each has its provenance."""
 
@@ -38,6 +41,12 @@ class MatmulRate:
         curve: points by rising ``smallest_dim``; interpolated in log space, constant outside.
         calibrated: whether the curve was measured.
         attention_fraction: of the ceiling that fused attention reaches, masked scores not counted; 1 where not known.
+        attention_backward_fraction: likewise backward; 0: as forward.
+        attention_half_width: width of a head at which half of that is reached; 0: at any.
+        triton_fraction: of fused attention's rate that its first kernels in Triton reach (FlashAttention 1 with a bias).
+        num_units: that take tiles of a product side by side; 0: only the curve counts.
+        tile_elements: of the output, of one tile.
+        wave_loss, fill_depth, unaligned_fraction: see :meth:`product_flops_per_s`.
     """
 
     dtype: str
@@ -47,6 +56,40 @@ class MatmulRate:
     calibrated: bool
     provenance: str
     attention_fraction: float = 1.0
+    attention_backward_fraction: float = 0.0
+    attention_half_width: float = 0.0
+    triton_fraction: float = 1.0
+    num_units: int = 0
+    tile_elements: float = 128 * 128
+    wave_loss: float = 0.0
+    fill_depth: float = 0.0
+    unaligned_fraction: float = 1.0
+
+    def product_flops_per_s(self, count: int, rows: int, columns: int, depth: int) -> float:
+        """The rate of ``count`` products [rows, depth] x [depth, columns] in one kernel.
+
+        The output is cut in tiles that the units take in waves: the last wave is ``wave_loss`` of one idle on average,
+        and each tile loads and stores for as long as ``fill_depth`` more of its depth would take. Rows of a length
+        that is no multiple of 8 elements cannot be loaded as the matrix units want them.
+
+        >>> rate = MatmulRate(dtype="float16", ceiling_flops_per_s=1e12, datasheet_flops_per_s=1e12, calibrated=True,
+        ...                   curve=(CurvePoint(smallest_dim=1, efficiency=0.5),), provenance="example", num_units=1,
+        ...                   tile_elements=64 * 64, wave_loss=1.0, fill_depth=64)
+        >>> rate.product_flops_per_s(1, 64, 64, 64)
+        125000000000.0
+        """
+        waves = count * rows * columns / (self.tile_elements * self.num_units)
+        share = waves / (waves + self.wave_loss) * depth / (depth + self.fill_depth)
+        if columns % ALIGNED_ELEMENTS or depth % ALIGNED_ELEMENTS:
+            share *= self.unaligned_fraction
+        return self.flops_per_s(min(rows, columns, depth)) * share
+
+    def attention_flops_per_s(self, smallest_dim: int, *, backward: bool = False) -> float:
+        """The rate of fused attention forward or backward, masked scores not counted."""
+        share = self.attention_fraction
+        if backward and self.attention_backward_fraction:
+            share = self.attention_backward_fraction
+        return self.ceiling_flops_per_s * share * smallest_dim / (smallest_dim + self.attention_half_width)
 
     def efficiency(self, smallest_dim: int) -> float:
         """The fraction of the ceiling that a matmul with this smallest dim reaches.
@@ -73,6 +116,12 @@ class MatmulRate:
         return self.ceiling_flops_per_s * self.efficiency(smallest_dim)
 
 
+_RATE_NUMBERS = (
+    "attention_fraction", "attention_backward_fraction", "attention_half_width", "triton_fraction", "num_units", "tile_elements",
+    "wave_loss", "fill_depth", "unaligned_fraction",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
     """Device memory that no tensor of the program can have: a context, a library's buffers."""
@@ -94,6 +143,10 @@ class Device:
         interference: compute lost to each second of communication that runs beside it; 0 is free, 1 is no overlap.
         uncertainty: half width of the interval of a predicted step time, relative to it.
         provenance: by topic (:data:`TOPICS`).
+        kernel_fraction: of the memory bandwidth that operators other than copies reach.
+        blocking_launch_s: of one operator when the host waits for each (``CUDA_LAUNCH_BLOCKING``); 0: as ``launch_s``.
+        fixed_segments: the fraction where the allocator cannot join its segments; 0: as ``fragmentation``.
+        memory_uncertainty: half width of the interval of a predicted peak memory, relative to it.
     """
 
     name: str
@@ -107,6 +160,10 @@ class Device:
     interference: float
     uncertainty: float
     provenance: tuple[tuple[str, str], ...]
+    kernel_fraction: float = 1.0
+    blocking_launch_s: float = 0.0
+    fixed_segments: float = 0.0
+    memory_uncertainty: float = 0.0
 
     @property
     def reserved_bytes(self) -> int:
@@ -139,19 +196,32 @@ class Device:
             "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
             "bandwidth": {
                 "bytes_per_s": self.memory_bandwidth_bytes_per_s,
+                "kernel_fraction": self.kernel_fraction,
                 "provenance": notes["bandwidth"],
             },
-            "launch": {"time_s": self.launch_s, "provenance": notes["launch"]},
-            "fragmentation": {"fraction": self.fragmentation, "provenance": notes["fragmentation"]},
+            "launch": {
+                "time_s": self.launch_s,
+                "blocking_time_s": self.blocking_launch_s,
+                "provenance": notes["launch"],
+            },
+            "fragmentation": {
+                "fraction": self.fragmentation,
+                "fixed_segments_fraction": self.fixed_segments,
+                "provenance": notes["fragmentation"],
+            },
             "interference": {"fraction": self.interference, "provenance": notes["interference"]},
-            "uncertainty": {"fraction": self.uncertainty, "provenance": notes["uncertainty"]},
+            "uncertainty": {
+                "fraction": self.uncertainty,
+                "memory_fraction": self.memory_uncertainty,
+                "provenance": notes["uncertainty"],
+            },
             "reserve": [{"name": r.name, "num_bytes": r.num_bytes, "provenance": r.provenance} for r in self.reserves],
             "matmul": {
                 rate.dtype: {
                     "ceiling_flops_per_s": rate.ceiling_flops_per_s,
                     "datasheet_flops_per_s": rate.datasheet_flops_per_s,
                     "calibrated": rate.calibrated,
-                    "attention_fraction": rate.attention_fraction,
+                    **{key: getattr(rate, key) for key in _RATE_NUMBERS},
                     "curve": [
                         {"smallest_dim": point.smallest_dim, "efficiency": point.efficiency} for point in rate.curve
                     ],
@@ -178,10 +248,14 @@ class Device:
             kind="cpu" if kind == "cpu" else "cuda",
             memory_bytes=parts["memory"].integer("num_bytes"),
             memory_bandwidth_bytes_per_s=parts["bandwidth"].number("bytes_per_s"),
+            kernel_fraction=parts["bandwidth"].number("kernel_fraction", 1.0),
             launch_s=parts["launch"].number("time_s", positive=False),
+            blocking_launch_s=parts["launch"].number("blocking_time_s", 0.0, positive=False),
             fragmentation=parts["fragmentation"].number("fraction", positive=False),
             interference=parts["interference"].number("fraction", positive=False),
             uncertainty=parts["uncertainty"].number("fraction", positive=False),
+            fixed_segments=parts["fragmentation"].number("fixed_segments_fraction", 0.0, positive=False),
+            memory_uncertainty=parts["uncertainty"].number("memory_fraction", 0.0, positive=False),
             reserves=tuple(_reserve(item) for item in table.tables("reserve")),
             matmul=tuple(_rate(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
@@ -220,6 +294,14 @@ def _rate(dtype: str, table: Table) -> MatmulRate:
         curve=tuple(curve),
         calibrated=table.flag("calibrated"),
         attention_fraction=table.number("attention_fraction", 1.0),
+        attention_backward_fraction=table.number("attention_backward_fraction", 0.0, positive=False),
+        attention_half_width=table.number("attention_half_width", 0.0, positive=False),
+        triton_fraction=table.number("triton_fraction", 1.0),
+        num_units=table.integer("num_units", 0, positive=False),
+        tile_elements=table.number("tile_elements", 128.0 * 128.0),
+        wave_loss=table.number("wave_loss", 0.0, positive=False),
+        fill_depth=table.number("fill_depth", 0.0, positive=False),
+        unaligned_fraction=table.number("unaligned_fraction", 1.0),
         provenance=table.text("provenance"),
     )
     table.finish()
@@ -234,13 +316,21 @@ class Link:
         bandwidth_bytes_per_s: the bus bandwidth that large messages were measured to reach.
         latency_s: one-way delay of a small message, as the transport gives it to the collective library.
         half_bandwidth_bytes: message size at which half of the bandwidth is reached; 0 where not measured.
+        step_fraction: of the bandwidth, what a training step reaches: neither its buffers nor its ranks are as ready as
+            those of a benchmark.
     """
 
     name: str
     bandwidth_bytes_per_s: float
     latency_s: float
     half_bandwidth_bytes: float = 0.0
+    step_fraction: float = 1.0
     provenance: str
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What collectives reach inside of a training step."""
+        return self.bandwidth_bytes_per_s * self.step_fraction
 
     def to_dict(self) -> dict[str, Any]:
         """The link as plain data."""
@@ -249,6 +339,7 @@ class Link:
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
             "latency_s": self.latency_s,
             "half_bandwidth_bytes": self.half_bandwidth_bytes,
+            "step_fraction": self.step_fraction,
             "provenance": self.provenance,
         }
 
@@ -260,6 +351,7 @@ class Link:
             bandwidth_bytes_per_s=table.number("bandwidth_bytes_per_s"),
             latency_s=table.number("latency_s", positive=False),
             half_bandwidth_bytes=table.number("half_bandwidth_bytes", 0.0, positive=False),
+            step_fraction=table.number("step_fraction", 1.0),
             provenance=table.text("provenance"),
         )
         table.finish()

@@ -187,11 +187,11 @@ def batch_norm_running(
     y, mean, variance, count = _normalised(x, weight, bias, eps, axes)
     with torch.no_grad():
         unbiased = variance * (count / max(count - 1, 1))
-        new = [
+        new_mean, new_variance = (
             (1 - momentum) * old + momentum * seen.flatten().to(old.dtype)
             for old, seen in ((running_mean, mean), (running_var, unbiased))
-        ]
-    return y, new[0], new[1]
+        )
+    return y, new_mean, new_variance
 
 
 def _normalised(

@@ -127,7 +127,7 @@ def test_network_cards_can_be_stated_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("h100:4x8", "did you mean 'h100-sxm5-80gb'"),
+        ("h100-sxm:4x8", "did you mean 'h100-sxm5-80gb'"),
         ("h100-sxm-80gb:4x8", "did you mean 'h100-sxm5-80gb'"),
         ("h100-sxm5-80gb", "h100-sxm5-80gb:1x8"),
         ("cpu:0x4", "at least one node"),

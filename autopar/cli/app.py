@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import doctor, models, planning, plans
+from autopar.cli import doctor, models, planning, plans, validate
 from autopar.errors import AutoparError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("explain")(planning.explain)
 app.command("compare")(plans.compare)
 app.command("verify")(models.verify)
 app.command("trace")(models.trace)
+app.command("validate")(validate.validate)
 app.command("doctor")(doctor.doctor)
 
 

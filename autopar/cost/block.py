@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import cast
 
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import time_of_work
+from autopar.cost.fusion import chains, fuse, fuse_loss, inner
 from autopar.cost.work import COLLECTIVES, VIEWS, Work, operand_specs, work
-from autopar.device import Device
+from autopar.device import Device, Kind
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.storage import storage_roots
 from autopar.layout import parse_type
@@ -120,41 +121,110 @@ class BlockCost:
         return passing + self.saved_bytes if recompute else passing
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """What a block does on one rank for one micro-batch, before any profile prices it; cheap to price again.
+
+    Attributes:
+        ops, works: its operators and their work, in order.
+        again: positions of the operators that backward computes once more (selective recompute).
+        fan_in: bytes of the gradients that are added up because several operators read a value.
+        shape: everything of :class:`BlockCost` that no profile changes.
+    """
+
+    ops: tuple[Op, ...]
+    works: tuple[Work, ...]
+    again: frozenset[int]
+    fan_in: tuple[int, ...]
+    shape: BlockCost
+
+
 def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectives: CollectiveModel) -> BlockCost:
     """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply``)."""
-    ops = graph.block_ops(block)
-    works = [work(op, operand_specs(op, graph.spec), device.kind) for op in ops]
-    storages = _Storages(graph, block, works)
-    works = [storages.copied(op, done) for op, done in zip(ops, works, strict=True)]
-    times = [time_of_work(done, op, device) for done, op in zip(works, ops, strict=True)]
-    fan_in_s = _fan_in_s(graph, ops, device)
-    sent = tuple(message for op in ops for message in messages(op, graph))
+    return price_block(block_work(graph, block, device.kind), mesh, device, collectives)
+
+
+def price_block(
+    done: BlockWork,
+    mesh: Mesh,
+    device: Device,
+    collectives: CollectiveModel,
+    *,
+    quantized: str | None = None,
+    overlapped: bool = False,
+) -> BlockCost:
+    """The cost of a block's work on a device and its links.
+
+    Args:
+        quantized: see :func:`time_of_work`.
+        overlapped: collectives of the block run beside the products that make or read their values, in parts
+            (Transformer Engine's user buffers); the device's interference is what they cost.
+    """
+    times = [time_of_work(w, op, device, quantized=quantized) for w, op in zip(done.works, done.ops, strict=True)]
+    bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
+    fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
+    exposed = device.interference if overlapped else 1.0
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
-    for message in sent:
-        time_s = collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+    for message in done.shape.messages:
+        time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
         seconds[message.backward] += time_s
         context[message.backward] += time_s if message.axis == "cp" else 0.0
-    inputs = storages.inputs()
-    across = graph.live_across(block.stop)
-    return BlockCost(
-        key=block.hash,
+    return replace(
+        done.shape,
         forward_s=sum(time.forward_s for time in times),
-        backward_s=sum(time.backward_s for time in times) + fan_in_s,
+        backward_s=sum(time.backward_s for time in times) + fan_in_s + sum(times[i].forward_s for i in done.again),
         communication_forward_s=seconds[False],
         communication_backward_s=seconds[True],
         context_forward_s=context[False],
         context_backward_s=context[True],
+    )
+
+
+def block_work(
+    graph: Graph,
+    block: Block,
+    kind: Kind,
+    *,
+    again: Callable[[Op], bool] | None = None,
+    fused: bool = False,
+    fused_loss: bool = False,
+) -> BlockWork:
+    """What a block of one rank's graph does for one micro-batch.
+
+    Args:
+        kind: of the device.
+        fused: chains of elementwise operators run as one kernel each (compiled, or written by hand).
+        fused_loss: so does the cross entropy.
+        again: operators whose outputs are not kept but made once more in backward (selective recompute).
+    """
+    ops = graph.block_ops(block)
+    works = [work(op, operand_specs(op, graph.spec), kind) for op in ops]
+    repeated = frozenset(i for i, op in enumerate(ops) if again is not None and again(op))
+    if fused_loss:
+        works = [fuse_loss(op, graph.spec(op.operands[0]).num_bytes if op.operands else 0, done)
+                 for op, done in zip(ops, works, strict=True)]  # fmt: skip
+    unkept = repeated.union(*(inner(graph, ops, chain) for chain in chains(graph, ops))) if fused else repeated
+    storages = _Storages(graph, block, works, unkept)
+    works = [storages.copied(op, done) for op, done in zip(ops, works, strict=True)]
+    inputs = storages.inputs()
+    across = graph.live_across(block.stop)
+    shape = BlockCost(
+        key=block.hash,
+        forward_s=0.0,
+        backward_s=0.0,
+        communication_forward_s=0.0,
+        communication_backward_s=0.0,
         saved_bytes=storages.saved_bytes,
         input_bytes=sum(inputs.values()),
         saved_input_bytes=sum(size for ref, size in inputs.items() if ref in storages.saved),
         prelude=storages.prelude(),
         forward_transient_bytes=max(storages.forward_peak() - storages.saved_bytes, 0),
-        backward_transient_bytes=max(storages.backward_peak() - storages.saved_bytes, 0),
+        backward_transient_bytes=max(storages.backward_peak() - storages.saved_bytes, 0) + storages.again_bytes,
         send_bytes=sum(graph.spec(ref).num_bytes for ref in across),
         send_gradient_bytes=sum(graph.spec(ref).num_bytes for ref in across if graph.spec(ref).requires_grad),
         flops=sum(done.flops for done in works),
         backward_flops=sum(done.backward_flops for done in works),
-        messages=sent,
+        messages=tuple(message for op in ops for message in messages(op, graph)),
         parameters=tuple(
             ParameterCost(
                 name=p.name,
@@ -168,6 +238,10 @@ def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectiv
             for p in graph.block_parameters(block)
         ),
     )
+    if fused:
+        works = fuse(graph, ops, works)
+    fan_in = tuple(_fan_in_bytes(graph, ops))
+    return BlockWork(ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape)
 
 
 def messages(op: Op, graph: Graph) -> Iterator[Message]:
@@ -250,21 +324,19 @@ def _directions(name: str, op: Op) -> tuple[str, str]:
             return "", ""
 
 
-def _fan_in_s(graph: Graph, ops: tuple[Op, ...], device: Device) -> float:
-    """Adding up the gradients of values that several operators of the block read."""
+def _fan_in_bytes(graph: Graph, ops: tuple[Op, ...]) -> Iterator[int]:
+    """Adding up the gradients of values that several operators of the block read: bytes of each sum."""
     uses = Counter(ref for op in ops if any(s.requires_grad for s in op.outputs) for ref in dict.fromkeys(op.operands))
-    total = 0.0
     for ref, count in uses.items():
         spec = graph.spec(ref)
         if count > 1 and spec.requires_grad and not graph.is_parameter(ref):
-            total += (count - 1) * (3 * spec.num_bytes / device.memory_bandwidth_bytes_per_s + device.launch_s)
-    return total
+            yield from (3 * spec.num_bytes,) * (count - 1)
 
 
 class _Storages:
     """Lifetimes of the storages that a block makes, keeps and reads."""
 
-    def __init__(self, graph: Graph, block: Block, works: list[Work]) -> None:
+    def __init__(self, graph: Graph, block: Block, works: list[Work], again: frozenset[int] = frozenset()) -> None:
         self.graph, self.block, self.works = graph, block, works
         self.ops = graph.block_ops(block)
         self.operands = [op.operands for op in self.ops]
@@ -277,7 +349,30 @@ class _Storages:
                 if not graph.is_parameter(root) and not graph.is_prelude(root):
                     self.saved.setdefault(root, i)
         self._inner = [done.saved_bytes for done in works]
+        self.again_bytes = self._drop(again)
         self.saved_bytes = sum(map(self.size, self.saved)) + sum(self._inner)
+
+    def _drop(self, again: frozenset[int]) -> int:
+        """Forget what the operators at these positions make; keep what they read. Bytes that are made once more."""
+        makers = {self.ops[i].name: i for i in again}
+        made = {root for root in self.saved if root.name in makers}
+        dropped = sum(map(self.size, made)) + sum(self._inner[i] for i in again)
+        needed = [makers[root.name] for root in made] + [i for i in again if self._inner[i]]
+        for root in made:
+            del self.saved[root]
+        seen: set[int] = set()
+        while needed:  # what the dropped values are made of, as far as it is dropped too
+            i = needed.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            self._inner[i] = 0
+            for root in map(self.root, self.operands[i]):
+                if root.name in makers:
+                    needed.append(makers[root.name])
+                elif not self.graph.is_parameter(root) and not self.graph.is_prelude(root):
+                    self.saved.setdefault(root, i)
+        return dropped
 
     def root(self, ref: Ref) -> Ref:
         """The value whose storage ``ref`` lies in, as far back as the block goes."""

@@ -134,7 +134,7 @@ def _crossing(nodes: NDArray[Any], cluster: Cluster) -> tuple[NDArray[Any], ...]
     place = np.argsort(order)
     slowest = order[place[kinds[nodes]].max(axis=1)]
     crosses = nodes.max(axis=1) > nodes.min(axis=1)
-    card = np.array([group.nic.bandwidth_bytes_per_s for group in cluster.groups])
+    card = np.array([group.nic.rate_bytes_per_s for group in cluster.groups])
     cards = np.array([group.nics_per_node for group in cluster.groups])
     egress = np.full(len(nodes), np.inf)
     domain, group, counts = _members(nodes)
@@ -161,7 +161,7 @@ def _add_tiers(nodes: NDArray[Any], cluster: Cluster, egress: NDArray[Any], late
         domain, group = domain[keep], group[keep]
         if len(domain):
             beside = np.bincount(domain)[domain]
-            np.minimum.at(egress, group, tier.uplink.bandwidth_bytes_per_s / beside)
+            np.minimum.at(egress, group, tier.uplink.rate_bytes_per_s / beside)
         latency[crosses] += tier.uplink.latency_s
 
 
@@ -249,7 +249,8 @@ class CollectiveModel:
     def _bandwidth(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> float:
         """Bus bandwidth inside a node."""
         switch = self._switch(kind, shape) if algorithm.name == "nvls" else None
-        return (switch or shape.intra_node.bandwidth_bytes_per_s) * algorithm.bandwidth_fraction
+        link = shape.intra_node
+        return (switch or link.bandwidth_bytes_per_s) * link.step_fraction * algorithm.bandwidth_fraction
 
 
 def collective_time_s(kind: str, num_bytes: float, shape: GroupShape, cluster: Cluster) -> float:

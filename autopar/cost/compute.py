@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost.work import Specs, Work, work
-from autopar.device import Device
+from autopar.cost.work import LINEAR, Product, Specs, Work, work
+from autopar.device import Device, MatmulRate
 from autopar.graph.ir import Op
 
 
@@ -31,15 +31,31 @@ def op_time(op: Op, operands: Specs, device: Device) -> OpTime:
     return time_of_work(work(op, operands, device.kind), op, device)
 
 
-def time_of_work(done: Work, op: Op, device: Device) -> OpTime:
-    """The time of work that is known already."""
-    forward = done.num_bytes / device.memory_bandwidth_bytes_per_s
-    backward = done.backward_bytes / device.memory_bandwidth_bytes_per_s
+def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = None) -> OpTime:
+    """The time of work that is known already.
+
+    Args:
+        quantized: dtype in which products of activations and weights multiply where it is not the operator's own
+            (fp8 recipes); each of their operands is then cast once more.
+    """
+    bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
+    forward, backward = done.num_bytes / bandwidth, done.backward_bytes / bandwidth
     if done.flops:
-        matmul = device.rate(str(op.spec.dtype).removeprefix("torch."))
-        rate = matmul.flops_per_s(done.smallest_dim)
-        if done.is_attention:
-            rate = matmul.ceiling_flops_per_s * matmul.attention_fraction
-        forward = max(forward, done.flops / rate)
-        backward = max(backward, done.backward_flops / rate)
+        own = str(op.spec.dtype).removeprefix("torch.")
+        is_weighted = quantized is not None and op.target in LINEAR
+        rate = device.rate(quantized if is_weighted and quantized else own)
+        forward = max(forward, _products_s(done.flops, done.products, done, rate, backward=False))
+        backward = max(backward, _products_s(done.backward_flops, done.backward_products, done, rate, backward=True))
+        if is_weighted:  # read, and written at one byte an element in both orders
+            forward += 2 * done.num_bytes / bandwidth
+            backward += done.num_bytes / bandwidth
+    backward += done.beside_bytes / bandwidth
     return OpTime(forward + done.launches * device.launch_s, backward + done.backward_launches * device.launch_s)
+
+
+def _products_s(flops: float, products: tuple[Product, ...], done: Work, rate: MatmulRate, *, backward: bool) -> float:
+    if done.is_attention:
+        return flops / rate.attention_flops_per_s(done.smallest_dim, backward=backward)
+    if not products or not rate.num_units:
+        return flops / rate.flops_per_s(done.smallest_dim)
+    return sum(p.flops / rate.product_flops_per_s(p.count, p.rows, p.columns, p.depth) for p in products)

@@ -37,6 +37,10 @@ class Step:
         flops_per_sample: of the model, forward and backward, for the utilisation.
         tokens_per_sample: for the throughput.
         prelude_s: the operators that every stage repeats for each micro-batch.
+        blocking_sends: messages between stages occupy both ranks, as when they stand in the stream of computation
+            (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
+        overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
+            ``overlap_grad_reduce`` and ``overlap_param_gather``); the runtime of autopar waits for them.
     """
 
     mesh: Mesh
@@ -47,6 +51,8 @@ class Step:
     flops_per_sample: float
     tokens_per_sample: int
     prelude_s: float = 0.0
+    blocking_sends: bool = False
+    overlapped_reductions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +244,8 @@ class CostModel:
         own = sums[rank::pp]
         flat = [unit for stage in units[rank::pp] for unit in stage]
         tail = sum(data.tail_s(stage) for stage in units[rank::pp]) + sum(s.data_last_s for s in own)
+        if step.overlapped_reductions:
+            tail *= self.device.interference
         tail += ties if rank in (0, pp - 1) else 0.0
         every = sum(s.data_forward_s + s.data_backward_s for s in own)
         return Breakdown(
@@ -303,16 +311,21 @@ class CostModel:
 
     def _stage_times(self, stages: Sequence[StageCost], sums: Sequence[_StageSums], step: Step) -> list[StageTimes]:
         times = []
+        received = 0.0
         for i, (stage, own) in enumerate(zip(stages, sums, strict=True)):
             forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
             before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
             backward_send = before.send_gradient_bytes if before is not None else 0
+            sent = self.collectives.send_time_s(forward_send, step.mesh)
+            sent_back = self.collectives.send_time_s(backward_send, step.mesh)
+            waits = sent + received if step.blocking_sends else 0.0
+            received = sent
             times.append(
                 StageTimes(
-                    forward_s=own.forward_s,
-                    backward_s=own.backward_s,
-                    send_forward_s=self.collectives.send_time_s(forward_send, step.mesh),
-                    send_backward_s=self.collectives.send_time_s(backward_send, step.mesh),
+                    forward_s=own.forward_s + waits,
+                    backward_s=own.backward_s + waits,
+                    send_forward_s=0.0 if step.blocking_sends else sent,
+                    send_backward_s=0.0 if step.blocking_sends else sent_back,
                     first_forward_s=own.data_first_s,
                 )
             )

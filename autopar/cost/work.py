@@ -22,15 +22,40 @@ _FLOAT = 4
 """Bytes of the type in which torch computes the losses of half precision logits."""
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``count`` products of matrices [rows, depth] and [depth, columns] in one kernel."""
+
+    count: int
+    rows: int
+    columns: int
+    depth: int
+
+    @property
+    def flops(self) -> float:
+        """Two for each multiply-add."""
+        return 2.0 * self.count * self.rows * self.columns * self.depth
+
+    @property
+    def gradients(self) -> tuple[Product, Product]:
+        """Those that give the gradients of the left and of the right matrix."""
+        return (
+            Product(self.count, self.rows, self.depth, self.columns),
+            Product(self.count, self.depth, self.columns, self.rows),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One operator, forward and backward.
 
     Attributes:
         flops, backward_flops: of matrix products; elementwise work counts as bytes alone.
+        products, backward_products: where their shapes are known; their flops add up to those above.
         smallest_dim: of the products' m, n, k; where efficiency curves are read.
         is_attention: the products are those of fused attention, which has a rate of its own.
         num_bytes, backward_bytes: read and written.
+        beside_bytes: read and written in backward by kernels other than the products' (sums for a bias).
         launches, backward_launches: kernels; 0 for a view.
         saved: positions of the operands that backward needs.
         saves_output: backward needs the output.
@@ -40,10 +65,13 @@ class Work:
 
     flops: float = 0.0
     backward_flops: float = 0.0
+    products: tuple[Product, ...] = ()
+    backward_products: tuple[Product, ...] = ()
     smallest_dim: int = 1
     is_attention: bool = False
     num_bytes: int = 0
     backward_bytes: int = 0
+    beside_bytes: int = 0
     launches: int = 1
     backward_launches: int = 0
     saved: tuple[int, ...] = ()
@@ -89,6 +117,9 @@ _ZIGZAG_NAMES = "zigzag_shard zigzag_all_gather zigzag_reduce_scatter zigzag_all
 COLLECTIVES = frozenset(f"autopar.{name}" for name in (*_COLLECTIVE_NAMES.split(), *_ZIGZAG_NAMES.split()))
 """Changes of type; see rules/conversions.py."""
 
+LINEAR = frozenset(("aten.linear.default", "autopar.linear_t"))
+"""Products of activations and weights."""
+
 _PARTIAL_VIEWS = _aten("slice.Tensor select.int narrow.default")
 _SAVE_NOTHING, _SAVE_OUTPUT, _SAVE_INPUT = (
     _aten(_SAVE_NOTHING_NAMES),
@@ -130,7 +161,7 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     if any(spec.requires_grad for spec in op.outputs):
         return found
     return replace(
-        found, backward_flops=0.0, backward_bytes=0, backward_launches=0, saved=(), saves_output=False, saved_bytes=0,
+        found, backward_flops=0.0, backward_products=(), backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(), saves_output=False, saved_bytes=0,
         backward_workspace_bytes=0,
     )  # fmt: skip
 
@@ -195,19 +226,25 @@ def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
     return tuple(i for i, spec in enumerate(operands) if spec.dtype.is_floating_point), op.spec.dtype.is_floating_point
 
 
-def _product(op: Op, operands: Specs, flops: float, smallest: int, left: int, right: int) -> Work:
+def _product(
+    op: Op, operands: Specs, flops: float, smallest: int, left: int, right: int, shape: Product | None = None
+) -> Work:
     """A product of operands ``left`` and ``right``; further operands (a bias) are added."""
     a, b = operands[left], operands[right]
     saved = tuple(i for i, other in ((left, b), (right, a)) if other.requires_grad)
     gradients = _with_grad(operands)
     products = [spec for spec in (a, b) if spec.requires_grad]
     reads = sum((b if spec is a else a).num_bytes + op.spec.num_bytes for spec in products)
+    back = tuple(g for g, spec in zip(shape.gradients, (a, b), strict=True) if spec.requires_grad) if shape else ()
     return Work(
         flops=flops,
+        products=(shape,) if shape else (),
+        backward_products=back,
         backward_flops=flops * len(products),
         smallest_dim=max(smallest, 1),
         num_bytes=_total(operands) + op.spec.num_bytes,
         backward_bytes=reads + _total(gradients),
+        beside_bytes=op.spec.num_bytes if len(gradients) > len(products) else 0,
         backward_launches=len(gradients),
         saved=saved,
     )
@@ -217,14 +254,17 @@ def _linear(op: Op, operands: Specs, kind: Kind) -> Work:
     contracted = operands[0].shape[-1]
     out = op.spec.numel
     width = max(op.spec.shape[-1], 1)
-    return _product(op, operands, 2.0 * out * contracted, min(out // width, width, contracted), 0, 1)
+    shape = Product(1, out // width, width, contracted)
+    return _product(op, operands, 2.0 * out * contracted, min(out // width, width, contracted), 0, 1, shape)
 
 
 def _matmul(op: Op, operands: Specs, kind: Kind) -> Work:
     left, right = (1, 2) if len(operands) == 3 else (0, 1)
     contracted = operands[left].shape[-1]
     sides = (operands[left].shape[-2:-1] or (1,))[0], (operands[right].shape[-1:] or (1,))[0]
-    return _product(op, operands, 2.0 * op.spec.numel * contracted, min(contracted, *sides), left, right)
+    count = op.spec.numel // max(sides[0] * sides[1], 1)
+    shape = Product(count, *sides, contracted)
+    return _product(op, operands, 2.0 * op.spec.numel * contracted, min(contracted, *sides), left, right, shape)
 
 
 def _einsum(op: Op, operands: Specs, kind: Kind) -> Work:
@@ -240,7 +280,8 @@ def _convolution(op: Op, operands: Specs, kind: Kind) -> Work:
     contracted = weight.numel // weight.shape[0]
     out = op.spec.numel
     smallest = min(weight.shape[0], contracted, out // weight.shape[0])
-    return _product(op, operands, 2.0 * out * contracted, smallest, 0, 1)
+    shape = Product(1, out // weight.shape[0], weight.shape[0], contracted)
+    return _product(op, operands, 2.0 * out * contracted, smallest, 0, 1, shape)
 
 
 def _transposed(op: Op, operands: Specs, kind: Kind) -> Work:

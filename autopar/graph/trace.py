@@ -345,12 +345,11 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
     with _quiet():
         try:
-            program = torch.export.export(wrapper, (), batch, strict=False)
-            if not needs_decomposition(program.graph_module):
-                return program
-            cut_off(program, source_of)
-            decomposed: torch.export.ExportedProgram = program.run_decompositions({})
-            return decomposed
+            program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
+            if needs_decomposition(program.graph_module):
+                cut_off(program, source_of)
+                program = program.run_decompositions({})
+            return program
         except TraceError:
             raise
         except FAILURES as error:

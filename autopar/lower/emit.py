@@ -192,8 +192,8 @@ def random_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
-    """An identifier for a value."""
-    return f"{ref.name}_{ref.index}" if ref.index or suffix_first else ref.name
+    """An identifier for a value; no operator has such a name: a second ``topk`` is ``topk_1``."""
+    return f"{ref.name}_out{ref.index}" if ref.index or suffix_first else ref.name
 
 
 def use_layout(parameter: Parameter) -> Layout:

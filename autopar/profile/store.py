@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autopar import resources
 from autopar.cluster import Cluster, NodeGroup, Tier
@@ -40,6 +41,7 @@ class MachineProfile:
     num_cores: int | None
     shares_memory: bool
     library: str
+    node_provenance: str = "stated by the caller"
 
     def group(
         self, num_nodes: int, devices_per_node: int, *, num_cores: int | None = None, memory_bytes: int | None = None
@@ -66,6 +68,24 @@ class MachineProfile:
             nic=self.nic,
             nics_per_node=max(1, devices_per_node * self.num_nics // self.num_devices),
         )
+
+
+def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
+    """The profile as the tables of its file."""
+    cores = {} if profile.num_cores is None else {"num_cores": profile.num_cores}
+    return {
+        "library": profile.library,
+        "device": profile.device.to_dict(),
+        "intra_node": profile.intra_node.to_dict(),
+        "nic": profile.nic.to_dict(),
+        "node": {
+            "num_devices": profile.num_devices,
+            "num_nics": profile.num_nics,
+            **cores,
+            "shares_memory": profile.shares_memory,
+            "provenance": profile.node_provenance,
+        },
+    }
 
 
 def _with_memory(device: Device, num_bytes: int, note: str) -> Device:
@@ -145,8 +165,8 @@ def profile_from_table(table: Table) -> MachineProfile:
         num_cores=node.integer("num_cores") if node.has("num_cores") else None,
         shares_memory=node.flag("shares_memory", False),
         library=table.text("library"),
+        node_provenance=node.text("provenance"),
     )
-    node.text("provenance")
     node.finish()
     table.finish()
     return profile

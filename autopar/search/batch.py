@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Literal
 
 from autopar import rules
@@ -132,9 +133,8 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     problem.end(graph.loss, lambda kind: problem.costs.change(loss, kind, P))
     for mutation in graph.mutations:
         if mutation.value.name in problem.ops:
-            total = graph.is_prelude(mutation.value)
-            kinds = (R, I, P) if total else (R, I)
-            problem.end(mutation.value, dict.fromkeys(kinds, FREE).get)
+            ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
+            problem.end(mutation.value, partial(_ends_as, ends))
     best = problem.solve((), Weights())
     value = float(best.table)
     if value == float("inf"):
@@ -142,6 +142,10 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     found = problem.choice(best.decode(()), value)
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
+
+
+def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
+    return FREE if kind in ends else None
 
 
 def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.work import work
+from autopar.device import Kind
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import Prediction, Recompute
@@ -316,11 +317,18 @@ def readable(num_bytes: float) -> str:
 
 def flops_per_sample(compact: Compact, model: CostModel) -> float:
     """Products of matrices, forward and backward."""
-    total, graph = 0.0, compact.graph
-    for block, members in zip(graph.blocks, compact.members, strict=True):
-        for op in graph.block_ops(block):
-            done = work(op, [graph.spec(ref) for ref in op.operands], model.device.kind)
-            total += (done.flops + done.backward_flops) * len(members)
+    return sum(
+        flops_of_block(compact, index, model.device.kind) * len(members)
+        for index, members in enumerate(compact.members)
+    )
+
+
+def flops_of_block(compact: Compact, index: int, kind: Kind) -> float:
+    """Products of matrices of one block and one sample, forward and backward."""
+    graph, total = compact.graph, 0.0
+    for op in graph.block_ops(graph.blocks[index]):
+        done = work(op, [graph.spec(ref) for ref in op.operands], kind)
+        total += done.flops + done.backward_flops
     return total / graph.batch_size
 
 

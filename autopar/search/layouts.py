@@ -28,6 +28,7 @@ from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import BATCH, solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
+from autopar.search.intra import Narrow
 from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
 from autopar.search.prices import AxisPricing
@@ -91,9 +92,20 @@ class Layouts:
         model: the cost model.
         pins: of parameters.
         space: which prices of memory are tried.
+        narrow: keeps those of an operator's strategies on ``tp`` that it may take; None: all.
     """
 
-    def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        model: CostModel,
+        *,
+        global_batch_size: int,
+        pins: Pins,
+        space: Space,
+        narrow: Narrow | None = None,
+    ) -> None:
+        self.narrow = narrow
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.global_batch_size = global_batch_size
         self.pinned = {p.name: t for p in graph.parameters if (t := _pinned_type(p, pins)) is not None}
@@ -223,6 +235,8 @@ class Layouts:
 
     def _narrow(self, split: Split, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Experts are split over ``tp`` as well or not: what the pins of ``ep`` say of it."""
+        if self.narrow is not None:
+            offered = self.narrow(op, offered)
         if op.target not in MIXTURES:
             return offered
         outside = split.ep_data if op.target == SPREAD_EXPERTS else 1
@@ -334,6 +348,13 @@ class Layouts:
         """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
         outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
         return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp, ep=split.ep_data, ep_data=split.ep_data)
+
+    def local_graph(self, split: Split, kind: str, solution: AxisSolution | None) -> Graph:
+        """One rank's graph of one micro-batch."""
+        graph = self._base(split, kind).graph
+        if solution is None:
+            return graph
+        return shard(pad(graph, used_padding(graph, lengths(graph, split.tp), solution.typing)), solution.typing)
 
     def _option(self, split: Split, kind: str, solution: AxisSolution | None) -> Option:
         key = (split, kind, solution and solution.signature)

@@ -17,7 +17,19 @@ from autopar.errors import UsageError
 from autopar.mesh import Mesh
 
 TABLE = Path(__file__).parents[3] / "shared" / "validation" / "collective_bandwidth.csv"
-H100 = Cluster.parse("h100-sxm5-80gb:4x8")
+
+
+def benchmarked(text: str) -> Cluster:
+    """A cluster whose links reach what benchmarks measured: what tables of collectives are about, not training steps."""
+    cluster = Cluster.parse(text)
+    groups = (
+        replace(g, intra_node=replace(g.intra_node, step_fraction=1.0), nic=replace(g.nic, step_fraction=1.0))
+        for g in cluster.groups
+    )
+    return replace(cluster, groups=tuple(groups))
+
+
+H100 = benchmarked("h100-sxm5-80gb:4x8")
 CPU = Cluster.parse("cpu:1x4")
 NIC = H100.groups[0].nic.bandwidth_bytes_per_s
 
@@ -64,7 +76,7 @@ def test_shapes_of_groups() -> None:
 
 
 def test_siblings_share_the_cards_of_a_node() -> None:
-    one_card = Cluster.parse("h100-sxm5-80gb:4x8?nics=1")
+    one_card = benchmarked("h100-sxm5-80gb:4x8?nics=1")
     (across,) = group_shape(Mesh(dp_shard=4, tp=8), ("dp_shard",), one_card)
     assert across.egress_bytes_per_s == NIC / 8
     (alone,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), one_card)
@@ -113,7 +125,7 @@ def test_switch_reduction_reaches_what_was_measured(devices: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "low", "high"), [(2, 430, 480), (4, 320, 372)])
 def test_all_reduce_across_nodes_lies_in_the_measured_range(nodes: int, low: float, high: float) -> None:
-    cluster = Cluster.parse(f"h100-sxm5-80gb:{nodes}x8")
+    cluster = benchmarked(f"h100-sxm5-80gb:{nodes}x8")
     found = bus_bandwidth(CollectiveModel(cluster), "all_reduce", 8 * 2**30, Mesh(tp=nodes * 8), "tp") / 1e9
     assert low <= found <= high
 
@@ -153,7 +165,7 @@ def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.Re
             if device is None or not usual or not shipped or float(row["bytes"] or 0) < 2**28:
                 continue
             nodes, size = int(row["n_nodes"]), int(row["n_gpus"])
-            model = CollectiveModel(Cluster.parse(f"{device}:{nodes}x{size // nodes}"))
+            model = CollectiveModel(benchmarked(f"{device}:{nodes}x{size // nodes}"))
             found = bus_bandwidth(model, row["collective"], float(row["bytes"]), Mesh(tp=size), "tp") / 1e9
             errors[row["gpu"], size, row["bytes"], row["notes"]] = found / float(row["busbw_gbs"]) - 1
     mean = sum(map(abs, errors.values())) / len(errors)
@@ -161,3 +173,11 @@ def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.Re
     assert len(errors) > 30
     assert mean < 0.05
     assert max(map(abs, errors.values())) < 0.35, max(errors.items(), key=lambda item: abs(item[1]))
+
+
+def test_a_step_reaches_its_share_of_a_link() -> None:
+    half = tuple(replace(g, intra_node=replace(g.intra_node, step_fraction=0.5)) for g in H100.groups)
+    mesh = Mesh(dp_shard=4, tp=8)
+    whole = CollectiveModel(H100).time_s("all_gather", 1e9, mesh, ("tp",))
+    slow = CollectiveModel(replace(H100, groups=half)).time_s("all_gather", 1e9, mesh, ("tp",))
+    assert slow == pytest.approx(2 * whole, rel=0.05)

@@ -110,12 +110,15 @@ def test_large_products_reach_the_ceiling_and_small_ones_pay_for_bytes() -> None
     size = 8192
     call = op("aten.linear.default", (X, W), spec(size, size))
     time = op_time(call, (spec(size, size), spec(size, size)), H100)
-    assert time.forward_s == pytest.approx(2 * size**3 / H100.rate("bfloat16").ceiling_flops_per_s, rel=0.01)
+    rate = H100.rate("bfloat16")
+    best = rate.ceiling_flops_per_s * rate.efficiency(size)
+    assert 0.8 * best < 2 * size**3 / time.forward_s < best
     assert time.backward_s == pytest.approx(2 * time.forward_s, rel=0.01)
     row = op("aten.linear.default", (X, W), spec(1, size))
     moved = 2 * (size * size + 2 * size)
     found = op_time(row, (spec(1, size), spec(size, size)), H100).forward_s
-    assert found == pytest.approx(moved / H100.memory_bandwidth_bytes_per_s + H100.launch_s, rel=0.01)
+    bandwidth = H100.memory_bandwidth_bytes_per_s * H100.kernel_fraction
+    assert found == pytest.approx(moved / bandwidth + H100.launch_s, rel=0.01)
 
 
 def test_a_dtype_without_a_rate_is_named() -> None:

@@ -413,3 +413,7 @@ def experts(make: Maker) -> Iterator[Example]:
         yield c("autopar.experts", r(8, 5), r(8, 4), indices, gate, up, down, "gelu")
     yield c("autopar.experts", r(8, 5), r(8, 4), some, None, up, down, "relu2")
     yield c("autopar.experts", r(8, 5, grad=False), r(8, 4), some, None, up, down, "gelu_tanh")
+    yield c("autopar.experts_dispatch", r(8, 5), r(8, 4), some, gate, up, down, "silu", "other", 8)
+    for dim, shape in ((0, (4, 4)), (1, (8, 4))):
+        yield c("autopar.scatter_sum", w(8, 4, high=4), r(8, 4), dim, shape)
+    yield c("autopar.scatter_sum", w(8, 4, high=4), r(8, 4, grad=False), 0, (4, 4))

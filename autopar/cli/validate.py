@@ -1,0 +1,68 @@
+"""``autopar validate``: predictions against measured runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.console import print_json, print_text, progress, warn
+from autopar.cli.options import Json
+
+
+def validate(
+    files: Annotated[list[Path], typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/validation.md.")],
+    leave_one_out: Annotated[
+        bool, typer.Option("--leave-one-out", help="Predict each source with parameters fitted on the others.")
+    ] = False,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--calibrate", metavar="SOURCE", help="Fit the profiles' free parameters to these sources, or all."
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where calibrated profiles are written.")
+    ] = Path("profiles"),
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a scatter of all runs.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the figures.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict measured runs and print how far off: error, rank, interval, memory, by source."""
+    from autopar.validate.command import calibrate as fit_profiles
+    from autopar.validate.command import evaluate, write_profile
+    from autopar.validate.document import document
+    from autopar.validate.report import markdown as table
+    from autopar.validate.report import parameters_table, render_html, worst
+    from autopar.validate.runs import read_runs
+    from autopar.validate.session import Session
+
+    runs = tuple(run for path in files for run in read_runs(path))
+    place = ", ".join(str(path) for path in files)
+    with progress("reading runs") as advance:
+        session = Session(runs, place=place, progress=advance)
+        fitted = None
+        if calibrate:
+            profiles, fitted, rows = fit_profiles(session, calibrate)
+            for name, profile in profiles.items():
+                path = output / f"{name}.toml"
+                write_profile(profile, path)
+                warn(f"wrote {path}")
+            session = session.under({run.device: profiles[session.profiles[run.device].device.name] for i, run in
+                                     enumerate(runs) if i in set(rows)})  # fmt: skip
+        outcome = evaluate(session, leave_one_out=leave_one_out)
+    if html is not None:
+        html.write_text(render_html(outcome.scores, runs, outcome.predictions), encoding="utf-8")
+        warn(f"wrote {html}")
+    if markdown is not None:
+        markdown.write_text(document(session, outcome, leave_one_out=leave_one_out), encoding="utf-8")
+        warn(f"wrote {markdown}")
+    if as_json:
+        print_json(outcome.to_dict(session))
+        return
+    text = [table(outcome.scores)]
+    if fitted is not None:
+        text.append(parameters_table(fitted.values, session.start, fitted.num_seen))
+    text.append("missed most:\n" + "\n".join(worst(runs, outcome.predictions)))
+    print_text("\n\n".join(text))

@@ -1,0 +1,76 @@
+"""``docs/validation.md``, written by ``autopar validate RUNS.csv --leave-one-out --markdown FILE``."""
+
+from __future__ import annotations
+
+from autopar.validate.command import Outcome
+from autopar.validate.parameters import PARAMETERS
+from autopar.validate.report import markdown, percent, worst
+from autopar.validate.session import LEAST_SEEN, Session
+
+_COLUMNS = """
+| column | meaning |
+|---|---|
+| `name` | any text |
+| `family` | `gpt`, `llama`, `mpt` or `bloom` |
+| `layers`, `hidden`, `ffn`, `heads`, `kv_heads`, `vocab`, `seq` | sizes of the model, tokens of a sample |
+| `device` | a profile by name, or the path of one |
+| `devices`, `devices_per_node` | the world; `devices = tp * pp * cp * dp` |
+| `tp`, `pp`, `virtual_stages`, `dp`, `cp` | degrees |
+| `zero` | 0 to 3; empty: 1 |
+| `micro_batch`, `global_batch` | samples |
+| `recompute` | `none`, `selective` or `full`; empty: `none` |
+| `sequence_parallel` | 0 or 1; empty: whichever is predicted faster |
+| `attention` | `flash`, or `scores`: probabilities are stored for backward |
+| `precision` | `fp32`, `fp16`, `bf16`, `bf16_fp32_grad_accum` or `fp8` |
+| `step_time_s`, `peak_memory_gib` | measured; either may be empty |
+| `memory_kind` | `allocator`, or `nvidia-smi` (context and cache included); may be empty |
+| `source` | text; what stands before the first `;` names the source and its release |
+"""
+
+
+def document(session: Session, outcome: Outcome, *, leave_one_out: bool) -> str:
+    """The page."""
+    how = (
+        "Each source was predicted with parameters fitted on the other sources alone (all releases of a publisher are left\n"
+        "out together)"
+        if leave_one_out
+        else "Predicted with the profiles as they are"
+    )
+    scaled = "; ".join(f"{name} {1 / factor:.3f}" for name, factor in outcome.scales.items())
+    words = (
+        f"{how}; `scaled`: after one software-efficiency factor for each source and release. Pairs are plans of one\n"
+        "model, batch and precision that differ by over 2 % measured; regret is the measured time of the plan predicted\n"
+        "best over the best measured. Memory: mean error (bias) where it was measured. A false fit ran out of memory\n"
+        "although predicted to fit; a false misfit ran although called impossible."
+    )
+    lines = [
+        "# Validation",
+        "Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/validation.md`; do not edit.",
+        "## Predicted and measured",
+        words,
+        markdown(outcome.scores),
+        f"Factors (predicted over measured time, median): {scaled}.",
+        "## What is missed most",
+        "\n".join(f"- {line}" for line in worst(session.runs, outcome.predictions)),
+    ]
+    if outcome.fitted:
+        lines += ["## Parameters", _parameters(session, outcome)]
+    lines += ["## The table of runs", "One row is one run; further columns are not read.", _COLUMNS.strip()]
+    return "\n\n".join(lines) + "\n"
+
+
+def _parameters(session: Session, outcome: Outcome) -> str:
+    """What each fit gave, one column for each source left out."""
+    groups = list(outcome.fitted)
+    used = {run.device for run in session.runs}
+    known = [p for p in PARAMETERS if p.key in session.start and used]
+    head = "| parameter | bounds | runs that see it | prior | " + " | ".join(f"without {g}" for g in groups) + " |"
+    lines = [head, "|" + "---|" * (4 + len(groups))]
+    for p in known:
+        seen = sum(session.touches(p, i) for i in session.timed)
+        cells = " | ".join(f"{outcome.fitted[g][p.key]:.3g}" for g in groups)
+        lines.append(
+            f"| `{p.key}`: {p.meaning} | {p.lower:g} to {p.upper:g} | {seen} | {session.start[p.key]:.3g} | {cells} |"
+        )
+    note = f"A parameter that fewer than {LEAST_SEEN} runs of a fit see stays at its prior."
+    return "\n".join(lines) + f"\n\n{note} Errors of {percent(0.046)} separate equal runs in the table."

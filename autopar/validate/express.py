@@ -1,0 +1,253 @@
+"""A measured run as the planner sees it: a traced model, the layout of the run pinned, one rank's blocks.
+
+Equal layers are solved once: a model of :data:`TRACED_LAYERS` is traced and its inner layer stands for all others. The
+typing on ``tp`` and ``cp`` is the planner's fastest among those that the run allows; work is kept apart from its price, so
+that one solution serves every profile that is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cluster import Cluster
+from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
+from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.work import LINEAR
+from autopar.device import Kind
+from autopar.graph.ir import Op
+from autopar.graph.trace import trace
+from autopar.mesh import Mesh
+from autopar.plan import Precision, Prediction
+from autopar.rules.types import Strategy
+from autopar.search.evaluate import flops_of_block
+from autopar.search.layouts import Layouts, Option, Split
+from autopar.search.pins import Pins
+from autopar.search.space import load_space
+from autopar.validate.families import Sizes, build
+from autopar.validate.runs import Run
+from autopar.validate.sites import PLAIN, Site
+
+TRACED_LAYERS = 5
+PADDED_VOCABULARY = 128
+"""Megatron pads the vocabulary to a multiple of 128 * tp (``--make-vocab-size-divisible-by``)."""
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "fp16": Precision(name="fp16", compute="float16", storage="float32", reduce="float16"),
+    "bf16": Precision(name="bf16", compute="bfloat16", storage="float32", reduce="bfloat16"),
+    "bf16_fp32_grad_accum": Precision(name="bf16", compute="bfloat16", storage="float32", reduce="float32"),
+    "fp8": Precision(name="fp8", compute="bfloat16", storage="float32", reduce="bfloat16"),
+}
+"""By the column: dtypes of products and activations, of parameters at rest, of gradient sums."""
+
+QUANTIZED = {"fp8": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """The blocks of one rank: ``works`` of the compact graph, ``members`` that each stands for; no price yet."""
+
+    works: tuple[BlockWork, ...]
+    members: tuple[int, ...]
+    block_flops: tuple[float, ...]
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Products of matrices of the whole model, forward and backward."""
+        return sum(flops * count for flops, count in zip(self.block_flops, self.members, strict=True))
+
+
+class Expressed:
+    """Runs as blocks; remembers traces and solutions that runs share.
+
+    Args:
+        cluster_of: the cluster of a run, by the profiles that layouts are chosen with.
+        site_of: its site.
+    """
+
+    def __init__(self, cluster_of: Callable[[Run, Site], Cluster], site_of: Callable[[Run], Site]) -> None:
+        self.cluster_of, self.site_of = cluster_of, site_of
+        self._layouts: dict[object, Layouts] = {}
+        self._structures: dict[object, tuple[Structure, ...]] = {}
+
+    def structures(self, run: Run) -> tuple[Structure, ...]:
+        """The layouts that the run may have had: several where the sequence can be split in several ways."""
+        site = self.site_of(run)
+        layout = (run.device, run.micro_batch, run.cp, run.tp, run.sequence_parallel, _recomputes(run))
+        key = (sizes_of(run, site), layout, site.fused_elementwise, site.fused_loss)
+        if key not in self._structures:
+            self._structures[key] = tuple(self._solved(run))
+        return tuple(replace(s, members=scaled(s.members, run.layers)) for s in self._structures[key])
+
+    def _solved(self, run: Run) -> Sequence[Structure]:
+        layouts = self._layouts_of(run)
+        split = Split(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
+        mesh = layouts.mesh(split)
+        kind = layouts.model.device.kind
+        found = {}
+        for option in layouts.front(run.micro_batch, mesh, 8, 1):
+            found[option.kind] = option
+        site = self.site_of(run)
+        return [_structure(layouts, split, option, run, kind, site) for option in found.values()]
+
+    def _layouts_of(self, run: Run) -> Layouts:
+        sizes = sizes_of(run, self.site_of(run))
+        split_rows = run.sequence_parallel is not False
+        key = (sizes, run.device, split_rows or run.tp == 1)
+        if key not in self._layouts:
+            model, batch = build(sizes, TRACED_LAYERS)
+            graph = trace(model, (), batch, name=run.family)
+            inside = run.devices_per_node if run.devices_per_node % (run.tp * run.cp) == 0 else run.tp * run.cp
+            whole = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
+            cluster = self.cluster_of(whole, self.site_of(run))
+            space = replace(load_space("default"), price_ratios=(0.0,))
+            self._layouts[key] = Layouts(
+                graph,
+                CostModel(cluster, PRECISIONS[run.precision], "adamw"),
+                global_batch_size=run.global_batch,
+                pins=Pins.parse(()),
+                space=space,
+                narrow=None if split_rows else whole_rows(run.seq),
+            )
+        return self._layouts[key]
+
+
+def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
+    """What decides the graph of a run."""
+    padded = PADDED_VOCABULARY * run.tp if run.tp * run.pp > 1 else 1
+    return Sizes(
+        family=run.family,
+        hidden=run.hidden,
+        ffn=run.ffn,
+        heads=run.heads,
+        kv_heads=run.kv_heads,
+        vocabulary=-(-run.vocab // padded) * padded,
+        sequence=run.seq,
+        attention=run.attention,
+        dtype=PRECISIONS[run.precision].compute,
+        autocast=site.autocast,
+    )
+
+
+def whole_rows(sequence: int) -> Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]:
+    """Keeps strategies that split no activation [batch, sequence, ...] along batch or sequence (no sequence parallelism)."""
+
+    def narrow(op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        shape = op.spec.shape
+        if len(shape) < 3 or shape[1] != sequence:
+            return offered
+        return tuple(s for s in offered if not any(t.is_split and t.dim < 2 for t in s.outputs))
+
+    return narrow
+
+
+def _recomputes(run: Run) -> str:
+    return run.recompute or "none"
+
+
+def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: Kind, site: Site) -> Structure:
+    graph = layouts.local_graph(split, option.kind, option.solution)
+    again = None
+    if _recomputes(run) == "selective":
+        again = cheap if run.attention == "flash" else attention_core
+    fused, loss = site.fused_elementwise, site.fused_loss
+    works = tuple(block_work(graph, b, kind, again=again, fused=fused, fused_loss=loss) for b in graph.blocks)
+    members = tuple(len(m) for m in layouts.compact.members)
+    flops = tuple(flops_of_block(layouts.compact, i, kind) for i in range(len(members)))
+    return Structure(works=works, members=members, block_flops=flops)
+
+
+def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
+    """How many blocks each stands for in a model of ``layers``: the inner layer stands for more or fewer of them.
+
+    >>> scaled((1, 1, 3, 1, 1), 32), scaled((1, 1, 3, 1, 1), 1)
+    ((1, 1, 30, 1, 1), (1, 0, 1, 0, 1))
+    """
+    inner = members.index(max(members))
+    if layers >= 2:
+        return (*members[:inner], layers - 2, *members[inner + 1 :])
+    return tuple(n if i in (0, len(members) - 1) else int(i == inner) for i, n in enumerate(members))
+
+
+def cheap(op: Op) -> bool:
+    """What op-level selective checkpointing computes again: all but products, fused attention and collectives."""
+    return op.target not in LINEAR and "attention" not in op.target and not op.target.startswith("autopar.")
+
+
+def attention_core(op: Op) -> bool:
+    """What Megatron's selective recompute computes again: scores, softmax and their product with the values."""
+    return op.target in ("aten.softmax.int", "aten.matmul.default", "aten.dropout.default", "autopar.dropout")
+
+
+# --- pricing
+
+
+def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
+    """The prediction of a run on a cluster: the fastest of its structures."""
+    model = CostModel(cluster, PRECISIONS[run.precision], "adamw")
+    return min((_predict(run, s, model, site) for s in structures), key=lambda p: p.step_time_s)
+
+
+def mesh_of(run: Run) -> Mesh:
+    """The mesh of a run; ZeRO shards over all data ranks, as those programs do."""
+    shards = run.dp if (run.zero if run.zero is not None else 1) else 1
+    return Mesh(pp=run.pp, dp_replicate=run.dp // shards, dp_shard=shards, cp=run.cp, tp=run.tp)
+
+
+def _predict(run: Run, structure: Structure, model: CostModel, site: Site) -> Prediction:
+    mesh = mesh_of(run)
+    quantized = QUANTIZED.get(run.precision)
+    made: dict[int, BlockCost] = {}
+    costs: list[BlockCost] = []
+    for i, (done, count) in enumerate(zip(structure.works, structure.members, strict=True)):
+        made[i] = price_block(
+            done, mesh, model.device, model.collectives, quantized=quantized, overlapped=site.overlapped_tensor_parallel
+        )
+        costs += [made[i]] * count
+    stops = stage_stops(run.layers, run.pp * run.virtual_stages, len(costs))
+    full = run.recompute == "full"
+    stages = []
+    for start, stop in zip((0, *stops), stops, strict=False):
+        layers = [full and 0 < i < len(costs) - 1 for i in range(start, stop)]
+        stages.append(StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(layers)))
+    micro_batches = run.global_batch // (run.dp * run.micro_batch)
+    step = Step(
+        mesh=mesh,
+        schedule=schedule_of(run, micro_batches),
+        num_micro_batches=micro_batches,
+        zero_stage=(run.zero if run.zero is not None else 1) if mesh.dp_shard > 1 else 0,
+        global_batch_size=run.global_batch,
+        flops_per_sample=structure.flops_per_sample,
+        tokens_per_sample=run.seq,
+        blocking_sends=site.blocking_sends,
+        overlapped_reductions=site.overlapped_reductions,
+    )
+    return model.predict(stages, step)
+
+
+def schedule_of(run: Run, micro_batches: int) -> str:
+    """The schedule that Megatron runs with these numbers."""
+    if run.pp == 1:
+        return "none"
+    if run.virtual_stages > 1:
+        return "Interleaved1F1B"
+    return "1F1B" if micro_batches >= run.pp else "GPipe"
+
+
+def stage_stops(layers: int, stages: int, blocks: int) -> tuple[int, ...]:
+    """Where stages stop among ``blocks`` blocks, the first and last of which are embedding and head.
+
+    Equal numbers of layers; where only layers with embedding and head divide, those count as layers (Megatron's
+    ``account_for_embedding``, DeepSpeed's ``type:transformer|embedding``); else stages are filled one after the other
+    to the least that is enough, and the last has what is left (DeepSpeed's ``partition_balanced``; BigScience,
+    chronicles-prequel.md: "78/12=6.5 - so the last stage has 1 block, while the rest have 7").
+
+    >>> stage_stops(4, 2, 6), stage_stops(6, 4, 8), stage_stops(7, 3, 9)
+    ((3, 6), (2, 4, 6, 8), (3, 6, 9))
+    """
+    if layers % stages and (layers + 2) % stages == 0:
+        return tuple((s + 1) * (layers + 2) // stages for s in range(stages))
+    per = -(-layers // stages)
+    ends = [1 + min((s + 1) * per, layers) for s in range(stages)]
+    return (*ends[:-1], blocks)

@@ -1,0 +1,141 @@
+"""The transformers that published runs trained, by their sizes, as the kernels that those programs launch.
+
+Each norm, activation and attention is one operator of torch, as it is one kernel in Megatron, Transformer Engine and
+MPT's flash attention. ``scores`` attention stores its probabilities; masking and scaling are part of its fused softmax.
+Models are made on meta for their shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FAMILIES = ("gpt", "llama", "mpt", "bloom")
+ATTENTIONS = ("flash", "scores")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What decides a model's graph, apart from the number of its equal layers; ``sequence`` in tokens."""
+
+    family: str
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    sequence: int
+    attention: str
+    dtype: str
+    autocast: bool = False
+
+
+class Norm(nn.Module):
+    """A layer norm in single precision between casts, as autocast runs it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.inner = nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of ``x``, in its dtype."""
+        weight, bias = self.inner.weight.float(), self.inner.bias.float()
+        return F.layer_norm(x.float(), (x.shape[-1],), weight, bias).to(x.dtype)
+
+
+class Transformer(nn.Module):
+    """A decoder with its loss.
+
+    Llama has RMS norms, rotary positions, a gated feed-forward and a head of its own; the others have layer norms with
+    biases, GELU and a head tied to the embedding; BLOOM has a norm behind the embedding and no learned positions.
+    """
+
+    def __init__(self, sizes: Sizes, layers: int) -> None:
+        super().__init__()
+        llama = sizes.family == "llama"
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.positions = None if llama or sizes.family == "bloom" else nn.Embedding(sizes.sequence, sizes.hidden)
+        self.embedding_norm = nn.LayerNorm(sizes.hidden) if sizes.family == "bloom" else None
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(layers))
+        self.norm = _norm(sizes)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        if not llama:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of ids [batch, sequence] and labels of the same shape."""
+        x = self.embedding(input_ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward on [batch, sequence, hidden]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes, self.width = sizes, sizes.hidden // sizes.heads
+        llama = sizes.family == "llama"
+        keys = sizes.kv_heads * self.width
+        self.norm1, self.norm2 = _norm(sizes), _norm(sizes)
+        self.query = nn.Linear(sizes.hidden, sizes.hidden, bias=not llama)
+        self.key = nn.Linear(sizes.hidden, keys, bias=not llama)
+        self.value = nn.Linear(sizes.hidden, keys, bias=not llama)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden, bias=not llama)
+        self.up = nn.Linear(sizes.hidden, sizes.ffn, bias=not llama)
+        self.gate = nn.Linear(sizes.hidden, sizes.ffn, bias=False) if llama else None
+        self.down = nn.Linear(sizes.ffn, sizes.hidden, bias=not llama)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, of the shape of ``x``."""
+        x = x + self.out(self._attention(self.norm1(x)))
+        y = self.norm2(x)
+        inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        result: Tensor = x + self.down(inner)
+        return result
+
+    def _attention(self, x: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        sizes = self.sizes
+        query = self.query(x).view(batch, sequence, sizes.heads, self.width).transpose(1, 2)
+        key = self.key(x).view(batch, sequence, sizes.kv_heads, self.width).transpose(1, 2)
+        value = self.value(x).view(batch, sequence, sizes.kv_heads, self.width).transpose(1, 2)
+        if sizes.family == "llama":
+            query, key = self._rotated(query), self._rotated(key)
+        if sizes.attention == "flash":
+            grouped = sizes.heads != sizes.kv_heads
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        else:
+            mixed = F.softmax(query @ key.transpose(2, 3), dim=-1) @ value
+        return mixed.transpose(1, 2).reshape(batch, sequence, hidden)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """Rotary positions [Su et al. 2021]."""
+        sequence, width = x.shape[2:]
+        rates = 10000.0 ** (-torch.arange(0, width, 2, device=x.device) / width)
+        angles = torch.arange(sequence, device=x.device)[:, None] * torch.cat([rates, rates])
+        made: Tensor = x * angles.cos().to(x.dtype) + torch.roll(x, width // 2, -1) * angles.sin().to(x.dtype)
+        return made
+
+
+def _norm(sizes: Sizes) -> nn.Module:
+    if sizes.family == "llama":
+        return nn.RMSNorm(sizes.hidden, eps=1e-5)
+    return Norm(sizes.hidden) if sizes.autocast else nn.LayerNorm(sizes.hidden)
+
+
+def build(sizes: Sizes, layers: int) -> tuple[Transformer, dict[str, Tensor]]:
+    """The model and a batch of two samples, on meta."""
+    with torch.device("meta"):
+        model = Transformer(sizes, layers).to(getattr(torch, sizes.dtype))
+        ids = torch.zeros(2, sizes.sequence, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids.clone()}

@@ -1,0 +1,187 @@
+"""The free parameters of profiles: few, named, bounded, each seen by many runs; and how a profile takes them.
+
+A parameter belongs to an architecture (all devices with the same chip) or to all of them. Profiles hold the values; a
+fit starts from priors and is drawn back to them, so that it is the same whatever the profiles were fitted on before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from autopar.device import CurvePoint, Device, MatmulRate
+from autopar.profile.store import MachineProfile
+
+ARCHITECTURES = {"v100": "volta", "a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "blackwell",
+                 "gb200": "blackwell"}  # fmt: skip
+FLOAT8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One number of profiles that measured runs may tell.
+
+    Attributes:
+        name: as ``--calibrate`` and the provenance print it.
+        architecture: empty: shared by all.
+        prior: to which every fit is drawn, whatever profiles say: a source left out leaves no trace.
+        lower, upper: bounds.
+        meaning: for people.
+    """
+
+    name: str
+    architecture: str
+    prior: float
+    lower: float
+    upper: float
+    meaning: str
+
+    @property
+    def key(self) -> str:
+        """Name and architecture: ``matmul@hopper``."""
+        return f"{self.name}@{self.architecture}" if self.architecture else self.name
+
+
+_SHARED = (
+    ("launch_s", 4e-6, 5e-7, 3e-5, "host and device overhead of one kernel"),
+    ("blocking_launch_s", 1.5e-5, 2e-6, 1.5e-4, "the same where the host waits for each"),
+    ("kernel_fraction", 0.85, 0.4, 1.0, "of the memory bandwidth that operators other than copies reach"),
+    ("wave_loss", 0.3, 0.02, 3.0, "of one wave of tiles that stands idle on average"),
+    ("interference", 0.15, 0.02, 1.0, "compute lost to communication beside it"),
+    ("nic_fraction", 1.0, 0.3, 1.0, "of a network card's benchmark bandwidth, in a step"),
+    ("link_fraction", 1.0, 0.4, 1.0, "of a node link's benchmark bandwidth, in a step"),
+)
+_BY_ARCHITECTURE = (
+    (
+        "matmul",
+        (0.9, 0.85, 0.85),
+        0.5,
+        1.0,
+        "of the matmul ceiling that products without end effects sustain in a step",
+    ),
+    ("fill_depth", (128.0, 192.0, 192.0), 16.0, 400.0, "depth of a product that takes as long as filling the units"),
+    ("attention", (0.75, 0.65, 0.6), 0.15, 1.0, "of the ceiling that fused attention reaches forward"),
+    ("attention_backward", (0.65, 0.55, 0.5), 0.15, 1.0, "and backward"),
+    ("triton", (0.8, 0.5, 0.5), 0.2, 1.0, "of that, what the first fused attention in Triton reaches"),
+)
+PARAMETERS = (
+    *(Parameter(name=n, architecture="", prior=x, lower=a, upper=b, meaning=m) for n, x, a, b, m in _SHARED),
+    *(
+        Parameter(name=n, architecture=chip, prior=x[i], lower=a, upper=b, meaning=m)
+        for i, chip in enumerate(("ampere", "hopper", "blackwell"))
+        for n, x, a, b, m in _BY_ARCHITECTURE
+    ),
+    Parameter(
+        name="unaligned",
+        architecture="ampere",
+        prior=0.25,
+        lower=0.02,
+        upper=1.0,
+        meaning="of the rate of products whose rows are no multiple of 16 bytes",
+    ),
+    Parameter(name="float8", architecture="hopper", prior=0.8, lower=0.3, upper=1.0, meaning="as matmul, in float8"),
+)
+"""Priors are round values assumed before any fit (their reasons stand in the provenance of uncalibrated profiles)."""
+
+_RATE_FIELDS = {
+    "wave_loss": "wave_loss",
+    "fill_depth": "fill_depth",
+    "attention": "attention_fraction",
+    "attention_backward": "attention_backward_fraction",
+    "triton": "triton_fraction",
+    "unaligned": "unaligned_fraction",
+}
+HALVES = ("bfloat16", "float16")
+
+
+def architecture_of(name: str) -> str:
+    """The architecture of a device by its profile's name; empty where not known."""
+    return next((chip for prefix, chip in ARCHITECTURES.items() if name.lower().startswith(prefix)), "")
+
+
+def parameters_of(name: str) -> tuple[Parameter, ...]:
+    """The parameters that the profile of a device takes."""
+    return tuple(p for p in PARAMETERS if p.architecture in ("", architecture_of(name)))
+
+
+def read(profile: MachineProfile) -> dict[str, float]:
+    """The parameters' values in a profile, by key."""
+    return {p.key: _read(profile, p.name) for p in parameters_of(profile.device.name)}
+
+
+def _read(profile: MachineProfile, name: str) -> float:
+    device = profile.device
+    half = device.rate(HALVES[0])
+    readers: dict[str, Callable[[], float]] = {
+        "launch_s": lambda: device.launch_s,
+        "blocking_launch_s": lambda: device.blocking_launch_s or device.launch_s,
+        "kernel_fraction": lambda: device.kernel_fraction,
+        "interference": lambda: device.interference,
+        "nic_fraction": lambda: profile.nic.step_fraction,
+        "link_fraction": lambda: profile.intra_node.step_fraction,
+        "float8": lambda: device.rate(FLOAT8).curve[-1].efficiency,
+        "matmul": lambda: half.curve[-1].efficiency,
+        "attention_backward": lambda: half.attention_backward_fraction or half.attention_fraction,
+    }
+    reader = readers.get(name)
+    return reader() if reader is not None else float(getattr(half, _RATE_FIELDS[name]))
+
+
+def write(profile: MachineProfile, values: Mapping[str, float], *, provenance: str = "") -> MachineProfile:
+    """A profile with other values of its parameters; others of ``values`` are left out.
+
+    Args:
+        provenance: what each number that changes says of where it comes from; appended to what is there.
+    """
+    own = {p.name: values[p.key] for p in parameters_of(profile.device.name) if p.key in values}
+    device = _device(profile.device, own, provenance)
+    nic, link = profile.nic, profile.intra_node
+    if "nic_fraction" in own:
+        nic = replace(nic, step_fraction=own["nic_fraction"], provenance=noted(nic.provenance, provenance))
+    if "link_fraction" in own:
+        link = replace(link, step_fraction=own["link_fraction"], provenance=noted(link.provenance, provenance))
+    return replace(profile, device=device, nic=nic, intra_node=link)
+
+
+def _device(device: Device, own: Mapping[str, float], provenance: str) -> Device:
+    topics = {"launch_s": "launch", "blocking_launch_s": "launch", "kernel_fraction": "bandwidth",
+              "interference": "interference"}  # fmt: skip
+    notes = dict(device.provenance)
+    for topic in {topics[name] for name in topics if name in own}:
+        notes[topic] = noted(notes[topic], provenance)
+    return replace(
+        device,
+        matmul=tuple(_rate(rate, own, provenance) for rate in device.matmul),
+        provenance=tuple(notes.items()),
+        **cast("dict[str, Any]", {name: own[name] for name in topics if name in own}),
+    )
+
+
+def _rate(rate: MatmulRate, own: Mapping[str, float], provenance: str) -> MatmulRate:
+    if rate.dtype not in (*HALVES, FLOAT8):
+        return rate
+    changed: dict[str, float] = {field: own[name] for name, field in _RATE_FIELDS.items() if name in own}
+    efficiency = own.get("float8" if rate.dtype == FLOAT8 else "matmul")
+    curve = rate.curve
+    if efficiency is not None:
+        curve = (*curve[:-1], CurvePoint(smallest_dim=curve[-1].smallest_dim, efficiency=min(efficiency, 1.0)))
+    if not changed and curve == rate.curve:
+        return rate
+    made = replace(rate, curve=curve, provenance=noted(rate.provenance, provenance), **changed)  # type: ignore[arg-type]
+    return replace(made, calibrated=made.calibrated or (bool(provenance) and efficiency is not None))
+
+
+def noted(text: str, provenance: str) -> str:
+    """A provenance with another in place of the last fit's.
+
+    >>> noted("measured; fitted on: a", "fitted on: b")
+    'measured; fitted on: b'
+    """
+    kept = text.split("; fitted on: ", maxsplit=1)[0]
+    return f"{kept}; {provenance}" if provenance else text
+
+
+def seen_by(parameter: Parameter, devices: Sequence[str]) -> int:
+    """How many of these devices take the parameter."""
+    return sum(parameter.architecture in ("", architecture_of(name)) for name in devices)

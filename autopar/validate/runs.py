@@ -1,0 +1,193 @@
+"""Measured runs: one row of a CSV file is one run, its header the schema."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from autopar.errors import UsageError
+from autopar.table import closest
+from autopar.validate.families import ATTENTIONS, FAMILIES
+
+RECOMPUTES = ("none", "selective", "full")
+PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "fp8")
+COUNTS = (
+    "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq", "devices", "devices_per_node", "tp", "pp",
+    "virtual_stages", "dp", "cp", "micro_batch", "global_batch",
+)  # fmt: skip
+CHOICES = {"family": FAMILIES, "attention": ATTENTIONS, "precision": PRECISIONS}
+MAY_BE_EMPTY = {"zero": ("0", "1", "2", "3"), "sequence_parallel": ("0", "1"), "recompute": RECOMPUTES}
+MEASURED = ("step_time_s", "peak_memory_gib")
+TEXTS = ("name", "device", "memory_kind", "source")
+COLUMNS = ("name", *COUNTS, *CHOICES, *MAY_BE_EMPTY, "device", *MEASURED, "memory_kind", "source")
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One measured run; the columns of the table in ``docs/validation.md``.
+
+    Attributes:
+        line: of the file, the header being line 1.
+        zero, sequence_parallel, recompute: None where the source does not say.
+        step_time_s, peak_memory_bytes: None where not known.
+        memory_kind: how memory was read: ``allocator`` or ``nvidia-smi``; may be empty.
+    """
+
+    line: int
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    seq: int
+    device: str
+    devices: int
+    devices_per_node: int
+    tp: int
+    pp: int
+    virtual_stages: int
+    dp: int
+    cp: int
+    zero: int | None
+    micro_batch: int
+    global_batch: int
+    recompute: str | None
+    sequence_parallel: bool | None
+    attention: str
+    precision: str
+    step_time_s: float | None
+    peak_memory_bytes: float | None
+    memory_kind: str
+    source: str
+
+    @property
+    def release(self) -> str:
+        """The source without its address: software and release."""
+        return self.source.split(";")[0].strip()
+
+    @property
+    def publisher(self) -> str:
+        """The source whatever its release: what is left out together."""
+        return re.sub(r"\s*\([^)]*\)\s*$", "", self.release)
+
+    @property
+    def model(self) -> tuple[object, ...]:
+        """Equal for runs of one model and batch on equally many of one device: their plans can be compared."""
+        return (
+            self.publisher, self.family, self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.seq,
+            self.device, self.devices, self.global_batch, self.precision,
+        )  # fmt: skip
+
+
+def read_runs(path: Path) -> tuple[Run, ...]:
+    """The runs of a file.
+
+    Raises:
+        UsageError: the file cannot be read, a column is missing or unknown, a cell has no sense; names file, row and
+            column, and a remedy.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("the file of runs can be read", value=str(error), place=str(path)) from error
+    reader = csv.DictReader(text.splitlines())
+    header = [name.strip() for name in reader.fieldnames or ()]
+    reader.fieldnames = header
+    missing = [name for name in COLUMNS if name not in header]
+    if missing:
+        others = [name for name in header if name not in COLUMNS]
+        raise UsageError(
+            "the header names every column of the schema",
+            value=f"no column {', '.join(missing)}",
+            place=f"{path}, row 1",
+            remedy=f"add it{f' ({others[0]}: {closest(others[0], missing)})' if others else ''}; "
+            "a cell may be empty where docs/validation.md says so",
+        )
+    runs = tuple(_run(row, path, reader.line_num) for row in reader)
+    if not runs:
+        raise UsageError("the file has at least one run", value="a header alone", place=str(path))
+    return runs
+
+
+class _Row:
+    """The cells of one row, read with errors that name them."""
+
+    def __init__(self, row: Mapping[str, str | None], path: Path, line: int) -> None:
+        self.cells = {key: (row.get(key) or "").strip() for key in COLUMNS}
+        self.path, self.line = path, line
+
+    def fault(self, column: str, law: str, remedy: str = "") -> UsageError:
+        place = f"{self.path}, row {self.line}, column {column}"
+        return UsageError(law, value=repr(self.cells[column]), place=place, remedy=remedy or "mend the cell")
+
+    def count(self, column: str) -> int:
+        if not re.fullmatch(r"[1-9]\d*(\.0*)?", self.cells[column]):
+            raise self.fault(column, "the cell is a whole number from 1")
+        return int(float(self.cells[column]))
+
+    def choice(self, column: str, known: tuple[str, ...], *, may_be_empty: bool = False) -> str:
+        cell = self.cells[column]
+        if cell not in known and (cell or not may_be_empty):
+            law = f"the cell is {'empty or ' if may_be_empty else ''}one of {', '.join(known)}"
+            raise self.fault(column, law, closest(cell, known))
+        return cell
+
+    def measured(self, column: str) -> float | None:
+        found = _positive(self.cells[column])
+        if self.cells[column] and found is None:
+            raise self.fault(column, "the cell is empty or a number above zero")
+        return found
+
+
+def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
+    row = _Row(cells, path, line)
+    counts = {column: row.count(column) for column in COUNTS}
+    chosen = {column: row.choice(column, known) for column, known in CHOICES.items()}
+    stated = {column: row.choice(column, known, may_be_empty=True) for column, known in MAY_BE_EMPTY.items()}
+    time_s, memory = (row.measured(column) for column in MEASURED)
+    if time_s is None and memory is None:
+        raise row.fault("step_time_s", "a run has a measured time or memory", "give one of the two")
+    run = Run(
+        line=line,
+        zero=int(stated["zero"]) if stated["zero"] else None,
+        recompute=stated["recompute"] or None,
+        sequence_parallel=stated["sequence_parallel"] == "1" if stated["sequence_parallel"] else None,
+        step_time_s=time_s,
+        peak_memory_bytes=None if memory is None else memory * GIB,
+        **cast("dict[str, Any]", {column: row.cells[column] for column in TEXTS} | counts | chosen),
+    )
+    _check(run, row)
+    return run
+
+
+def _check(run: Run, row: _Row) -> None:
+    """What numbers of one row must be to each other."""
+    if run.tp * run.pp * run.cp * run.dp != run.devices:
+        raise row.fault("devices", f"devices = tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}")
+    if run.hidden % run.heads:
+        raise row.fault("heads", f"the heads divide the hidden size {run.hidden}")
+    if run.heads % run.kv_heads:
+        raise row.fault("kv_heads", f"the key heads divide the heads {run.heads}")
+    for column, whole in (("tp", run.heads), ("tp", run.ffn), ("cp", run.seq)):
+        if whole % getattr(run, column):
+            raise row.fault(column, f"{column} divides heads, ffn or sequence {whole}")
+    if run.global_batch % (run.dp * run.micro_batch):
+        raise row.fault("global_batch", f"the global batch divides by dp * micro_batch = {run.dp * run.micro_batch}")
+    if run.layers < run.pp * run.virtual_stages:
+        raise row.fault("layers", f"each of {run.pp * run.virtual_stages} stages has a layer")
+
+
+def _positive(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None

@@ -1,0 +1,113 @@
+"""What is known of a run beyond its row: the site's network cards and how its software launches work.
+
+``profiles/sites/*.toml`` has facts that published sources state, by a part of the column ``source``; rows of a user's
+own may say the same in optional columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from autopar import resources
+from autopar.cluster import Cluster
+from autopar.device import CollectiveLibrary, Device, MatmulRate
+from autopar.profile.store import MachineProfile, load_library
+from autopar.table import Table
+from autopar.validate.runs import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A cluster and its software.
+
+    Attributes:
+        source: part of the column ``source`` of the runs that it is for.
+        nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says.
+        blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
+        blocking_sends: pipeline messages stand in the stream of computation.
+        fused_elementwise: chains of elementwise operators run as one kernel each.
+        fused_loss: so does cross entropy.
+        autocast: norms compute in single precision, with a cast before and after.
+        triton_attention: fused attention is the first one in Triton.
+        overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
+            computation.
+        fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
+    """
+
+    source: str
+    nics_per_node: int = 0
+    nic_bandwidth_bytes_per_s: float = 0.0
+    blocking_launches: bool = False
+    blocking_sends: bool = False
+    fused_elementwise: bool = False
+    fused_loss: bool = False
+    autocast: bool = False
+    triton_attention: bool = False
+    overlapped_tensor_parallel: bool = False
+    overlapped_reductions: bool = False
+    fixed_segments: bool = False
+    provenance: str = ""
+
+
+PLAIN = Site(source="")
+FLAGS = tuple(f.name for f in fields(Site) if f.type == "bool")
+
+
+def load_sites() -> tuple[Site, ...]:
+    """The shipped sites.
+
+    Raises:
+        UsageError: a file is malformed; names file, line and key.
+    """
+    return tuple(
+        _site(item) for path in resources.files("profiles/sites").values() for item in Table.load(path).tables("site")
+    )
+
+
+def _site(table: Table) -> Site:
+    site = Site(
+        source=table.text("source"),
+        nics_per_node=table.integer("nics_per_node", 0, positive=False),
+        nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
+        provenance=table.text("provenance"),
+        **{flag: table.flag(flag, False) for flag in FLAGS},
+    )
+    table.finish()
+    return site
+
+
+def site_of(run: Run, sites: tuple[Site, ...]) -> Site:
+    """The first site whose text the run's source contains; a plain one where there is none."""
+    return next((site for site in sites if site.source in run.source), PLAIN)
+
+
+def cluster_of(run: Run, profile: MachineProfile, site: Site, library: CollectiveLibrary | None = None) -> Cluster:
+    """The cluster of a run: its nodes, with the site's cards and software; ``library``: read where None."""
+    num_nodes = max(run.devices // run.devices_per_node, 1)
+    group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
+    nic = group.nic
+    if site.nic_bandwidth_bytes_per_s:
+        nic = replace(nic, bandwidth_bytes_per_s=site.nic_bandwidth_bytes_per_s, provenance=site.provenance)
+    group = replace(
+        group, device=_as_run(group.device, site), nic=nic, nics_per_node=site.nics_per_node or group.nics_per_node
+    )
+    name = f"{run.device}:{num_nodes}x{group.devices_per_node}"
+    return Cluster(name=name, groups=(group,), tiers=(), library=library or load_library(profile.library))
+
+
+def _as_run(device: Device, site: Site) -> Device:
+    if site.blocking_launches and device.blocking_launch_s:
+        device = replace(device, launch_s=device.blocking_launch_s, interference=1.0)
+    if site.fixed_segments and device.fixed_segments:
+        device = replace(device, fragmentation=device.fixed_segments)
+    if site.triton_attention:
+        device = replace(device, matmul=tuple(map(_triton, device.matmul)))
+    return device
+
+
+def _triton(rate: MatmulRate) -> MatmulRate:
+    return replace(
+        rate,
+        attention_fraction=rate.attention_fraction * rate.triton_fraction,
+        attention_backward_fraction=rate.attention_backward_fraction * rate.triton_fraction,
+    )

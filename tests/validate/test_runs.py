@@ -1,0 +1,83 @@
+"""Rows of measured runs: what is read, and that each bad cell is named with file, row, column and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.validate.express import stage_stops
+from autopar.validate.runs import COLUMNS, read_runs
+
+OWN = Path(__file__).parent / "runs.csv"
+
+
+def _with(tmp_path: Path, column: str, text: str, row: int = 2) -> Path:
+    lines = OWN.read_text().splitlines()
+    cells = lines[row - 1].split(",")
+    cells[lines[0].split(",").index(column)] = text
+    lines[row - 1] = ",".join(cells)
+    path = tmp_path / "bad.csv"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_row_is_read() -> None:
+    run = read_runs(OWN)[0]
+    assert (run.line, run.tp, run.zero, run.sequence_parallel, run.step_time_s) == (2, 2, 1, False, 0.2)
+    assert run.peak_memory_bytes == 4 * 2**30
+    assert (run.release, run.publisher) == ("made (1)", "made")
+    assert read_runs(OWN)[1].sequence_parallel is None
+    assert read_runs(OWN)[2].zero is None
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        ("layers", "four"), ("hidden", "0"), ("family", "gtp"), ("precision", "bf61"), ("zero", "4"),
+        ("recompute", "ful"), ("step_time_s", "-1"), ("peak_memory_gib", "nan"), ("devices", "9"), ("heads", "3"),
+        ("kv_heads", "3"), ("dp", "1"), ("tp", ""),
+    ],
+)  # fmt: skip
+def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
+    path = _with(tmp_path, column, text)
+    with pytest.raises(UsageError) as error:
+        read_runs(path)
+    assert str(path) in str(error.value)
+    assert "row 2" in str(error.value)
+    assert column in str(error.value) or (column == "dp" and "devices" in str(error.value))
+    assert error.value.remedy
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "short.csv"
+    path.write_text(OWN.read_text().replace("micro_batch", "microbatch"))
+    with pytest.raises(UsageError) as error:
+        read_runs(path)
+    assert "no column micro_batch" in str(error.value)
+    assert f"{path}, row 1" in str(error.value)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can be read"):
+        read_runs(tmp_path / "none.csv")
+    (tmp_path / "empty.csv").write_text(",".join(COLUMNS))
+    with pytest.raises(UsageError, match="at least one run"):
+        read_runs(tmp_path / "empty.csv")
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(72, 12), (70, 12), (78, 12), (106, 12), (3, 2), (80, 20), (5, 5)])
+def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
+    stops = stage_stops(layers, stages, layers + 2)
+    sizes = [b - a for a, b in zip((0, *stops), stops, strict=False)]
+    assert len(stops) == stages
+    assert stops[-1] == layers + 2
+    assert min(sizes) >= 1
+    inner = [size - (i == 0) - (i == stages - 1) for i, size in enumerate(sizes)]
+    assert sum(inner) == layers
+
+
+def test_an_uneven_model_leaves_the_last_stage_what_is_left() -> None:
+    stops = stage_stops(78, 12, 80)
+    assert stops[-1] - stops[-2] == 2  # one layer and the head: BigScience, chronicles-prequel.md

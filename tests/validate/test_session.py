@@ -1,0 +1,129 @@
+"""Runs laid out by the planner's own code and priced by the cost model's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.profile.store import load_profile, profile_to_dict
+from autopar.validate import parameters as free
+from autopar.validate.command import calibrate, evaluate, write_profile
+from autopar.validate.express import scaled
+from autopar.validate.report import markdown, render_html
+from autopar.validate.runs import read_runs
+from autopar.validate.score import score
+from autopar.validate.session import Session
+
+OWN = Path(__file__).parent / "runs.csv"
+PUBLISHED = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return Session(read_runs(OWN), place="runs.csv")
+
+
+def test_every_row_is_expressed_and_reported(session: Session) -> None:
+    outcome = evaluate(session)
+    assert [p.step_time_s > 0 for p in outcome.predictions] == [True] * 6
+    assert [found.name for found in outcome.scores] == ["made", "made (1)", "made (2)", "other", "all"]
+    assert outcome.scores[0].runs == 3
+    text = json.loads(json.dumps(outcome.to_dict(session)))
+    assert [row["name"] for row in text["runs"]] == [run.name for run in session.runs]
+    assert markdown(outcome.scores).count("\n") == 6
+    page = render_html(outcome.scores, [replace(r, name="<b>") for r in session.runs], outcome.predictions)
+    assert "<b>" not in page
+    assert page.count("<circle") == 6 + 2
+
+
+def test_a_slower_device_is_slower(session: Session) -> None:
+    slow = dict(session.start) | {"launch_s": 2 * session.start["launch_s"], "kernel_fraction": 0.5}
+    rows = range(len(session.runs))
+    assert all(b > a for a, b in zip(session.times_s(session.start, rows), session.times_s(slow, rows), strict=True))
+
+
+def test_full_recompute_costs_time_and_frees_memory() -> None:
+    run = read_runs(OWN)[3]
+    other = Session([run, replace(run, recompute="none")])
+    full, none = other.predictions()
+    assert full.step_time_s > none.step_time_s
+    assert full.memory[0].activations < none.memory[0].activations
+
+
+def test_planted_parameters_come_back_and_a_source_left_out_is_not_used(session: Session) -> None:
+    """Measured times are those of other parameters; what a source measured does not change the fit without it."""
+    planted = dict(session.start) | {"kernel_fraction": 0.6, "launch_s": 8e-6}
+    times = session.times_s(planted, range(len(session.runs)))
+    groups = [run.publisher for run in session.runs]
+
+    def measured(factor: float) -> Session:
+        runs = [
+            replace(run, step_time_s=time * (factor if run.publisher == "other" else 1.0))
+            for run, time in zip(session.runs, times, strict=True)
+        ]
+        made = Session(runs)
+        made.__dict__["structures"] = session.structures
+        return made
+
+    found, _ = measured(1.0).fitted(range(len(groups)))
+    assert found.values["launch_s"] == pytest.approx(8e-6, rel=0.1)
+    right, wrong = measured(1.0).left_out(groups), measured(100.0).left_out(groups)
+    assert right["other"] == wrong["other"]
+    assert measured(1.0).fitted(range(len(groups)))[0].values != measured(100.0).fitted(range(len(groups)))[0].values
+
+
+def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Path) -> None:
+    profiles, _, rows = calibrate(session, ["made", "other"])
+    assert rows == [0, 1, 2, 3, 4, 5]
+    assert set(profiles) == {"h100-sxm5-80gb", "a100-sxm4-80gb"}
+    made = profiles["h100-sxm5-80gb"]
+    write_profile(made, tmp_path / "mine.toml")
+    again = load_profile(str(tmp_path / "mine.toml"))
+    assert profile_to_dict(again) == profile_to_dict(made)
+    assert (
+        "fitted on: made (1) (2 runs), made (2) (1 runs), other (3 runs)" in dict(again.device.provenance)["bandwidth"]
+    )
+    with pytest.raises(UsageError, match="nobody"):
+        calibrate(session, ["nobody"])
+
+
+def test_parameters_are_written_and_read_back() -> None:
+    profile = load_profile("a100-sxm4-80gb")
+    values = {p.key: (p.lower + p.upper) / 2 for p in free.parameters_of("a100-sxm4-80gb")}
+    assert free.read(free.write(profile, values)) == pytest.approx(values)
+
+
+def test_an_unknown_device_is_named_with_its_row() -> None:
+    run = replace(read_runs(OWN)[0], device="h100-sxm5-88gb")
+    with pytest.raises(UsageError, match="row 2, column device"):
+        Session([run], place="runs.csv")
+
+
+def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:
+    predictions = list(evaluate(session).predictions)[:3]
+    run = session.runs[0]
+    runs = [replace(run, step_time_s=t) for t in (1.0, 2.0, 2.01)]
+    times = [replace(p, step_time_s=t) for p, t in zip(predictions, (1.5, 1.0, 3.0), strict=True)]
+    found = score("x", runs, times, [0.0] * 3)
+    assert (found.pairs, found.ordered) == (2, 1)
+    assert found.regret == pytest.approx(1.0)
+    assert found.mape == pytest.approx((0.5 + 0.5 + 3 / 2.01 - 1) / 3)
+    assert found.rho == pytest.approx(0.5)
+
+
+def test_layers_scale_one_inner_block() -> None:
+    for layers in range(1, 40):
+        assert sum(scaled((1, 1, 3, 1, 1), layers)) == layers + 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shared/validation/calibration.csv")
+def test_every_published_row_is_expressed() -> None:
+    runs = read_runs(PUBLISHED)
+    found = Session(runs, place=str(PUBLISHED)).predictions()
+    assert len(found) == len(runs) == 373
+    assert all(0.2 < p.step_time_s / (r.step_time_s or 1) < 5 for r, p in zip(runs, found, strict=True))
