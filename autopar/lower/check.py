@@ -37,6 +37,7 @@ from autopar.layout import Type
 from autopar.lower.emit import SEED, TARGETS, layout_of, str_name
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
+from autopar.opaque_ops import opaque
 from autopar.rules.apply import BATCH
 from autopar.rules.spread import AXIS as SPREAD
 
@@ -123,7 +124,7 @@ class _Check:
             if node.op == "placeholder":
                 env[node] = 0 if node.target == SEED else self.tensor(node)
             elif node.op == "get_attr":
-                env[node] = self.tensor(node)
+                env[node] = self.tensor(node) if "spec" in node.meta else None  # None: the code of an opaque region
             elif node.op == "call_function":
                 with _named(here):
                     env[node] = self.call(node, env, here)
@@ -153,6 +154,10 @@ class _Check:
         if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
             self.count += 1
             return self.annotate(cast("Callable[..., Any]", node.target)(*args, **kwargs), node)
+        if node.target is opaque:  # unknown code: it gives what it is stated to give
+            self.operands(node, operands, place)
+            made = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
+            return [made.get(i) for i in range(1 + max(made, default=-1))]
         if node.target is operator.getitem or (partial and not _is_known(call)):
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
@@ -323,6 +328,10 @@ def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any,
     if "device" in kwargs:  # a factory makes its tensor where the checker's are
         kwargs = {**kwargs, "device": torch.device("meta")}
     return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
 
 
 def _plain(result: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from autopar import ops as emitted
 from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, R, S
 from autopar.mesh import DATA_AXES
+from autopar.opaque_ops import Holder, region_of
 from autopar.rules.apply import BATCH
 from autopar.rules.spread import AXIS as SPREAD
 
@@ -49,6 +50,7 @@ Strides depend on kernels, which differ between devices and shapes: a view is a 
 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
+OPAQUE = "autopar.opaque"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _DRAWING = ("autopar.dropout", "autopar.noise")
 _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
@@ -56,7 +58,7 @@ _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring
 
 def is_random(op: Op) -> bool:
     """Whether the operator draws random numbers."""
-    if op.target in _DRAWING:
+    if op.target in (*_DRAWING, OPAQUE):
         return True
     return op.target in _ATTENTIONS and len(op.args) > 4 and bool(op.args[4])
 
@@ -123,10 +125,12 @@ class Emitter:
             kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
         if not op.operands and (target == "autopar.noise" or (target.startswith("aten.") and _has_device(target))):
             kwargs["device"] = self.device
+        if target == OPAQUE:
+            self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
         node = self.graph.create_node(
             "call_function",
             _FUNCTIONS.get(target) or emitted.resolve(target),
-            tuple(self._argument(arg) for arg in args),
+            (*self._region(op), *(self._argument(arg) for arg in args)),
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
         )
@@ -135,7 +139,7 @@ class Emitter:
         node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)
-        if len(op.outputs) == 1:
+        if len(op.outputs) == 1 and target != OPAQUE:
             self.values[Ref(op.name)] = _typed(node, op.spec, layouts[0])
             return
         for i in range(len(op.outputs)):
@@ -143,6 +147,12 @@ class Emitter:
                 "call_function", operator.getitem, (node, i), name=str_name(Ref(op.name, i), suffix_first=True)
             )
             self.values[Ref(op.name, i)] = _typed(part, op.outputs[i], layouts[i])
+
+    def _region(self, op: Op) -> tuple[fx.Node, ...]:
+        """The place of a region's code, which the runtime fills."""
+        if op.target != OPAQUE:
+            return ()
+        return (self.graph.get_attr(f"{op.name}_region"),)
 
     def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
         """The module; it returns a tuple, one tensor for each of ``outputs``."""
@@ -158,8 +168,8 @@ class Emitter:
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        is_spread = any(axis == SPREAD for axis, _ in parameter.layout)
-        args = (node, parameter.spec.dtype) if is_spread else (node,)
+        is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)  # not by FSDP
+        args = (node, parameter.spec.dtype) if is_cast_here else (node,)
         local = self.graph.create_node("call_function", emitted.local, args, name=name)
         local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
