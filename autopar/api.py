@@ -13,7 +13,9 @@ import torch
 from autopar.cluster import Cluster
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.ir import Graph
+from autopar.graph.trace import LossFunction
 from autopar.plan import BF16, FP32, FP64, Plan, Precision
+from autopar.search.batch import for_batch
 from autopar.search.outer import Limits, Progress
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
@@ -45,6 +47,8 @@ def search(  # noqa: PLR0913  keywords of the public call
     storage: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
     name: str = "",
     cache_dir: Path | None = None,
 ) -> Plan:
@@ -63,6 +67,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         storage: an Optuna URL, in which every trial is recorded.
         seed: of the sampler of spaces too large for an exhaustive search.
         progress: called with (what, done, total).
+        loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
+        opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.graph.opaque``.
         name: of the model in the plan.
         cache_dir: where rules that are found by execution are kept; nowhere when None.
 
@@ -74,7 +80,18 @@ def search(  # noqa: PLR0913  keywords of the public call
     planner = _planner(
         model,
         cluster,
-        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name, cache_dir),
+        _Wish(
+            example_inputs,
+            global_batch_size,
+            tuple(pins),
+            precision,
+            optimizer,
+            space,
+            name,
+            cache_dir,
+            loss_fn,
+            tuple(opaque),
+        ),
         progress,
     )
     limits = Limits(trials=trials, timeout_s=timeout_s)
@@ -92,6 +109,8 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     optimizer: str = "adamw",
     space: str = "default",
     progress: Progress | None = None,
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
     name: str = "",
     cache_dir: Path | None = None,
 ) -> Plan:
@@ -103,7 +122,18 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     planner = _planner(
         model,
         cluster,
-        _Wish(example_inputs, global_batch_size, tuple(pins), precision, optimizer, space, name, cache_dir),
+        _Wish(
+            example_inputs,
+            global_batch_size,
+            tuple(pins),
+            precision,
+            optimizer,
+            space,
+            name,
+            cache_dir,
+            loss_fn,
+            tuple(opaque),
+        ),
         progress,
     )
     return planner.estimate()
@@ -123,6 +153,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     trials: int | None = None,
     search_timeout_s: float | None = None,
     weights: str | Path | None = None,
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
     seed: int = 0,
     timeout_s: float = 600.0,
 ) -> Parallel:
@@ -135,7 +167,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         example_inputs: a batch; made from its config for a Hugging Face model.
         global_batch_size: samples of one step over all ranks; those of ``example_inputs``, or 8 a
             rank, when None.
-        pins, precision, optimizer, space, trials: as in :func:`search`.
+        pins, precision, optimizer, space, trials, loss_fn, opaque: as in :func:`search`; a plan names its opaque
+            modules itself.
         search_timeout_s: of the search.
         weights: folder of safetensors files, read slice by slice.
         seed: of dropout, and of the initialisation of a model on meta.
@@ -160,12 +193,24 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
-            return plan, trace_model(model, example_inputs, plan.precision, name=plan.model.name)
-        graph = trace_model(model, example_inputs, PRECISIONS.get(precision, FP32))
+            graph = trace_model(
+                model,
+                example_inputs,
+                plan.precision,
+                name=plan.model.name,
+                loss_fn=loss_fn,
+                opaque=plan.opaque,
+                global_batch_size=plan.global_batch_size,
+            )
+            return plan, graph
+        samples = global_batch_size or _samples(example_inputs) or SAMPLES_PER_RANK * world_size
+        recipe = PRECISIONS.get(precision, FP32)
+        graph = trace_model(model, example_inputs, recipe, loss_fn=loss_fn, opaque=opaque, global_batch_size=samples)
         found = search(
             graph,
+            opaque=opaque,
             cluster=where or Cluster.detect(num_ranks=world_size),
-            global_batch_size=global_batch_size or _samples(example_inputs) or SAMPLES_PER_RANK * world_size,
+            global_batch_size=samples,
             pins=pins,
             precision=precision,
             optimizer=optimizer,
@@ -233,7 +278,14 @@ def verify(
 
     if graph is None:
         batch = subject.make_batch(2, seed=0, padded=True)
-        graph = trace_model(subject.build(), batch, FP32, name=plan.model.name)
+        graph = trace_model(
+            subject.build(),
+            batch,
+            FP32,
+            name=plan.model.name,
+            opaque=plan.opaque,
+            global_batch_size=plan.global_batch_size,
+        )
     return compare(subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision])
 
 
@@ -246,13 +298,16 @@ def _samples(example_inputs: Mapping[str, Any] | Sequence[Any] | None) -> int | 
     return max(sizes, key=sizes.count) if sizes else None
 
 
-def _two_samples(inputs: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any] | Sequence[Any]:
-    """Two samples of a batch: graphs, and so plans, do not depend on the size of the example."""
+def _with_samples(inputs: Mapping[str, Any] | Sequence[Any], samples: int | None) -> Mapping[str, Any] | Sequence[Any]:
+    """Two samples of a batch (graphs, and so plans, do not depend on the size of the example), or so many, on meta."""
     size = _samples(inputs)
 
     def cut(value: Any) -> Any:
-        is_batch = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
-        return value[:2] if is_batch else value
+        if not (isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size):
+            return value
+        if samples is None:
+            return value[:2]
+        return torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
 
     if isinstance(inputs, Mapping):
         return {key: cut(value) for key, value in inputs.items()}
@@ -264,9 +319,14 @@ def trace_model(
     example_inputs: Mapping[str, Any] | Sequence[Any] | None,
     precision: Precision,
     *,
+    global_batch_size: int | None = None,
     name: str = "",
+    loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
 ) -> Graph:
-    """The graph that plans of this model and precision are for; ``model`` itself stays as it is.
+    """The graph that plans of this model, precision and global batch are for; ``model`` itself stays as it is.
+
+    Without a global batch its samples must be apart.
 
     Raises:
         UsageError: no example inputs, and none can be made.
@@ -278,18 +338,25 @@ def trace_model(
         from autopar.models import example_batch_for
 
         example_inputs = example_batch_for(model)
-    inputs = _two_samples(example_inputs)
+    given = example_inputs
+    dtype = getattr(torch, precision.compute)
     if precision.compute != "float32":
-        dtype = getattr(torch, precision.compute)
         model = on_meta(model, dtype)
-        inputs = (
-            {key: _cast(value, dtype) for key, value in inputs.items()}
-            if isinstance(inputs, Mapping)
-            else [_cast(value, dtype) for value in inputs]
-        )
-    if isinstance(inputs, Mapping):
-        return trace(model, (), inputs, name=name)
-    return trace(model, tuple(inputs), {}, name=name)
+
+    def trace_at(samples: int | None) -> Graph:
+        inputs = _with_samples(given, samples)
+        if precision.compute != "float32":
+            inputs = (
+                {key: _cast(value, dtype) for key, value in inputs.items()}
+                if isinstance(inputs, Mapping)
+                else [_cast(value, dtype) for value in inputs]
+            )
+        options: dict[str, Any] = {"name": name, "loss_fn": loss_fn, "opaque": opaque, "exact": samples is not None}
+        if isinstance(inputs, Mapping):
+            return trace(model, (), inputs, **options)
+        return trace(model, tuple(inputs), {}, **options)
+
+    return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
 
 
 def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -318,6 +385,8 @@ class _Wish:
     space: str
     name: str
     cache_dir: Path | None
+    loss_fn: LossFunction | None
+    opaque: tuple[str, ...]
 
 
 def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Planner:
@@ -330,7 +399,15 @@ def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish
     if not isinstance(model, Graph):
         if progress is not None:
             progress("tracing the model", 0, 0)
-        model = trace_model(model, wish.example_inputs, recipe, name=wish.name)
+        model = trace_model(
+            model,
+            wish.example_inputs,
+            recipe,
+            name=wish.name,
+            loss_fn=wish.loss_fn,
+            opaque=wish.opaque,
+            global_batch_size=wish.global_batch_size,
+        )
     if progress is not None:
         progress("laying out blocks", 0, 0)
     task = Task(
@@ -342,5 +419,6 @@ def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish
         pins=pins,
         space=space,
         cache_dir=wish.cache_dir,
+        opaque=wish.opaque,
     )
     return Planner(task)

@@ -12,7 +12,7 @@ import importlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,13 +70,13 @@ class ModelSource:
         without_dropout(model)
         return model.train()
 
-    def trace(self) -> Graph:
+    def trace(self, opaque: Sequence[str] = ()) -> Graph:
         """The graph of :attr:`model` on :attr:`example_inputs`.
 
         Raises:
             TraceError: it cannot be traced.
         """
-        return trace(self.model, (), self.example_inputs, name=self.name)
+        return trace(self.model, (), self.example_inputs, name=self.name, opaque=opaque)
 
     def __reduce__(self) -> tuple[Any, ...]:
         again = partial(

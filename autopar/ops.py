@@ -33,7 +33,7 @@ from autopar.errors import RuleError
 Salt = int | tuple[int, ...]
 """Tells the random operators of a program apart."""
 
-_HOMES = ("autopar.ops", "autopar.sharded_ops", "autopar.expert_ops", "autopar.sequence_ops")
+_HOMES = ("autopar.ops", "autopar.sharded_ops", "autopar.expert_ops", "autopar.sequence_ops", "autopar.opaque_ops")
 _MASK64 = (1 << 64) - 1
 
 

@@ -206,6 +206,7 @@ class Plan:
         padding: parameters that are longer than the model's, so that they split evenly over ``tp``.
         pins: as the user wrote them.
         notes: what a reader should know (replicated operators, opaque regions).
+        opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
     """
 
     model: ModelInfo
@@ -227,6 +228,7 @@ class Plan:
     padding: tuple[PaddedParameter, ...] = ()
     pins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
     version: int = FORMAT_VERSION
 
     @property

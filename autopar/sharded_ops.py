@@ -15,8 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar import ops
+from autopar.layout import parse_type
 from autopar.mesh import DATA_AXES
-from autopar.ops import all_reduce, group, keep_on_first
+from autopar.ops import group
 
 
 def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:
@@ -219,20 +221,6 @@ def total(x: Tensor, *axes: str) -> Tensor:
     return _total(x, [group(axis) for axis in axes])
 
 
-def batch_all_reduce(x: Tensor, to: str) -> Tensor:
-    """P over samples to ``to`` (``I`` or ``R``): the sum over all data ranks, each with its samples in one micro-batch."""
-    for axis in DATA_AXES:
-        x = all_reduce(x, axis, to)
-    return x
-
-
-def batch_keep_on_first(x: Tensor, source: str) -> Tensor:
-    """``source`` (``I`` or ``R``) over samples to P: the tensor on the first data rank, zeros on the others."""
-    for axis in DATA_AXES:
-        x = keep_on_first(x, axis, source)
-    return x
-
-
 def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """The sum over all groups, one after the other, R on each: its gradient is a pending sum."""
     for pg in groups:
@@ -244,3 +232,32 @@ def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
             backward_options={"op_dtype": local.dtype} if local.requires_grad else None,
         )
     return local
+
+
+def change_over_data(x: Tensor, source: str, target: str) -> Tensor:
+    """A change of type over both data axes, whose ranks in order (the inner axis last) have the samples in order.
+
+    Args:
+        x: this rank's part.
+        source, target: types, as ``S(0)`` and ``R``.
+
+    Returns:
+        x in type ``target``.
+    """
+    before, after = parse_type(source), parse_type(target)
+    axes = [axis for axis in DATA_AXES if group(axis).size() > 1]
+    for axis in reversed(axes) if before.is_split else axes:
+        match before.kind, after.kind:
+            case "S", end:
+                x = ops.all_gather(x, axis, before.dim, end)
+            case "P", "S":
+                x = ops.reduce_scatter(x, axis, after.dim)
+            case "P", end:
+                x = ops.all_reduce(x, axis, end)
+            case begin, "S":
+                x = ops.shard(x, axis, after.dim, begin)
+            case begin, "P":
+                x = ops.keep_on_first(x, axis, begin)
+            case _:
+                x = ops.invariant_to_replicate(x, axis)
+    return x

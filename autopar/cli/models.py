@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.cli.console import print_json, print_text, progress
-from autopar.cli.options import Json, Model, Pin, Sequence_, is_factory, parse_cluster, split_pins
+from autopar.cli.options import Json, Model, Opaque, Pin, Sequence_, is_factory, parse_cluster, split_pins
 from autopar.cli.planning import model_of, sequence_of
 from autopar.errors import UsageError
 
@@ -37,6 +38,7 @@ def trace(
     model: Model,
     seq: Sequence_ = None,
     batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Samples in the traced batch.")] = 2,
+    opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
     """Trace a model: parameters, FLOPs, repeated blocks, operators, and what has no rule."""
@@ -44,7 +46,7 @@ def trace(
         from autopar.cli.graph_report import graph_summary, render_graph
         from autopar.models import resolve_model
 
-        graph = resolve_model(model, batch_size=batch, sequence_length=seq).trace()
+        graph = resolve_model(model, batch_size=batch, sequence_length=seq).trace(opaque or ())
     if as_json:
         print_json(graph_summary(graph))
     else:
@@ -61,6 +63,7 @@ def verify(
         int | None, typer.Option("--global-batch", min=1, metavar="N", help="For a MODEL: default 4 samples a rank.")
     ] = None,
     seq: Sequence_ = None,
+    opaque: Opaque = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="For a PLAN made from a model without a name.")
     ] = None,
@@ -88,7 +91,7 @@ def verify(
     if Path(target).suffix == ".json" or _is_file(target):
         plan, subject, graph = _from_file(Path(target), model)
     else:
-        plan, subject, graph = _from_model(target, cluster, split_pins(pin or ()), global_batch, seq)
+        plan, subject, graph = _from_model(target, cluster, split_pins(pin or ()), global_batch, seq, opaque or [])
     if plan.mesh.world_size > MAX_RANKS:
         raise UsageError(
             f"verify starts a process for each rank on this machine, at most {MAX_RANKS}",
@@ -144,25 +147,39 @@ class VerifiedModel:
         names = batch if self.masked else self.source.example_inputs
         return {name: batch[name] for name in names if name in batch}
 
-    def trace(self, *, as_trained: bool = False) -> Graph:
+    def trace(
+        self, *, global_batch_size: int | None = None, opaque: Sequence[str] = (), as_trained: bool = False
+    ) -> Graph:
         """The graph on such batches.
 
         Args:
+            global_batch_size: at which the model is traced where samples meet; without it they must be apart.
+            opaque: modules that are not looked into.
             as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
                 is traced without dropping anything, because what two processes draw cannot be compared.
         """
         from autopar.graph import trace as trace_model
         from autopar.graph.random import draws_random
         from autopar.models import without_dropout
+        from autopar.search.batch import for_batch
 
-        batch = self.make_batch(self.source.batch_size, seed=0, padded=True)
-        example = {name: value.to("meta") for name, value in batch.items()}
-        graph = trace_model(self.source.model, (), example, name=self.source.name)
+        model = self.source.model
+
+        def trace_at(samples: int | None) -> Graph:
+            batch = self.make_batch(samples or self.source.batch_size, seed=0, padded=True)
+            example = {name: value.to("meta") for name, value in batch.items()}
+            options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "exact": samples is not None}
+            return trace_model(model, (), example, **options)
+
+        def trace_one() -> Graph:
+            return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
+
+        graph = trace_one()
         if as_trained or not any(draws_random(op.target) and op.target != "autopar.dropout" for op in graph.ops):
             return graph
-        quiet = copy.deepcopy(self.source.model)
-        without_dropout(quiet)
-        return trace_model(quiet, (), example, name=self.source.name)
+        model = copy.deepcopy(self.source.model)
+        without_dropout(model)
+        return trace_one()
 
 
 def _is_file(text: str) -> bool:
@@ -191,7 +208,12 @@ def _from_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Grap
     with progress("tracing the model"):
         source = resolve_model(name, sequence_length=sequence)
         traced = resolve_model(name, sequence_length=sequence, dtype=getattr(torch, plan.precision.compute))
-        graphs = {masked: VerifiedModel(traced, masked).trace(as_trained=True) for masked in (False, True)}
+        graphs = {
+            masked: VerifiedModel(traced, masked).trace(
+                global_batch_size=plan.global_batch_size, opaque=plan.opaque, as_trained=True
+            )
+            for masked in (False, True)
+        }
     for masked, graph in graphs.items():
         if graph.fingerprint == plan.model.fingerprint:
             return plan, VerifiedModel(source, masked), graph
@@ -213,7 +235,7 @@ def with_free_links(cluster: Cluster) -> Cluster:
 
 
 def _from_model(
-    name: str, cluster: str | None, pins: list[str], global_batch: int | None, seq: int | None
+    name: str, cluster: str | None, pins: list[str], global_batch: int | None, seq: int | None, opaque: list[str]
 ) -> tuple[Plan, VerifiedModel, Graph]:
     """The best plan for the model traced with a padding mask, under the pins.
 
@@ -236,11 +258,13 @@ def _from_model(
         if seq is None and not is_factory(name) and tokens is not None and tokens.shape[1] > DEFAULT_TOKENS:
             source = resolve_model(name, sequence_length=DEFAULT_TOKENS)
         subject = VerifiedModel(source, masked=True)
-        graph = subject.trace()
+        samples = global_batch or DEFAULT_SAMPLES * found.world_size
+        graph = subject.trace(global_batch_size=samples, opaque=opaque)
         plan = api.search(
             graph,
             cluster=found,
-            global_batch_size=global_batch or DEFAULT_SAMPLES * found.world_size,
+            global_batch_size=samples,
+            opaque=opaque,
             pins=pins,
             progress=advance,
         )

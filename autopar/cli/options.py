@@ -40,6 +40,14 @@ Pin = Annotated[
         "--pin", metavar="K=V", help="A constraint, repeatable: tp=4, tp<=4, zero=1, schedule=1F1B, recompute=full ..."
     ),
 ]
+Opaque = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--opaque",
+        metavar="NAME",
+        help="A module that runs as it is written: its path, a pattern or a class; repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 

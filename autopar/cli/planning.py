@@ -15,6 +15,7 @@ from autopar.cli.options import (
     GlobalBatch,
     Json,
     Model,
+    Opaque,
     Optimizer,
     Pin,
     PrecisionOption,
@@ -39,6 +40,7 @@ def search(
     precision: PrecisionOption = "fp32",
     optimizer: Optimizer = "adamw",
     pin: Pin = None,
+    opaque: Opaque = None,
     space: Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")] = (
         "default"
     ),
@@ -61,6 +63,7 @@ def search(
         precision=precision,
         optimizer=optimizer,
         pins=split_pins(pin or ()),
+        opaque=opaque or [],
         options=options,
     )
     _give(plan, output, as_json)
@@ -74,6 +77,7 @@ def estimate(
     precision: PrecisionOption = "fp32",
     optimizer: Optimizer = "adamw",
     pin: Pin = None,
+    opaque: Opaque = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -87,6 +91,7 @@ def estimate(
         precision=precision,
         optimizer=optimizer,
         pins=split_pins(pin or ()),
+        opaque=opaque or [],
         options={},
     )
     _give(plan, output, as_json)
@@ -126,6 +131,7 @@ def explain(
         precision=plan.precision.name,
         optimizer=plan.optimizer,
         pins=[*(pin for pin in plan.pins if pin_key(pin) not in changed), *pins],
+        opaque=list(plan.opaque),
         options={},
     )
     if as_json:
@@ -171,6 +177,7 @@ def make_plan(
     precision: str,
     optimizer: str,
     pins: list[str],
+    opaque: list[str],
     options: dict[str, Any],
 ) -> Plan:
     """Resolve the model and the cluster, then call ``autopar.api``'s ``verb``.
@@ -195,6 +202,7 @@ def make_plan(
             precision=precision,
             optimizer=optimizer,
             pins=pins,
+            opaque=opaque,
             progress=advance,
             cache_dir=cache_dir() or Path.home() / ".cache" / "autopar",
             **options,

@@ -15,7 +15,10 @@ from autopar.cost.work import COLLECTIVES, VIEWS, Work, operand_specs, work
 from autopar.device import Device, Kind
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.storage import storage_roots
+from autopar.layout import parse_type
 from autopar.mesh import DATA_AXES, Mesh
+from autopar.rules.apply import OVER_DATA
+from autopar.rules.conversions import conversion
 from autopar.rules.sharded import ring_messages
 
 
@@ -259,10 +262,10 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         for inside in ring_messages(whole, backward=op.spec.requires_grad):
             yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
         return
-    if op.target == "autopar.batch_all_reduce":
-        yield from _totals(op)
+    if op.target == OVER_DATA:
+        yield from _over_data(op, graph)
         return
-    if op.target not in COLLECTIVES or op.target == "autopar.batch_keep_on_first":
+    if op.target not in COLLECTIVES:
         return
     name, axis = op.target.removeprefix("autopar.").removeprefix("zigzag_"), str(op.args[1])
     before, after = graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes
@@ -274,6 +277,22 @@ def messages(op: Op, graph: Graph) -> Iterator[Message]:
         yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
 
 
+def _over_data(op: Op, graph: Graph) -> Iterator[Message]:
+    """A change of type over all data ranks: whole tensors, over one data axis after the other.
+
+    A gather over both axes moves less on the one inside.
+    """
+    before, after = (parse_type(str(op.args[i])) for i in (1, 2))
+    change = conversion(before, after, requires_grad=op.spec.requires_grad)
+    if change is None:
+        return
+    whole = max(graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes)
+    for axis in DATA_AXES:
+        for kind, is_backward in ((change.forward, False), (change.backward, True)):
+            if kind:
+                yield Message(kind=kind, axis=axis, num_bytes=whole, backward=is_backward)
+
+
 def _travels(op: Op, graph: Graph) -> Iterator[Message]:
     """Rows to their experts and back, as if routing were even."""
     hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
@@ -283,13 +302,6 @@ def _travels(op: Op, graph: Graph) -> Iterator[Message]:
     for is_backward, count in ((False, 2), (True, 2 if hidden.requires_grad else 1)):
         message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
         yield from (message,) * count
-
-
-def _totals(op: Op) -> Iterator[Message]:
-    """A sum over all data ranks, over one data axis after the other."""
-    for axis in DATA_AXES:
-        for is_backward in (False, True) if op.args[1] == "R" and op.spec.requires_grad else (False,):
-            yield Message(kind="all_reduce", axis=axis, num_bytes=op.spec.num_bytes, backward=is_backward)
 
 
 def _directions(name: str, op: Op) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from typing import cast
 
 from autopar.device import Kind
 from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.opaque_ops import region_of
 
 Specs = Sequence[TensorSpec]
 
@@ -102,10 +103,7 @@ _SAVE_INPUT_NAMES = (
     " leaky_relu.default hardtanh.default clamp.default softplus.default hardswish.default mish.default"
     " log_sigmoid.default erf.default"
 )
-_COLLECTIVE_NAMES = (
-    "all_reduce all_gather reduce_scatter all_to_all shard keep_on_first invariant_to_replicate"
-    " batch_all_reduce batch_keep_on_first"
-)
+_COLLECTIVE_NAMES = "all_reduce all_gather reduce_scatter all_to_all shard keep_on_first invariant_to_replicate"
 
 
 def _aten(names: str) -> frozenset[str]:
@@ -433,6 +431,29 @@ def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
+def _over_data(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A change of type over the data axes: a copy into or out of rank order."""
+    whole = max(operands[0].num_bytes, op.spec.num_bytes)
+    return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
+
+
+def _opaque(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A region of unknown code: what one run of it counted, scaled by its input; elementwise beside that."""
+    region = region_of(str(op.args[0]))
+    share = max(1, sum(spec.numel for spec in operands[: len(cast("tuple[object, ...]", op.args[1]))])) / region.numel
+    moved = _total(operands) + _total(op.outputs)
+    return Work(
+        flops=region.flops * share,
+        backward_flops=region.backward_flops * share,
+        num_bytes=moved + int(region.saved_bytes * share),
+        backward_bytes=2 * moved + int(region.saved_bytes * share),
+        launches=1 + len(region.parameters),
+        backward_launches=1 + 2 * len(region.parameters),
+        saved=tuple(range(len(operands))),
+        saved_bytes=int(region.saved_bytes * share),
+    )
+
+
 def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
     """Keeps its mask, one byte an element."""
     x = operands[0]
@@ -489,6 +510,8 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(
         ("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"), _experts
     ),
+    "autopar.opaque": _opaque,
+    "autopar.change_over_data": _over_data,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
     **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean", "aten.sum.default", "aten.sum.dim_IntList"), _mean),
     **dict.fromkeys(COLLECTIVES, _change_of_type),

@@ -15,6 +15,7 @@ from autopar.graph.ir import Argument, Buffer, Graph, Input, Mutation, Op, Param
 from autopar.graph.random import draws_random
 from autopar.graph.state import with_totals, without_gradient
 from autopar.graph.unfuse import cut_parameters, unfuse
+from autopar.opaque_ops import region_of
 
 _SMALL = 2**16
 """Elements up to which equal constants are shared."""
@@ -240,4 +241,12 @@ def fingerprint(
     lines += [
         f"{i.name} {tuple(n for d, n in enumerate(i.spec.shape) if d != i.batch_dim)} {i.spec.dtype}" for i in inputs
     ]
-    return digest("\n".join([*lines, *(op.target for op in ops), *(m.buffer for m in mutations)]))
+    return digest("\n".join([*lines, *(_identity(op) for op in ops), *(m.buffer for m in mutations)]))
+
+
+def _identity(op: Op) -> str:
+    """What an operator is; a region of unknown code by its name."""
+    if op.target != "autopar.opaque":
+        return op.target
+    region = region_of(str(op.args[0]))
+    return f"{op.target} {region.kind} {region.name}"

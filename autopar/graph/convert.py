@@ -19,6 +19,7 @@ from autopar.graph.indexing import INDEXING
 from autopar.graph.ir import Argument, Ref, TensorSpec
 from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
+from autopar.graph.opaque import opaque_of
 from autopar.graph.products import PRODUCTS
 from autopar.graph.random import draws_random, random_call
 from autopar.graph.sums import SUMS
@@ -36,10 +37,12 @@ class Converter:
 
     Attributes:
         env: the value of each fx node by name.
+        module: path of the module whose call is converted.
     """
 
     builder: Builder
     env: dict[str, Value] = field(default_factory=dict)
+    module: str = ""
 
     def run(self, nodes: Iterable[fx.Node], owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> list[Value]:
         """Converts the calls among ``nodes`` and returns the outputs.
@@ -49,6 +52,7 @@ class Converter:
         """
         for node in nodes:
             if node.op == "call_function":
+                self.module = module_of(node)
                 env[node.name] = self._call(node, owner, env, grad)
             elif node.op == "get_attr":
                 env[node.name] = self._attribute(node, owner)
@@ -81,13 +85,14 @@ class Converter:
             )
         if _is_dropped(target):
             return None
+        specs = _specs_of(node)
         call = Call(
             name=node.name,
             target=str(target),
             overload=target,
             args=tuple(_argument(arg, env) for arg in node.args),
             kwargs={key: _argument(value, env) for key, value in node.kwargs.items()},
-            outputs=_specs(node.meta.get("val")),
+            outputs=specs,
             module=module_of(node),
             source=source_of(node),
             grad=grad,
@@ -149,6 +154,8 @@ _REPORT = "replace the call in the model by torch operators"
 
 def _apply(builder: Builder, call: Call) -> Value:
     """Adds ``call`` in its one form, or folds it away."""
+    if call.target == "autopar.opaque.default":
+        return opaque_of(builder, call)  # what it computes is not known, so that nothing is folded or foreseen
     folded = fold(builder, call)
     if folded is not None:
         return folded
@@ -218,6 +225,31 @@ def _specs(value: object) -> tuple[TensorSpec | None, ...]:
     if isinstance(value, list | tuple):
         return tuple(spec for item in value for spec in (_specs(item) or (None,)))
     return ()
+
+
+def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
+    """The outputs of a call.
+
+    Raises:
+        TraceError: a shape, or a Python number that the model uses, depends on the values of tensors.
+    """
+    value = node.meta.get("val")
+    used = any(
+        not isinstance(user.target, torch._ops.OpOverload) or not _is_dropped(user.target) for user in node.users
+    )
+    number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and used
+    try:
+        specs = _specs(value)
+    except (RuntimeError, TypeError):  # an unknown size: GuardOnDataDependentSymNode
+        number = True
+    if number:
+        raise TraceError(
+            "control flow, shapes and Python numbers do not depend on the values of tensors",
+            value=f"{node.target} that does",
+            place=source_of(node),
+            remedy="write it with torch.where or a mask, or keep the number in a tensor",
+        )
+    return specs
 
 
 def module_of(node: fx.Node) -> str:

@@ -17,6 +17,10 @@ _SHIFTING = _SCALING | {
 }
 
 
+class CountError(TraceError):
+    """A loss is scaled by a number that depends on the batch size."""
+
+
 def suspects(graph: Graph) -> list[Op]:
     """Operators that scale by a number what has a gradient and may have no batch dim: surely not, or near the loss."""
     last = graph.blocks[-1].start
@@ -45,14 +49,14 @@ def check(graph: Graph, larger: Graph) -> None:
     """Compare a trace with one at another batch size.
 
     Raises:
-        TraceError: a number of :func:`suspects` differs.
+        CountError: a number of :func:`suspects` differs.
     """
     others = {op.name: op for op in (*larger.prelude, *larger.ops)}
     for op in suspects(graph):
         other = others.get(op.name)
         here, there = list(_numbers(graph, op)), [] if other is None else list(_numbers(larger, other))
         if here != there:
-            raise TraceError(
+            raise CountError(
                 "losses and buffers are made with numbers that do not depend on the batch size, or counts of tensors",
                 value=f"{here} for a batch of {graph.batch_size}, {there} for one of {larger.batch_size}",
                 place=op.source or op.module or op.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -35,8 +36,8 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     dependent = ("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0")
     if "DataDependent" in type(error).__name__ or any(word in text for word in dependent):
         return TraceError(
-            "control flow and shapes do not depend on the values of tensors",
-            value=reason,
+            "control flow, shapes and Python numbers do not depend on the values of tensors",
+            value=f"one that does at `{line}`" if line else reason,
             place=place,
             remedy="write it with torch.where or a mask, or decide it outside forward",
         )
@@ -52,6 +53,24 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     )
 
 
+def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
+    """Path of the innermost submodule of ``model`` whose code was running; empty where that is ``model`` itself."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    seen: set[int] = set()
+    failure: BaseException | None = error
+    while failure is not None and id(failure) not in seen:
+        seen.add(id(failure))
+        found = [
+            paths[id(frame.f_locals.get("self"))]
+            for frame, _ in traceback.walk_tb(failure.__traceback__)
+            if id(frame.f_locals.get("self")) in paths
+        ]
+        if found:
+            return str(found[-1])
+        failure = failure.__cause__ or failure.__context__
+    return ""
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -64,7 +83,9 @@ def _user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     own = str(Path(__file__).resolve().parents[1])
     torch_home = str(Path(torch.__file__).resolve().parent)
+    standard = sysconfig.get_paths()["stdlib"]
     outside = [f for f in frames if not f[0].startswith((own, torch_home, "<"))]
+    outside = [f for f in outside if "site-packages" in f[0] or not f[0].startswith(standard)]
     users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
     chosen = (users or outside or [("", 0)])[-1]
     if not chosen[0]:

@@ -216,6 +216,9 @@ class Graph:
         mutations: buffers that a step changes.
         fingerprint: of the traced model; passes keep it.
         notes: what a reader of the plan should know (opaque regions, operators without a rule).
+        mixing: the operator by which samples meet, where they do: ``batch_size`` is then the global batch, and axis
+            ``batch`` a group of ranks that each have all their samples in one micro-batch. Empty: samples are apart.
+        exact: numbers may count samples, so that it is for a global batch of ``batch_size`` alone.
     """
 
     name: str
@@ -231,6 +234,8 @@ class Graph:
     mutations: tuple[Mutation, ...] = ()
     fingerprint: str
     notes: tuple[str, ...] = ()
+    mixing: str = ""
+    exact: bool = False
 
     def spec(self, ref: Ref) -> TensorSpec:
         """The spec of any tensor.

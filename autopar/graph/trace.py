@@ -8,24 +8,26 @@ import io
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.graph import counts
-from autopar.graph.builder import Builder, Value
+from autopar.graph import counts, memory
+from autopar.graph.builder import Builder
 from autopar.graph.cleanup import finish
-from autopar.graph.convert import WRAPPER, Converter, needs_decomposition, source_of
-from autopar.graph.failures import FAILURES, explained, first_line
+from autopar.graph.convert import Converter, needs_decomposition, source_of
+from autopar.graph.failures import FAILURES, explained, first_line, module_of_failure
 from autopar.graph.gradient_off import cut_off
-from autopar.graph.ir import Buffer, Graph, Input, Parameter, Ref, TensorSpec
+from autopar.graph.ir import Graph, Input, TensorSpec
+from autopar.graph.leaves import declare, loss_output
 from autopar.graph.moe import swap_experts
+from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.graph.state import mutations_of, written_back
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -38,6 +40,8 @@ def trace(
     *,
     name: str = "",
     loss_fn: LossFunction | None = None,
+    opaque: Sequence[str] = (),
+    exact: bool = False,
 ) -> Graph:
     """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up.
 
@@ -49,6 +53,9 @@ def trace(
         name: of the model; its class name when empty.
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not. Entries
             of ``kwargs`` that ``forward`` does not take are for it alone.
+        opaque: modules that are not looked into, by path, pattern or class: each is one operator that runs as it
+            is written. Modules that cannot be traced become so by themselves, and a note says it.
+        exact: the graph is for batches of the example's size alone: numbers may count samples, and none is doubled.
 
     Returns:
         The graph; batch sizes in its shapes are those of the example (or 2).
@@ -58,29 +65,87 @@ def trace(
             is scaled by a number that depends on it; the place is the line of the user's code.
     """
     batch = named_batch(model, args, kwargs or {})
-    graph = _traced(model, batch, name, loss_fn)
-    if counts.suspects(graph):
-        counts.check(graph, _traced(model, batch, name, loss_fn, times=2))
-    return graph
+    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths_of(model, opaque), reasons={})
+    memory.check_model(model)
+    hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
+    job = replace(
+        job,
+        opaque=outermost((*job.opaque, *hooked)),
+        reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
+    )
+    graph, job = _with_fallback(job)
+    if not exact and counts.suspects(graph):
+        counts.check(graph, _traced(job, times=2))
+    return replace(graph, exact=exact, notes=(*graph.notes, *notes_of(graph, job.reasons)))
 
 
-def _traced(
-    model: torch.nn.Module, batch: dict[str, Any], name: str, loss_fn: LossFunction | None, times: int = 1
-) -> Graph:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What is traced; ``reasons``: why each opaque module is one."""
+
+    model: torch.nn.Module
+    batch: dict[str, Any]
+    name: str
+    loss_fn: LossFunction | None
+    opaque: tuple[str, ...]
+    reasons: Mapping[str, str]
+
+
+class _UntraceableError(TraceError):
+    """A trace that failed inside of a module; ``path`` is its name."""
+
+    path = ""
+
+
+def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
+    """A trace in which modules that cannot be traced are opaque, the smallest ones that will do.
+
+    Raises:
+        TraceError: the first failure, where no module around it can be opaque either.
+    """
+    causes: dict[str, TraceError] = {}
+    while True:
+        try:
+            return _traced(job), job
+        except (_UntraceableError, RegionError) as error:
+            cause: TraceError = error
+            path = error.path
+            if isinstance(error, RegionError):
+                if path not in causes:  # the user named it
+                    raise
+                cause, path = causes[path], around(job.model, path)
+            if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
+                raise cause from error
+            causes[path] = cause
+            reason = f"{cause.place}: {cause.law}, but found {cause.value} ({cause.remedy})"
+            job = replace(job, opaque=outermost((*job.opaque, path)), reasons={**job.reasons, path: reason})
+
+
+def _traced(job: _Job, times: int = 1) -> Graph:
     """One trace, at ``times`` the batch size of the example."""
-    mode = FakeTensorMode()
-    batch, batch_size = _fake_batch(batch, mode, times)
-    wrapper = _Training(_fake_model(model, mode), batch, loss_fn)
-    program = _export(wrapper, batch, model)
+    model, mode = job.model, FakeTensorMode()
+    batch, batch_size = _fake_batch(job.batch, mode, times)
+    wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
+    regions = Regions(model, batch_size)
+    regions.swap(wrapper.model, job.opaque)
+    with regions.autograd_functions(), memory.tensor_hooks_refused():
+        program = _export(wrapper, batch, model)
+        left = wrapper.left.values
+        if left:
+            memory.put_back(wrapper.model, left)
+            _check_again(program, _export(wrapper, batch, model), tuple(left), model)
     builder = Builder()
     converter = Converter(builder)
     inputs = _inputs(batch, batch_size)
-    parameters, buffers = _declare(builder, converter.env, program, model, inputs, batch)
-    outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
-    loss = _loss_output(program, outputs, builder)
+    parameters, buffers = declare(builder, converter.env, program, model, inputs, batch)
+    try:
+        outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
+    except TraceError as error:
+        raise _within(error, converter.module) from error
+    loss = loss_output(program, outputs, builder)
     return finish(
         builder,
-        name=name or type(model).__name__,
+        name=job.name or type(model).__name__,
         batch_size=batch_size,
         inputs=inputs,
         parameters=parameters,
@@ -88,6 +153,39 @@ def _traced(
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
+
+
+def _check_again(
+    first: torch.export.ExportedProgram,
+    second: torch.export.ExportedProgram,
+    left: Sequence[str],
+    model: torch.nn.Module,
+) -> None:
+    """A forward pass that sets attributes must compute the same when it runs again.
+
+    Raises:
+        TraceError: it does not.
+    """
+
+    def calls(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
+        return [(str(node.target), f"{node.args} {node.kwargs}") for node in program.graph.nodes]
+
+    if calls(first) != calls(second):
+        raise TraceError(
+            "a step does not depend on what an earlier step has left in the model",
+            value=f"{', '.join(left[:3])}, set in forward",
+            place=type(model).__name__,
+            remedy="keep it in a parameter, pass it as an input, or leave it out",
+        )
+
+
+def _within(error: TraceError, path: str) -> TraceError:
+    """The same error, known to come from a module."""
+    if not path or isinstance(error, RegionError):
+        return error
+    found = _UntraceableError(error.law, value=error.value, place=error.place, remedy=error.remedy)
+    found.path = path
+    return found
 
 
 # --- the batch ------------------------------------------------------------------------------------
@@ -158,12 +256,16 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 class _Training(torch.nn.Module):
-    """The user's model with its loss picked out; every input by name."""
+    """The user's model with its loss picked out; every input by name.
+
+    ``left``: attributes that the last forward pass has set, which an export sets back.
+    """
 
     def __init__(self, model: torch.nn.Module, batch: dict[str, Any], loss_fn: LossFunction | None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.left = memory.Left()
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
         known = {p.name for p in parameters}
@@ -179,8 +281,10 @@ class _Training(torch.nn.Module):
             )
 
     def forward(self, **batch: Any) -> torch.Tensor:
+        before = memory.state_of(self.model)
         with written_back(self.model):
             output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
+            self.left.values = memory.values_of(self.model, memory.changed(before, memory.state_of(self.model)))
             if self.loss_fn is not None:
                 output = self.loss_fn(output, batch)
         return pick_loss(output, type(self.model).__name__)
@@ -200,7 +304,7 @@ def pick_loss(output: Any, place: str) -> torch.Tensor:
     shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     raise TraceError(
         "the model returns a scalar loss",
-        value=f"outputs of shape {', '.join(shapes) or 'none'}",
+        value=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
         place=place,
         remedy="add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
     )
@@ -249,7 +353,7 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
         except TraceError:
             raise
         except FAILURES as error:
-            raise explained(error, model) from error
+            raise _within(explained(error, model), module_of_failure(error, wrapper.model)) from error
 
 
 @contextmanager
@@ -263,107 +367,9 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-# --- leaves ---------------------------------------------------------------------------------------
-
-
-def _declare(
-    builder: Builder,
-    env: dict[str, Value],
-    program: torch.export.ExportedProgram,
-    model: torch.nn.Module,
-    inputs: tuple[Input, ...],
-    batch: dict[str, Any],
-) -> tuple[tuple[Parameter, ...], tuple[Buffer, ...]]:
-    """Inputs, parameters, buffers and lifted constants of the program, in ``env`` under its names."""
-    for entry in inputs:
-        builder.leaf(entry.name, entry.spec)
-    queue = iter(inputs)
-    leaves = iter(pytree.tree_leaves(batch))
-    aliases = _aliases(model)
-    parameters: dict[str, Parameter] = {}
-    buffers: list[Buffer] = []
-    values = dict(model.named_buffers(remove_duplicate=False))
-    changed = set(program.graph_signature.buffers_to_mutate.values())
-    for spec in program.graph_signature.input_specs:
-        place = getattr(spec.arg, "name", "")
-        fqn = (spec.target or "").removeprefix(WRAPPER)
-        if spec.kind == InputKind.USER_INPUT:
-            leaf = next(leaves)
-            env[place] = Ref(next(queue).name) if isinstance(leaf, torch.Tensor) else leaf
-        elif spec.kind == InputKind.PARAMETER:
-            parameter = _parameter(builder, model, aliases[fqn], parameters)
-            env[place] = Ref(parameter.name)
-        elif spec.kind == InputKind.BUFFER:
-            buffers.append(_buffer(builder, fqn, values[fqn]))
-            env[place] = Ref(buffers[-1].name)
-            if spec.target in changed:  # what masks are recognised by must last
-                builder.hints.pop(Ref(buffers[-1].name), None)
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
-            env[place] = _lifted(builder, place, program.constants[spec.target or ""], buffers)
-        else:
-            raise TraceError(
-                "a traced model takes tensors", value=f"{spec.kind.name} {fqn}", remedy="remove custom class objects"
-            )
-    return tuple(parameters.values()), tuple(buffers)
-
-
-def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each name of a parameter all names of the same storage, the first one first."""
-    groups: dict[int, list[str]] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(fqn)
-    return {fqn: tuple(names) for names in groups.values() for fqn in names}
-
-
-def _parameter(
-    builder: Builder, model: torch.nn.Module, names: tuple[str, ...], known: dict[str, Parameter]
-) -> Parameter:
-    fqn, *others = names
-    if fqn not in known:
-        tensor = model.get_parameter(fqn)
-        spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-        identifier = builder.unique(f"p_{fqn}")
-        builder.leaf(identifier, spec)
-        builder.parameters.add(identifier)
-        known[fqn] = Parameter(name=identifier, fqn=fqn, spec=spec, aliases=tuple(others))
-    return known[fqn]
-
-
-def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
-    spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
-    ref = builder.leaf(builder.unique(f"b_{fqn}"), spec)
-    value = None if tensor.device.type == "meta" else tensor.detach().cpu()
-    if value is not None:
-        builder.hints[ref] = value
-    return Buffer(name=ref.name, fqn=fqn, spec=spec, value=value)
-
-
-def _lifted(builder: Builder, place: str, value: Any, buffers: list[Buffer]) -> Ref:
-    """A tensor that the code makes or holds outside parameters and buffers."""
-    spec = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
-    ref = builder.leaf(builder.unique(place), spec)
-    if type(value) is torch.Tensor and value.device.type != "meta":
-        builder.values[ref] = value.detach().cpu()
-    else:
-        buffers.append(Buffer(name=ref.name, fqn="", spec=spec))
-        builder.notes.append(f"the constant {place} has no value: it was made on meta")
-    return ref
-
-
-def _loss_output(program: torch.export.ExportedProgram, outputs: list[Value], builder: Builder) -> Ref:
-    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
-        if spec.kind == OutputKind.USER_OUTPUT:
-            if isinstance(value, Ref) and value not in builder.values and value not in builder.lazies:
-                return value
-            break
-    raise TraceError(
-        "the loss depends on the model", value="a constant", remedy="return the loss computed from the parameters"
-    )

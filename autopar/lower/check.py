@@ -37,6 +37,7 @@ from autopar.layout import Type
 from autopar.lower.emit import SEED, TARGETS, layout_of, str_name
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
+from autopar.opaque_ops import opaque
 from autopar.rules.apply import BATCH
 from autopar.rules.spread import AXIS as SPREAD
 
@@ -123,7 +124,7 @@ class _Check:
             if node.op == "placeholder":
                 env[node] = 0 if node.target == SEED else self.tensor(node)
             elif node.op == "get_attr":
-                env[node] = self.tensor(node)
+                env[node] = self.tensor(node) if "spec" in node.meta else None  # None: the code of an opaque region
             elif node.target is operator.floordiv:
                 env[node] = 0  # the seed of a step, from that of a micro-batch
             elif node.op == "call_function":
@@ -160,6 +161,10 @@ class _Check:
                 self.check_values(made, node, place)
                 made = _plain(made)
             return self.annotate(made, node)
+        if node.target is opaque:  # unknown code: it gives what it is stated to give
+            self.operands(node, operands, place)
+            parts = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
+            return [parts.get(i) for i in range(1 + max(parts, default=-1))]
         passes = partial and (
             not _is_known(call)
             or node.target is ops.dropout  # of a sum: all summands lose the same elements
@@ -350,6 +355,10 @@ def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any,
     if "device" in kwargs:  # a factory makes its tensor where the checker's are
         kwargs = {**kwargs, "device": torch.device("meta")}
     return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
 
 
 def _plain(result: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref
 from autopar.graph.random import draws_random
 from autopar.layout import I, P, R, S
 from autopar.mesh import DATA_AXES
+from autopar.opaque_ops import Holder, region_of
 from autopar.rules.apply import BATCH
 from autopar.rules.spread import AXIS as SPREAD
 
@@ -50,6 +51,7 @@ Strides depend on kernels, which differ between devices and shapes: a view is a 
 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
+OPAQUE = "autopar.opaque"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
 
@@ -58,7 +60,7 @@ def is_random(op: Op) -> bool:
     """Whether the operator draws random numbers."""
     if op.target in _ATTENTIONS:
         return len(op.args) > 4 and bool(op.args[4])
-    return draws_random(op.target)
+    return op.target == OPAQUE or draws_random(op.target)
 
 
 @dataclass(slots=True)
@@ -121,6 +123,8 @@ class Emitter:
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
         if not op.operands and target.startswith("aten.") and _has_device(target):
             kwargs["device"] = self.device
+        if target == OPAQUE:
+            self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
         if is_random(op):
             args = args[:2] if target == "autopar.dropout" else args
             if target == _ATTENTION:
@@ -132,7 +136,7 @@ class Emitter:
         node = self.graph.create_node(
             "call_function",
             _FUNCTIONS.get(target) or emitted.resolve(target),
-            tuple(self._argument(arg) for arg in args),
+            (*self._region(op), *(self._argument(arg) for arg in args)),
             {key: self._argument(value) for key, value in kwargs.items()},
             name=op.name,
         )
@@ -141,7 +145,7 @@ class Emitter:
         node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)
-        if len(op.outputs) == 1:
+        if len(op.outputs) == 1 and target != OPAQUE:
             self.values[Ref(op.name)] = _typed(node, op.spec, layouts[0])
             return
         for i in range(len(op.outputs)):
@@ -159,6 +163,12 @@ class Emitter:
             "call_function", operator.floordiv, (self.seed, self.period), name=f"{op.name}_seed"
         )
 
+    def _region(self, op: Op) -> tuple[fx.Node, ...]:
+        """The place of a region's code, which the runtime fills."""
+        if op.target != OPAQUE:
+            return ()
+        return (self.graph.get_attr(f"{op.name}_region"),)
+
     def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
         """The module; it returns a tuple, one tensor for each of ``outputs``."""
         self.graph.output(tuple(self.values[ref] for ref in outputs))
@@ -173,8 +183,8 @@ class Emitter:
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        is_spread = any(axis == SPREAD for axis, _ in parameter.layout)
-        args = (node, parameter.spec.dtype) if is_spread else (node,)
+        is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)  # not by FSDP
+        args = (node, parameter.spec.dtype) if is_cast_here else (node,)
         local = self.graph.create_node("call_function", emitted.local, args, name=name)
         local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)

@@ -66,7 +66,8 @@ def whole_graph(plan: Plan, graph: Graph) -> Graph:
         name: replace(strategy, target="", extra=(), communication=()) for name, strategy in typing.strategies.items()
     }
     size = plan.global_batch_size
-    return shard(graph, replace(typing, strategies=as_traced), global_batch_size=size, micro_batch_size=size)
+    as_traced_typing = replace(typing, strategies=as_traced)
+    return shard(graph, as_traced_typing, global_batch_size=size, micro_batch_size=size, whole=True)
 
 
 def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
@@ -113,6 +114,20 @@ def batch_typing(plan: Plan, graph: Graph) -> Typing:
         raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
     reader.read(graph.prelude, plan.prelude, "prelude")
     typing = _read_blocks(plan, graph, reader)
+    if graph.exact and plan.global_batch_size != graph.batch_size:
+        raise PlanError(
+            "a graph in which samples are counted or meet is for one global batch size",
+            value=f"a batch of {plan.global_batch_size}, traced at {graph.batch_size}",
+            place=graph.mixing or graph.name,
+            remedy="trace the model at the plan's global batch",
+        )
+    if graph.mixing and plan.num_micro_batches > 1:
+        raise PlanError(
+            "where samples meet, a data rank takes all its samples in one micro-batch",
+            value=f"{plan.num_micro_batches} micro-batches",
+            place=graph.mixing,
+            remedy="pin num_micro_batches=1",
+        )
     mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, mixing)

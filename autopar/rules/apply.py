@@ -15,10 +15,10 @@ Under ring attention every split dim of the axis is in *zig-zag order*: of 2 n c
 elementwise neighbours agree; changes of type are then those of :mod:`autopar.sequence_ops`, split dims divide by 2 n,
 and nothing else may know which part its rank has. Whole values (R, I, P) are in their own order.
 
-On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the
-step: those are ``Graph.sums``. Live values change between P and I or R by collectives over the data ranks, which is
-right for one micro-batch alone (see :func:`crosses_samples`). Parameters are R at use there, and their gradient sum
-belongs to the data-parallel runtime.
+On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the step: those are
+``Graph.sums``. Live values change between P and I or R, and where samples meet (``Graph.mixing``) from and to S as well,
+by :data:`OVER_DATA`, as on any other axis whose ranks are those of the data axes: that is right for one micro-batch alone
+(see :func:`crosses_samples`). Parameters are R at use there, and their gradient sum belongs to the data-parallel runtime.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from autopar.rules.conversions import conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy, Typing
 
 BATCH = "batch"
-BATCH_CHANGE = "autopar.batch_"
-"""Begins the names of changes of type over samples: sums that the model reads, over all data ranks."""
+OVER_DATA = "autopar.change_over_data"
+"""A change of type over samples: over all data ranks, each with its samples in one micro-batch."""
 
 RING = "autopar.attention_ring"
 ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
@@ -43,7 +43,12 @@ ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
 
 
 def shard(
-    graph: Graph, typing: Typing, *, global_batch_size: int | None = None, micro_batch_size: int | None = None
+    graph: Graph,
+    typing: Typing,
+    *,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    whole: bool = False,
 ) -> Graph:
     """One rank's graph on ``typing.axis``.
 
@@ -53,12 +58,13 @@ def shard(
             are R; on axis ``batch`` inputs are split along their ``batch_dim``.
         global_batch_size: samples of a step, for literals that count samples; axis ``batch`` alone.
         micro_batch_size: samples of the result; axis ``batch`` alone.
+        whole: there is one data rank and one micro-batch, so that no type changes; axis ``batch`` alone.
 
     Raises:
         RuleError: a strategy is missing, a dim does not divide, or a change of type does not exist;
             names the operator.
     """
-    return _Sharding(graph, typing, global_batch_size or graph.batch_size).run(micro_batch_size)
+    return _Sharding(graph, typing, global_batch_size or graph.batch_size, whole=whole).run(micro_batch_size)
 
 
 @dataclass(slots=True)
@@ -72,7 +78,8 @@ class _Section:
 class _Sharding:
     """The state of one :func:`shard`."""
 
-    def __init__(self, graph: Graph, typing: Typing, global_batch_size: int) -> None:
+    def __init__(self, graph: Graph, typing: Typing, global_batch_size: int, *, whole: bool) -> None:
+        self.whole = whole
         self.graph, self.typing, self.axis = graph, typing, typing.axis
         self.is_batch = typing.axis == BATCH
         self.is_zigzag = any(s.target == RING for s in typing.strategies.values())
@@ -217,6 +224,8 @@ class _Sharding:
         """The loss ends as P over samples and as I on any other axis: one number, differentiated once."""
         loss = self.graph.loss
         found = self.types[loss]
+        if self.whole:
+            return
         if self.is_batch:
             if found.kind in ("I", "R"):
                 self.renamed[loss] = self._change(loss, P, section, place=str(loss))
@@ -234,7 +243,7 @@ class _Sharding:
     def _new_value(self, ref: Ref, section: _Section) -> None:
         """The new value of a buffer ends whole, the same on every rank and for all samples."""
         found = self.types[ref]
-        if found.kind in ("R", "I"):
+        if self.whole or found.kind in ("R", "I"):
             return
         if not self.is_batch:
             self.renamed[ref] = self._change(ref, R, section, place=str(ref))
@@ -253,19 +262,19 @@ class _Sharding:
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
         """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
         found, place = self.types[ref], f"{op.name} ({op.target})"
-        if self.is_batch:
-            if not self._crosses_samples(ref, found, wanted):
-                self._check_batch(ref, found, wanted, place, op)
-                return ref
-            if (ref, wanted) not in section.changed:
-                section.changed[ref, wanted] = self._change(ref, wanted, section, place)
-            return section.changed[ref, wanted]
+        if self.whole:
+            return ref
+        if self.is_batch and not self._crosses_samples(ref, found, wanted):
+            self._check_batch(ref, found, wanted, place, op)
+            return ref
         if found == wanted or self._same_without_gradient(ref, found, wanted):
             return ref
         is_parameter = self.graph.is_parameter(ref)
         if is_parameter and (found, wanted) == (I, R) and ref.name not in self.explicit:
             return ref
         home = self.prelude if self.graph.is_prelude(ref) else section
+        if self.is_batch and found == P and home is self.prelude:
+            self.read_as_partial[ref] = place
         if (ref, wanted) not in home.changed:
             home.changed[ref, wanted] = self._change(ref, wanted, home, place)
         return home.changed[ref, wanted]
@@ -277,20 +286,21 @@ class _Sharding:
             raise RuleError(
                 f"on axis {self.axis} a tensor of type {found} can become {wanted}", value=str(ref), place=place
             )
+        arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, found, wanted))
+        target = change.target
+        if self.is_batch:
+            target, arguments = OVER_DATA, (ref, str(found), str(wanted))
+        elif self._is_reordered(found, wanted):
+            target = target.replace("autopar.", "autopar.zigzag_")
         name = self._name(f"{ref.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
         full = self.graph.spec(ref)
         local = self._local(full, wanted, place)
         producer = self.graph.producer(ref)
-        target, arguments = change.target, emitted_arguments(self.axis, found, wanted)
-        if self.is_batch:  # over both data axes
-            target, arguments = target.replace("autopar.", BATCH_CHANGE), arguments[1:]
-        elif self._is_reordered(found, wanted):
-            target = target.replace("autopar.", "autopar.zigzag_")
         section.ops.append(
             Op(
                 name=name,
                 target=target,
-                args=(ref, *arguments),
+                args=arguments,
                 outputs=(local,),
                 module=producer.module if producer is not None else "",
                 layouts=((*self._layout_before(ref), (self.axis, wanted)),),
@@ -337,12 +347,15 @@ class _Sharding:
             raise RuleError("a sum over samples is read as a total or as a part, not both", value=str(ref), place=place)
 
     def _crosses_samples(self, ref: Ref, found: Type, wanted: Type) -> bool:
-        """A sum over samples that the model itself reads as a total, or a whole value that becomes a summand."""
-        if self.graph.is_parameter(ref) or self._same_without_gradient(ref, found, wanted) or ref in self.sums:
+        """A sum over samples that the model itself reads as a total, or a whole value that becomes a summand.
+
+        Where samples meet, whatever becomes another type; totals of the prelude are made before the step.
+        """
+        if found == wanted or self.graph.is_parameter(ref) or self._same_without_gradient(ref, found, wanted):
             return False
-        if found == P:
-            return wanted.kind in ("I", "R") and not self.graph.is_prelude(ref)
-        return found.kind in ("I", "R") and wanted == P
+        if ref in self.sums or (found == P and not wanted.is_split and self.graph.is_prelude(ref)):
+            return False
+        return bool(self.graph.mixing) or (P in (found, wanted) and not found.is_split and not wanted.is_split)
 
     def _is_reordered(self, found: Type, wanted: Type) -> bool:
         return self.is_zigzag and (found.is_split or wanted.is_split)
@@ -389,8 +402,8 @@ class _Sharding:
 
 
 def crosses_samples(graph: Graph) -> tuple[Op, ...]:
-    """Changes of type over samples inside of a local graph's live operators: each data rank has one micro-batch then."""
-    return tuple(op for op in graph.ops if op.target in (f"{BATCH_CHANGE}all_reduce", f"{BATCH_CHANGE}keep_on_first"))
+    """Changes of type over samples in a local graph: each data rank has one micro-batch then."""
+    return tuple(op for op in (*graph.prelude, *graph.ops) if op.target == OVER_DATA)
 
 
 def _localize(op: Op, strategy: Strategy, local: Local) -> Op:

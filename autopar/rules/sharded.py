@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from autopar.graph.ir import Op
 from autopar.layout import I, P, R, S
+from autopar.opaque_ops import region_of
 from autopar.rules.compute import reduction
 from autopar.rules.special import Specs, argument
 from autopar.rules.types import Communication, Strategy
@@ -65,6 +66,37 @@ def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction)
             Communication(kind="all_reduce", num_bytes=sums * token_bytes),
         ),
     )
+
+
+def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """A region of unknown code: whole on every rank of an axis, or its samples split where they were seen to be apart.
+
+    Where its backward is not linear (it clips gradients, say) a pending sum of gradients must not pass.
+    """
+    region = region_of(str(op.args[0]))
+    flows = any(spec.requires_grad for spec in operands)
+    if flows and axis != BATCH_AXIS:
+        yield Strategy(
+            name="invariant",
+            inputs=tuple(I if spec.requires_grad else R for spec in operands),
+            outputs=tuple(I if spec.requires_grad else R for spec in op.outputs),
+        )
+    if not flows or region.is_linear_backward:
+        yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(op.outputs))
+    if axis != BATCH_AXIS or region.splits is None:
+        return
+    inside, outside = region.splits
+    split = [(operands[i].shape[d], d) for i, d in enumerate(inside) if d is not None]
+    split += [(spec.shape[d], d) for spec, d in zip(op.outputs, outside, strict=True)]
+    if all(length * size.denominator % size.numerator == 0 for length, _ in split):
+        state = (R,) * (len(operands) - len(inside))
+        yield Strategy(
+            name="split samples",
+            inputs=(*(R if d is None else S(d) for d in inside), *state),
+            outputs=tuple(S(d) for d in outside),
+            work=1 / size,
+            random=True,
+        )
 
 
 def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:

@@ -13,6 +13,7 @@ from typing import cast
 from autopar.errors import RuleError
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
 from autopar.graph.shapes import dim_groups
+from autopar.layout import parse_type
 from autopar.rules.grammar import Labels, Pattern
 
 Specs = tuple[TensorSpec, ...]
@@ -163,6 +164,14 @@ def paste(op: Op, operands: Specs) -> Pattern:
     dim = integer(op, 2, "dim") % len(labels)
     source = labels[:dim] + labels[dim + 1 :] if len(operands[1].shape) < len(labels) else labels
     return Pattern(inputs=(labels, source), outputs=(labels,), frozen=frozenset((labels[dim],)), linear=((0, 1),))
+
+
+def change_over_data(op: Op, operands: Specs) -> Pattern:
+    """A change of type over the data axes: linear; dims that it cuts or joins stay whole on others."""
+    labels = NAMES[: len(op.spec.shape)]
+    kinds = (parse_type(cast("str", argument(op, i, ""))) for i in (1, 2))
+    frozen = frozenset(labels[kind.dim] for kind in kinds if kind.is_split)
+    return Pattern(inputs=(labels,), outputs=(labels,), frozen=frozen, linear=((0,),))
 
 
 def pad(op: Op, operands: Specs) -> Pattern:

@@ -25,12 +25,14 @@ MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[
 class Rule:
     """How one target is split: a line or a function, and strategies of its own besides.
 
-    ``found``: nobody declared it, a search by execution did.
+    ``every``: all strategies, of an operator that no pattern describes. ``found``: nobody declared it, a search by
+    execution did.
     """
 
     line: str = ""
     make: PatternMaker | None = None
     more: MoreStrategies | None = None
+    every: MoreStrategies | None = None
     found: bool = False
 
 
@@ -106,8 +108,11 @@ class RuleTable:
             rule = self.rules.get(op.target)
             if rule is None and fallback:
                 return _repeated(op, operands)
-            pattern = self.pattern(op, operands)
-            found = list(enumerate_strategies(pattern, operands, op.outputs, size))
+            if rule is not None and rule.every is not None:
+                found = list(rule.every(op, operands, axis, size))
+            else:
+                pattern = self.pattern(op, operands)
+                found = list(enumerate_strategies(pattern, operands, op.outputs, size))
             if rule is not None and rule.more is not None:
                 found += rule.more(op, operands, axis, size)
             known = self._known[key] = tuple(found)
@@ -289,6 +294,7 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
     found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
+    found["autopar.change_over_data"] = special.change_over_data
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.batch_norm"] = images.batch_norm
     found["autopar.scatter_sum"] = special.scatter_sum
@@ -316,4 +322,5 @@ _MORE: dict[str, MoreStrategies] = {
 def torch_rules() -> dict[str, Rule]:
     """A fresh copy of the rules for torch's and autopar's operators."""
     rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
-    return rules | {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
+    rules |= {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
+    return rules | {"autopar.opaque": Rule(every=sharded.opaque)}

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from autopar.graph.ir import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.mesh import EXPERT_MESH_AXES, MESH_AXES
+from autopar.opaque_ops import Holder
 from autopar.rules.spread import AXIS as SPREAD
 from autopar.runtime import data_parallel
 from autopar.runtime.gradients import Group, Held, hand_over, lengthened
@@ -97,26 +98,29 @@ class _Assembler:
         pending = tuple(axis for axis in parameter.gradient_sum_axes if axis in MESH_AXES)
         if _is_spread(parameter):  # the ranks of ep_data hold other experts
             return tuple(axis for axis in EXPERT_MESH_AXES if axis in ("ep_outer", *pending))
-        data = () if self.is_fsdp else ("dp_replicate", "dp_shard")
+        data = () if self._is_fsdps(parameter) else ("dp_replicate", "dp_shard")
         return tuple(axis for axis in MESH_AXES if axis in (*data, *pending))
 
     # --- modules
 
     def stage(self, program: StageProgram) -> StageModule:
         module = StageModule(program, self.program.loss, self.world.meshes)
+        for region in module.modules():
+            if isinstance(region, Holder):
+                region.bind(self.weights.model, self.world.device)
         mesh = data_parallel.fsdp_mesh(self.plan, self.world.device_mesh) if self.is_fsdp else None
         for block, block_program in zip(module.blocks, program.blocks, strict=True):
             assert isinstance(block, BlockModule)
             for name in block_program.parameters:
                 self._place(program.index, name, block.body)
             if mesh is not None and block_program.parameters:
-                data_parallel.shard_block(block, self.plan, mesh, ignored=self._spread_leaves(block))
+                data_parallel.shard_block(block, self.plan, mesh, ignored=self._left_alone(block))
         for name in program.shared_parameters:
             self._place(program.index, name, module)
         if program.prelude is not None:
             self.fill_buffers(program.prelude)
         if mesh is not None:
-            ignored = self._spread_leaves(module)
+            ignored = self._left_alone(module)
             data_parallel.shard_block(module, self.plan, mesh, keep_gathered=True, ignored=ignored)
             data_parallel.sum_gradients(module)
         return module
@@ -128,7 +132,7 @@ class _Assembler:
         if _is_spread(ir):
             self._place_experts(stage, ir, local, holder)
             return
-        if self.is_fsdp and self.plan.mesh.tp == 1:
+        if self._is_fsdps(ir) and self.plan.mesh.tp == 1:
             parameter = nn.Parameter(local, ir.spec.requires_grad)
         else:
             axis = "tp" if self.plan.mesh.tp > 1 else "dp_replicate"
@@ -136,7 +140,7 @@ class _Assembler:
             placement = Shard(kind.dim) if axis == "tp" and kind is not None and kind.is_split else Replicate()
             on_mesh = DTensor.from_local(local, self.world.device_mesh[axis], [placement], run_check=False)
             parameter = nn.Parameter(on_mesh, ir.spec.requires_grad)
-        if self.is_fsdp:
+        if self._is_fsdps(ir):
             holder.register_parameter(name, parameter)
             return
         self._lend(stage, name, parameter, holder)
@@ -159,11 +163,11 @@ class _Assembler:
         assert isinstance(parameter, DTensor)
         holder.register_parameter(name, nn.Parameter(parameter._local_tensor.detach(), parameter.requires_grad))
 
-    def _spread_leaves(self, module: nn.Module) -> set[nn.Parameter]:
+    def _left_alone(self, module: nn.Module) -> set[nn.Parameter]:
         """What FSDP must not touch."""
-        spread = {name for name, ir in self.parameters.items() if _is_spread(ir)}
+        left = {name for name, ir in self.parameters.items() if not self._is_fsdps(ir)}
         named = ((path.rpartition(".")[2], parameter) for path, parameter in module.named_parameters())
-        return {parameter for name, parameter in named if name in spread}
+        return {parameter for name, parameter in named if name in left}
 
     def _value(self, ir: Parameter) -> Tensor:
         degrees = {**self.degrees, "ep_data": self.plan.mesh.ep_data}
@@ -204,10 +208,14 @@ class _Assembler:
             )
         return found
 
+    def _is_fsdps(self, ir: Parameter) -> bool:
+        """Whether FSDP shards it: no experts over data ranks, and no scalars, which it does not take."""
+        return self.is_fsdp and not _is_spread(ir) and bool(ir.spec.shape)
+
     def _copies(self, ir: Parameter) -> int:
         mesh, kinds = self.plan.mesh, dict(ir.layout)
         copies = len(self.tied.get(ir.name, (0,)))
-        copies *= mesh.ep_outer if _is_spread(ir) else mesh.dp_replicate if self.is_fsdp else mesh.data
+        copies *= mesh.ep_outer if _is_spread(ir) else mesh.dp_replicate if self._is_fsdps(ir) else mesh.data
         for axis in ("cp", "tp"):
             kind = kinds.get(axis)
             copies *= 1 if kind is not None and kind.is_split else self.degrees[axis]

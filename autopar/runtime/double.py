@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
+from autopar.lower.emit import OPAQUE
+from autopar.opaque_ops import MODULE, region_of
 
 if TYPE_CHECKING:
     from autopar.runtime.verify import Subject
@@ -79,12 +81,18 @@ def traced_in_double(subject: DoubleSubject, graph: Graph) -> Graph | None:
     model = subject.build()
     try:
         with in_double():
-            found = trace(model, (), example, name=graph.name)
+            found = trace(model, (), example, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact)
     except TraceError:
         return None
     if _outline(found) != _outline(graph):
         return None
-    return replace(found, fingerprint=graph.fingerprint, blocks=graph.blocks)
+    return replace(found, fingerprint=graph.fingerprint, blocks=graph.blocks, mixing=graph.mixing)
+
+
+def _opaque_modules(graph: Graph) -> tuple[str, ...]:
+    """Paths of the modules that run as they are written."""
+    regions = (region_of(str(op.args[0])) for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE)
+    return tuple(dict.fromkeys(region.name for region in regions if region.kind == MODULE))
 
 
 def _outline(graph: Graph) -> tuple[object, ...]:

@@ -34,6 +34,10 @@ class Weights(Protocol):
     def buffer(self, fqn: str) -> Tensor:
         """A buffer, whole."""
 
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, for the code of its opaque modules."""
+
 
 def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int], here: Mapping[str, int]) -> Index:
     """Which elements of a model parameter of ``shape`` one rank holds, padding left out.
@@ -75,6 +79,11 @@ class ModelWeights(Weights):
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
         self._last: tuple[str, nn.Module] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self._model
 
     def shape(self, fqn: str) -> torch.Size:
         """Of the model's parameter, whole."""
@@ -173,6 +182,11 @@ class FileWeights(Weights):
                 raise UsageError("weights= is a folder with model.safetensors or its index", value=str(self._folder))
             with _open(single) as file:
                 self._files = dict.fromkeys(file.keys(), single.name)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self._rest.model
 
     def shape(self, fqn: str) -> torch.Size:
         """Of the model's parameter, whole."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import spmd_types
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -201,7 +202,7 @@ class Parallel:
         if sums is None:
             return {}
         totals: list[Tensor] = []
-        with torch.no_grad():
+        with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
             for part in micro_batches(local, self._program.graph.inputs, self.plan.num_micro_batches):
                 given = self._state.values | part
                 made = sums.module(*[given[name] for name in sums.inputs])

@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.graph.ir import Graph, Layout
 from autopar.mesh import DATA_AXES, Mesh
 from autopar.rules.apply import BATCH, RING
+from autopar.rules.spread import AXIS as SPREAD
 from autopar.sequence_ops import zigzag
 
 TOLERANCE = 1e-8
@@ -75,6 +76,7 @@ class Split:
         """Position on each axis, micro-batches and data ranks together as ``batch``."""
         found = {axis: at for axis, at in self.mesh.coordinate(rank).items() if axis not in DATA_AXES}
         found[BATCH] = self.mesh.data_index(rank) * self.num_micro_batches + micro_batch
+        found[SPREAD] = self.mesh.data_index(rank) % self.mesh.ep_data
         return found
 
     def part(self, whole: Tensor, layout: Layout, at: Mapping[str, int]) -> Tensor:
@@ -109,6 +111,8 @@ class Split:
             tolerance: largest difference over largest element.
         """
         pending = {axis for axis, kind in layout if kind.kind == "P"}
+        if not any(axis == SPREAD and kind.is_split for axis, kind in layout):
+            pending.add(SPREAD)  # another name of data ranks, which holds no parts of this tensor
         groups: dict[tuple[tuple[str, int], ...], list[tuple[int, int]]] = {}
         for rank, micro_batch in pieces:
             at = self.coordinate(rank, micro_batch)

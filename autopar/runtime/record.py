@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autopar import ops as emitted
-from autopar.graph.evaluate import leaves
+from autopar.graph.evaluate import function_of, leaves
 from autopar.graph.ir import Argument, Graph, Op, Ref
 from autopar.lower.emit import SEED
-from autopar.ops import resolve
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.stage import BlockModule, StageModule
 
@@ -168,7 +167,7 @@ def _call(node: fx.Node, env: Mapping[fx.Node, Any], tape: Tape, micro_batch: in
     name, positions, operands = node.meta["op"], count(), list[Any]()
 
     def value(source: fx.Node) -> Any:
-        if source.name == SEED or source.target is operator.floordiv:
+        if source.name == SEED or not isinstance(env[source], Tensor):
             return env[source]
         operands.append(tape.taken(name, next(positions), env[source], micro_batch))
         return operands[-1]
@@ -191,7 +190,7 @@ class OneDevice:
     """
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
-        self.graph = graph
+        self.graph, self._model = graph, model
         self.parameters: dict[str, nn.Parameter] = {}
         for leaf in graph.parameters:
             value = model.get_parameter(leaf.fqn)
@@ -234,4 +233,4 @@ class OneDevice:
 
         args = [value(argument) for argument in op.args]
         kwargs = {key: value(argument) for key, argument in op.kwargs}
-        return tape.made(op.name, resolve(op.target)(*args, **kwargs), operands, 0)
+        return tape.made(op.name, function_of(op, self._model)(*args, **kwargs), operands, 0)

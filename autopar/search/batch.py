@@ -8,17 +8,21 @@ Where that has no answer, sums over samples may be totalled inside of the step, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from typing import Literal
 
 from autopar import rules
 from autopar.errors import RuleError
+from autopar.graph.counts import CountError
 from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
+from autopar.rules.conversions import conversion
+from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
-from autopar.search.classes import Compact
+from autopar.search.classes import Compact, compact
 from autopar.search.problem import FREE, Cost, Problem, Weights
 
 BATCH = "batch"
@@ -27,12 +31,19 @@ TOTAL_ELEMENTS = 1e6
 _MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
 
 
+Changes = Literal["none", "totals", "any"]
+
+
 @dataclass(frozen=True, slots=True)
 class _BatchCosts:
-    """Work in elements made; every change is forbidden but a total of the prelude."""
+    """Work in elements made.
+
+    ``changes``: ``none`` but totals of the prelude; ``totals``, as few and small as can be, between P and whole values;
+    ``any``, as among the ranks of any other axis, at twice the elements that they move.
+    """
 
     size: Fraction
-    totals: bool
+    changes: Changes
 
     def saves(self, op: Op) -> Sequence[Ref]:
         return ()
@@ -44,12 +55,15 @@ class _BatchCosts:
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
             return FREE
-        if self.totals and source == P and target in (I, R):
-            passes = 2 if spec.requires_grad and target == R else 1  # a total that is R is summed again in backward
-            return Cost(time_s=TOTAL_ELEMENTS + 1e3 * passes * spec.numel)
-        if self.totals and source in (I, R) and target == P:
-            return Cost(time_s=TOTAL_ELEMENTS + float(spec.numel))
-        return None
+        change = conversion(source, target, requires_grad=spec.requires_grad) if self.changes != "none" else None
+        if change is None or (source.is_split and target.is_split):
+            return None
+        moves = sum(name is not None for name in (change.forward, change.backward))
+        if self.changes == "any":
+            return Cost(time_s=0.1 + 2.0 * moves * spec.numel)
+        if source.is_split or target.is_split or P not in (source, target):
+            return None
+        return Cost(time_s=TOTAL_ELEMENTS + max(1.0, 1e3 * moves) * spec.numel)
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
         same = wanted == R or (wanted == I and not parameter.spec.requires_grad)
@@ -77,30 +91,34 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
         parts: into how many parts the traced batch is cut; the traced batch size where None.
 
     Where samples are not independent up to the loss, but meet in sums alone (an auxiliary loss of a router, a mean
-    that is squared), these are totalled inside of the step: see :func:`mixes_samples`.
+    that is squared), these are totalled inside of the step: see :func:`mixes_samples`. Where they meet otherwise
+    (``Graph.mixing``), values change their type over the data ranks as on any other axis.
 
     Raises:
         RuleError: an operator mixes samples otherwise, or the loss is no sum over them; names it.
     """
     size = Fraction(parts or compact.graph.batch_size)
+    if compact.graph.mixing:
+        return _solve(compact, size, changes="any")
     try:
-        return _solve(compact, size, totals=False)
+        return _solve(compact, size, changes="none")
     except RuleError as error:
         try:
-            return _solve(compact, size, totals=True)
+            return _solve(compact, size, changes="totals")
         except RuleError:
             raise error from None
 
 
-def _solve(compact: Compact, size: Fraction, *, totals: bool) -> Typing:
+def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     graph = compact.graph
     offered = {
         op.name: rules.strategies(op, tuple(graph.spec(r) for r in op.operands), axis=BATCH, size=size, fallback=True)
         for op in (*graph.prelude, *graph.ops)
     }
-    offered = _reachable(graph, offered, totals)
+    if changes != "any":
+        offered = _reachable(graph, offered, changes == "totals")
     problem = _BatchProblem(
-        graph, _BatchCosts(size, totals), offered=lambda op: offered[op.name], at_rest=lambda _: (I,)
+        graph, _BatchCosts(size, changes), offered=lambda op: offered[op.name], at_rest=lambda _: (I,)
     )
     for leaf in graph.inputs:
         problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
@@ -130,6 +148,39 @@ def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
     return FREE if kind in ends else None
 
 
+def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A traced model, whether its samples are apart or not.
+
+    Args:
+        trace_at: traces it: at the given number of samples, exactly, or at any (None).
+        global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
+            such as B - 1 hold for one batch size alone.
+
+    Raises:
+        TraceError: of ``trace_at``.
+    """
+    try:
+        graph = trace_at(None)
+        complete(graph)
+        solve_batch(compact(graph))
+    except (CountError, RuleError):
+        if global_batch_size == 1:
+            raise
+    else:
+        return graph
+    graph = trace_at(global_batch_size)
+    complete(graph)
+    try:
+        solve_batch(compact(graph))
+    except RuleError as error:
+        note = (
+            f"samples meet in {error.place}: each data rank takes all its samples in one micro-batch, and where they "
+            "meet they are gathered from all data ranks"
+        )
+        return replace(graph, mixing=error.place, notes=(*graph.notes, note))
+    return graph
+
+
 def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
     """Operators that look at the samples of all data ranks: then none may be left for a later micro-batch.
 
@@ -138,13 +189,18 @@ def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
         typing: of it, on axis ``batch``.
     """
     types = {Ref(name, i): t for name, s in typing.strategies.items() for i, t in enumerate(s.outputs)}
-    found = []
-    for op in graph.ops:
-        wanted = zip(op.operands, typing.strategies[op.name].inputs, strict=True)
-        if op.target in _MIXING or any(
-            (types.get(ref, R) == P) != (kind == P) for ref, kind in wanted if not graph.is_prelude(ref)
-        ):
-            found.append(op)
+    types |= {Ref(name): kind for name, kind in typing.inputs.items()}
+
+    def changes(ref: Ref, wanted: Type) -> bool:
+        found = types.get(ref, R)
+        total = found == P and not wanted.is_split and graph.is_prelude(ref)
+        return not total and ((found == P) != (wanted == P) or found.is_split != wanted.is_split)
+
+    found = [
+        op
+        for op in (*graph.prelude, *graph.ops)
+        if op.target in _MIXING or any(map(changes, op.operands, typing.strategies[op.name].inputs))
+    ]
     if graph.loss.name in typing.strategies and types[graph.loss] != P:
         found += [op for op in graph.ops if op.name == graph.loss.name]
     return tuple(found)

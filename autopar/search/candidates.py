@@ -174,7 +174,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: (t["schedule"] != inter) | rounds(t),
         ),
         *((Constraint(
-            name="batch statistics take one micro-batch a data rank", holds=lambda t: t["num_micro_batches"] == 1,
+            name="samples that meet (batch statistics, losses over pairs) take one micro-batch a data rank", holds=lambda t: t["num_micro_batches"] == 1,
         ),) if problem.mixes_samples else ()),
         *(() if gpipe in (SCHEDULES.index(s) for s in space.schedules) else (
             Constraint(name=f"space {space.name} has no GPipe", holds=lambda t: t["schedule"] != gpipe),

@@ -31,7 +31,10 @@ MAX_CONFLICT_TRIALS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept."""
+    """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept.
+
+    ``opaque``: modules that the user named so, for the plan to say.
+    """
 
     graph: Graph
     cluster: Cluster
@@ -41,6 +44,7 @@ class Task:
     pins: Pins
     space: Space
     cache_dir: Path | None = None
+    opaque: tuple[str, ...] = ()
 
 
 class Planner:
@@ -55,6 +59,13 @@ class Planner:
         self.task, self.start = task, time.monotonic()
         if task.global_batch_size < 1:
             raise UsageError("the global batch has at least one sample", value=task.global_batch_size)
+        if task.graph.exact and task.global_batch_size != task.graph.batch_size:
+            raise UsageError(
+                "a graph in which samples are counted or meet is for one global batch size",
+                value=f"{task.global_batch_size}, traced at {task.graph.batch_size}",
+                place=task.graph.mixing or task.graph.name,
+                remedy="trace the model at this global batch, or give the model instead of its graph",
+            )
         task.pins.check(task.graph)
         if not task.pins.allows("precision", task.precision.name):
             raise InfeasibleError(
@@ -200,6 +211,7 @@ class Planner:
             ),
             padding=best.option.padding,
             pins=task.pins.texts,
+            opaque=task.opaque,
             notes=(
                 *graph.notes,
                 *padding_notes(graph, best.option.padding, candidate.mesh.tp),

@@ -125,7 +125,7 @@ def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
     plan = estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4"])
     assert plan.num_micro_batches == 1
     assert any("statistics over the global batch" in note for note in plan.notes)
-    totals = [op for op in lower(plan, graph).graph.ops if op.target == "autopar.batch_all_reduce"]
+    totals = [op for op in lower(plan, graph).graph.ops if op.target == "autopar.change_over_data"]
     assert [op.spec.numel for op in totals] == [4], "the counts alone travel, and they have no gradient"
     assert not totals[0].spec.requires_grad
     with pytest.raises(InfeasibleError, match="one micro-batch a data rank"):

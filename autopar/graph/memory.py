@@ -1,0 +1,126 @@
+"""What a forward pass leaves behind or hides outside of its result: attributes it sets, hooks on gradients.
+
+A graph has neither. Where a model's numbers depend on them, that is said instead of lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from autopar.errors import TraceError
+
+_PLAIN = (bool, int, float, str, bytes, complex)
+_CONTAINERS = (list, dict, set, tuple)
+_PRIVATE = frozenset(vars(torch.nn.Module()))
+
+State = Mapping[str, object]
+
+
+def state_of(model: torch.nn.Module) -> State:
+    """Numbers, texts and lengths of containers among the attributes of all modules, by path."""
+    found: dict[str, object] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in _PRIVATE:
+                continue
+            place = f"{path}.{name}" if path else name
+            if isinstance(value, _CONTAINERS):
+                found[place] = len(value)
+            elif isinstance(value, _PLAIN):
+                found[place] = value
+    return found
+
+
+def changed(before: State, after: State) -> tuple[str, ...]:
+    """Attributes that differ."""
+    return tuple(name for name in after if name not in before or before[name] != after[name])
+
+
+@dataclass(slots=True)
+class Left:
+    """What a forward pass has left behind; an export sets attributes of modules back, but not what is in here."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def values_of(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+    """The values of attributes, containers copied."""
+    found = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        found[name] = copy.copy(getattr(model.get_submodule(path), attribute))
+    return found
+
+
+def put_back(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    """Sets attributes to what :func:`values_of` gave."""
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, value)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuses what no trace can hold.
+
+    Raises:
+        TraceError: parameters without a shape, quantized or scripted modules, hooks on the gradients of parameters.
+    """
+    for path, module in model.named_modules():
+        kind = f"{path or 'the model'} ({type(module).__name__})"
+        if any(is_lazy(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None):
+            raise TraceError(
+                "parameters have shapes before a model is traced",
+                value="lazy ones",
+                place=kind,
+                remedy="run the model on one batch first, or give the sizes to its layers",
+            )
+        held = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
+        if held or isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                "a model that is trained holds tensors and Python code",
+                value="a quantized or scripted module",
+                place=kind,
+                remedy="plan for the float model in Python; quantize or script what was trained",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TraceError(
+                "gradients are those of the loss: no hook on a parameter changes them",
+                value="a hook",
+                place=name,
+                remedy="change gradients between train_step and optimizer.step",
+            )
+
+
+def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
+    """Modules whose hooks on gradients a trace would lose."""
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if path and (module._backward_hooks or module._backward_pre_hooks)
+    )
+
+
+@contextmanager
+def tensor_hooks_refused() -> Iterator[None]:
+    """While tracing, a hook on a tensor's gradient is an error of the line that sets it."""
+    usual, owner = torch.Tensor.register_hook, threading.get_ident()
+
+    def register_hook(self: torch.Tensor, hook: Any) -> Any:
+        if threading.get_ident() == owner:
+            raise RuntimeError("a trace would lose a hook on a tensor's gradient")
+        return usual(self, hook)  # type: ignore[no-untyped-call]
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = usual  # type: ignore[method-assign]

@@ -1,0 +1,378 @@
+"""What a region of unknown code does, found by running it on small random inputs on this machine.
+
+Samples are apart when halves of a batch give the halves of the outputs and of every input's gradient, and parameters'
+gradients add up. The two halves are drawn from distributions far apart in mean and scale, so that a branch on a
+statistic of the batch (its mean, its largest value) goes another way for a half than for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.graph.failures import FAILURES, first_line
+from autopar.graph.ir import TensorSpec
+from autopar.opaque_ops import Region, run, tensors_of
+
+MAX_BYTES = 2**32
+"""Of parameters: larger regions are not run while tracing."""
+
+DRAWS = 8
+"""Batches on which samples must be apart."""
+
+MAX_CHOICES = 8
+_TOLERANCE = {torch.float64: 1e-9}
+_COARSE = 1e-4
+"""Relative, where the code computes in less than float64."""
+
+Call = Callable[..., Any]
+Gradients = tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]
+
+
+class Unclear(Exception):  # noqa: N818  no error yet: it becomes a reason
+    """The region cannot be run or followed; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A region, its code, and what it is run on.
+
+    Attributes:
+        inputs: shapes and dtypes as traced.
+        parameters, buffers: values; random ones for those on meta.
+    """
+
+    region: Region
+    call: Call
+    inputs: tuple[TensorSpec, ...]
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+
+    def wide(self) -> Subject:
+        """The same in float64."""
+
+        def widened(x: Tensor) -> Tensor:
+            return x.double() if x.is_floating_point() else x
+
+        inputs = (replace(s, dtype=torch.float64) if s.dtype.is_floating_point else s for s in self.inputs)
+        return replace(
+            self,
+            inputs=tuple(inputs),
+            parameters=tuple(map(widened, self.parameters)),
+            buffers=tuple(map(widened, self.buffers)),
+        )
+
+
+def apart_from_trace(function: Callable[[], Any]) -> Any:
+    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags are set back."""
+    with (
+        mock.patch.object(torch.compiler, "_is_exporting_flag", new=False),
+        mock.patch.object(torch.compiler, "_is_compiling_flag", new=False),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        return pool.submit(function).result()
+
+
+def examine(subject: Subject, batch_size: int) -> tuple[Region, Any]:
+    """The region with what its code was seen to do, and an example of what it returns (for its structure).
+
+    Raises:
+        Unclear: it runs neither on random nor on fake tensors, or changes its inputs.
+    """
+    if sum(p.numel() * p.itemsize for p in subject.parameters) > MAX_BYTES:
+        return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
+    try:
+        region, output = _measured(subject)
+    except FAILURES as error:
+        return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
+    subject = replace(subject, region=region)
+    splits, why, linear = _splits(subject, batch_size)
+    return replace(region, splits=splits, why=why, is_linear_backward=linear), output
+
+
+def _on_fake(subject: Subject, why: str) -> tuple[Region, Any]:
+    """Shapes alone."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(spec: TensorSpec | Tensor) -> Tensor:
+        return torch.empty(tuple(spec.shape), dtype=spec.dtype, requires_grad=spec.dtype.is_floating_point)
+
+    try:
+        with mode:
+            operands = [[fake(x) for x in group] for group in (subject.inputs, subject.parameters, subject.buffers)]
+            output = _output(subject, *operands)
+    except FAILURES as error:
+        raise Unclear(f"{why}; on fake tensors it raised {type(error).__name__}: {first_line(error)}") from error
+    return replace(subject.region, outputs=_described(output), why=why, is_linear_backward=False), output
+
+
+def _output(subject: Subject, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+    """What the code returns, with its structure."""
+    kept: list[Any] = []
+
+    def keep(*args: Any) -> Any:
+        kept.append(subject.call(*args))
+        return kept[0]
+
+    run(subject.region, keep, inputs, parameters, buffers)
+    return kept[0]
+
+
+def _described(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
+    found = tensors_of(output)
+    if not found:
+        raise Unclear("it returns no tensor")
+    return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in found)
+
+
+def _measured(subject: Subject) -> tuple[Region, Any]:
+    """One run, forward and backward, with what it costs."""
+    inputs = draw(subject.inputs, (None,) * len(subject.inputs), 0)
+    before = [x.detach().clone() for x in inputs]
+    buffers = [b.clone() for b in subject.buffers]
+    saved: dict[int, int] = {}
+    own = {p.data_ptr() for p in subject.parameters}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.data_ptr() not in own:
+            saved[x.data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = _output(subject, inputs, subject.parameters, buffers)
+    outputs = _described(output)
+    with FlopCounterMode(display=False) as backward:
+        _gradients(tensors_of(output), (*inputs, *subject.parameters))
+    if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
+        raise Unclear("it changes its inputs in place")
+    _check_buffers(subject.region, subject.buffers, buffers)
+    return replace(
+        subject.region,
+        outputs=outputs,
+        flops=float(forward.get_total_flops()),
+        backward_flops=float(backward.get_total_flops()),
+        saved_bytes=sum(saved.values()),
+        numel=max(1, sum(spec.numel for spec in subject.inputs)),
+    ), output
+
+
+def _check_buffers(region: Region, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Buffers that it writes to would stay as they are: only traced code changes them."""
+    changed = [name for name, a, b in zip(region.buffers, before, after, strict=True) if not torch.equal(a, b)]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise Unclear(f"it changes buffers ({', '.join(changed[:3])}{more}), which only modules that are traced may")
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+def _splits(
+    subject: Subject, batch_size: int
+) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
+    """Dims along which samples lie, or why they are not apart; and whether backward is linear."""
+    why = "no input has a batch dim"
+    for trial in (subject.wide(), subject):
+        try:
+            one = draw(trial.inputs, (None,) * len(trial.inputs), 1)
+            first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
+        except (Unclear, *FAILURES) as error:
+            why = first_line(error)
+            continue
+        if not _same(first[0], second[0]):
+            return None, "it gives other results on the same inputs", False
+        linear = _is_linear(trial, one)
+        for dims in choices(trial.inputs, batch_size):
+            try:
+                return (dims, _apart(trial, dims)), "", linear
+            except (Unclear, *FAILURES) as error:
+                why = first_line(error)
+        return None, why, linear
+    return None, why, False
+
+
+def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int | None, ...]]:
+    """Where samples may lie: in dim 0 of all inputs that it fits, or of some; then in dim 1."""
+
+    def fits(spec: TensorSpec, dim: int) -> bool:
+        return len(spec.shape) > dim and spec.shape[dim] > 0 and spec.shape[dim] % batch_size == 0
+
+    count = 0
+    for dim in (0, 1):
+        options: list[tuple[int | None, ...]] = [(dim, None) if fits(spec, dim) else (None,) for spec in inputs]
+        for chosen in product(*options):
+            if any(d is not None for d in chosen) and count < MAX_CHOICES:
+                count += 1
+                yield chosen
+
+
+def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Dims of the outputs along which the samples of two batches lie side by side.
+
+    Raises:
+        Unclear: they do not.
+    """
+    found: tuple[int, ...] | None = None
+    for number in range(DRAWS):
+        whole = draw(subject.inputs, dims, number)
+        parts = [
+            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
+            for half in (0, 1)
+        ]  # fmt: skip
+        outputs, of_inputs, of_parameters = _run(subject, whole, seed=3)
+        halves = [_run(subject, part, seed=3) for part in parts]
+        found = tuple(
+            _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
+        )
+        _demand(outputs, halves[0][0], halves[1][0], found, "outputs")
+        _demand(of_inputs, halves[0][1], halves[1][1], dims, "gradients of inputs")
+        _demand(of_parameters, halves[0][2], halves[1][2], (None,) * len(of_parameters), "gradients of parameters")
+    assert found is not None
+    return found
+
+
+def _dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
+    """The dim along which ``whole`` is twice as long as each of two equal halves."""
+    if first.shape == second.shape and whole.dim() == first.dim():
+        longer = [d for d, (n, m) in enumerate(zip(whole.shape, first.shape, strict=True)) if n != m]
+        if len(longer) == 1 and whole.shape[longer[0]] == 2 * first.shape[longer[0]]:
+            return longer[0]
+    raise Unclear(
+        f"output {index} of a batch of two halves has shape {tuple(whole.shape)}, of a half {tuple(first.shape)}"
+    )
+
+
+def _demand(
+    whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dims: Sequence[int | None], what: str
+) -> None:
+    joined = [a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)]
+    if not all(x.isfinite().all() for x in whole if x.is_floating_point()):
+        raise Unclear("random inputs give values that are not finite")
+    if not _same(joined, whole):
+        raise Unclear(f"the {what} of a batch are not those of its halves")
+
+
+def _run(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
+    """Outputs, and gradients of inputs and parameters under :func:`_direction`."""
+    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    torch.manual_seed(seed)
+    outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
+    gradients = _gradients(outputs, (*taken, *subject.parameters))
+    return tuple(y.detach() for y in outputs), gradients[: len(taken)], gradients[len(taken) :]
+
+
+def _gradients(outputs: Sequence[Tensor], sources: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
+    flows = [y for y in outputs if y.requires_grad]
+    wanted = [x for x in sources if x.requires_grad]
+    if not flows or not wanted:
+        return [torch.zeros_like(x) for x in sources]
+    given = [factor * _direction(y.detach()) for y in flows]
+    made = iter(torch.autograd.grad(flows, wanted, given, allow_unused=True))
+    found = [next(made) if x.requires_grad else None for x in sources]
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True)]
+
+
+def _direction(y: Tensor) -> Tensor:
+    """A gradient for ``y`` that each element determines by itself, however a batch is cut."""
+    return 0.5 + y / (1.0 + y.abs())
+
+
+def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
+    """Whether a multiple of the gradient gives the multiple of every gradient."""
+    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    results = {}
+    for factor in (1.0, -3.0, 1e4):
+        outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
+        results[factor] = _gradients(outputs, (*taken, *subject.parameters), factor)
+    return all(_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
+
+
+def draw(specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int) -> list[Tensor]:
+    """Random inputs; along a batch dim two batches, the second far from the first."""
+    generator = torch.Generator().manual_seed(number)
+    scale = 10.0 ** (number % 4 - 1)
+    found = []
+    for spec, dim in zip(specs, dims, strict=True):
+        shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
+        if not spec.dtype.is_floating_point:
+            found.append(torch.randint(0, 2, shape, generator=generator).to(spec.dtype))
+            continue
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if dim is not None:
+            half = shape[dim] // 2
+            sign = 1.0 if number % 2 else -1.0
+            x.narrow(dim, 0, half).mul_(scale).add_(sign * scale)
+            x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
+        found.append(x.to(spec.dtype).requires_grad_())
+    return found
+
+
+def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Equal to rounding, all of them."""
+    for a, b in zip(found, wanted, strict=True):
+        if a.shape != b.shape:
+            return False
+        if not b.is_floating_point():
+            if not torch.equal(a, b):
+                return False
+            continue
+        size = float(b.abs().max()) if b.numel() else 0.0
+        if b.numel() and not float((a - b).abs().max()) <= _TOLERANCE.get(b.dtype, _COARSE) * max(size, 1e-6):
+            return False
+    return True
+
+
+# --- autograd functions ---------------------------------------------------------------------------
+
+
+class _Context:
+    """Stands for the context of an autograd function whose forward is run by itself."""
+
+    def __init__(self, count: int) -> None:
+        self.needs_input_grad = (True,) * count
+        self.saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Tensor) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise Unclear("it changes its inputs in place")
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
+    """Whether a function's own backward is what autograd makes of its forward: then it is traced like any code."""
+
+    def forward(state: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function.setup_context is not torch.autograd.Function.setup_context:
+            return function.forward(*args, **kwargs)
+        return function.forward(_Context(len(args)), *args, **kwargs)
+
+    wide = subject.wide()
+    for number in range(4):
+        inputs = draw(wide.inputs, (None,) * len(wide.inputs), number)
+        try:
+            own = _run(wide, inputs, seed=number)
+            plain = _run(replace(wide, call=forward), inputs, seed=number)
+        except (Unclear, *FAILURES):
+            return False
+        if not (_same(own[0], plain[0]) and _same(own[1], plain[1])):
+            return False
+    return True

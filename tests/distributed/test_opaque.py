@@ -1,0 +1,30 @@
+"""Regions that run as they are written and samples that meet, on ranks that are processes, against one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar import api
+from autopar.plan import FP32
+from autopar.runtime.verify import verify
+from autopar.runtime.workers import WorkerPool
+from tests.distributed.oddities import UnusualSubject
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pins"),
+    [
+        ("pairs", ["tp=2", "dp_shard=2"]),
+        ("pairs", ["dp_replicate=2", "dp_shard=2", "zero=3"]),
+        ("routers", ["pp=2", "dp_replicate=2"]),
+    ],
+    ids=["pairs tp2 x dp2", "pairs HSDP", "routers pp2 x dp2"],
+)
+def test_what_is_not_traced_equals_one_device(pool: WorkerPool, kind: str, pins: list[str]) -> None:
+    subject = UnusualSubject(kind)
+    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, global_batch_size=8)
+    assert bool(graph.mixing) == (kind == "pairs")
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins)
+    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()

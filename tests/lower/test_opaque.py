@@ -1,0 +1,123 @@
+"""Regions of unknown code in a plan: right numbers on ranks that are threads, and what the plan says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from autopar.errors import AutoparError, TraceError, UsageError
+from autopar.graph import trace
+from autopar.plan_io import load_plan, save_plan
+from tests.lower import unusual as u
+from tests.lower.against_model import check
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
+
+
+@pytest.mark.parametrize(
+    ("inner", "pins"),
+    [
+        (u.Router, ["tp=2", "dp_shard=2", "recompute=full"]),
+        (u.Numpy, ["dp_replicate=2", "num_micro_batches=2"]),
+        (u.Printing, ["tp=2"]),
+        (partial(u.Applies, u.StraightThrough), ["tp=2", "dp_replicate=2"]),
+        (partial(u.Applies, u.Clipped), ["tp=2"]),
+        (u.GradientHook, ["dp_replicate=2"]),
+    ],
+    ids=["router", "numpy", "print", "straight_through", "clipped", "hook"],
+)
+def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: list[str]) -> None:
+    ranks = 2 ** sum(pin[:2] in ("tp", "dp") for pin in pins)
+    plan = check(u.Around(inner), u.batch(), pins, ranks=ranks)
+    (note,) = (note for note in plan.notes if note.startswith("opaque"))
+    assert "StraightThrough" in note or "Clipped" in note or "unusual.py" in note
+
+
+def test_a_pipeline_passes_a_region() -> None:
+    class Layers(u.Around):
+        def __init__(self) -> None:
+            super().__init__(lambda: nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), u.Router()) for _ in range(4))))
+
+    plan = check(Layers(), u.batch(), ["pp=2", "dp_shard=2"])
+    assert len(plan.stages) == 2
+
+
+@pytest.mark.parametrize("inner", [u.BatchBranch, u.Item])
+def test_samples_that_meet_in_a_region_are_gathered_for_it(inner: type[nn.Module]) -> None:
+    plan = check(u.Around(inner), u.batch(), ["dp_replicate=2"], ranks=2)
+    assert plan.num_micro_batches == 1
+    assert any("samples are not known to be apart" in note for note in plan.notes)
+    assert any("samples meet in opaque" in note for note in plan.notes)
+
+
+def test_a_backward_that_is_the_usual_one_is_traced() -> None:
+    plan = check(u.Around(partial(u.Applies, u.Square)), u.batch(), ["tp=2"], ranks=2)
+    assert plan.notes == ()
+
+
+def test_modules_are_named_and_a_plan_keeps_the_names(tmp_path: Path) -> None:
+    model = u.Around(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    plan = check(model, u.batch(), ["tp=2"], ranks=2, opaque=["inner"])
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").opaque == ("inner",)
+    assert "it was named so" in plan.notes[0]
+    named = trace(model, (), u.batch(), opaque=["Sequential"])
+    assert [op.target for op in named.ops].count("autopar.opaque") == 1
+    assert named.fingerprint == plan.model.fingerprint != trace(model, (), u.batch()).fingerprint
+    with pytest.raises(UsageError, match=r"'router'.*Sequential"):
+        trace(model, (), u.batch(), opaque=["router"])
+
+
+LOCAL = type("Local", (u.StraightThrough,), {"__qualname__": "function.<locals>.Local"})
+
+
+def hooked() -> nn.Module:
+    model = u.Around()
+    model.last.weight.register_hook(lambda gradient: 5.0 * gradient)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (u.TopBranch, r"unusual.py:\d+: control flow, .*if x.sum\(\) > 0.*torch.where"),
+        (partial(u.Around, u.Remembers), "left in the model.*inner.seen.*parameter"),
+        (partial(u.Around, u.Counts), r"unusual.py:\d+: .*Python numbers.*torch.where"),
+        (partial(u.Around, u.OnCuda), r"unusual.py:\d+: .*device.*mend that line"),
+        (partial(u.Around, partial(nn.LazyLinear, 8)), r"inner \(LazyLinear\): parameters have shapes.*one batch"),
+        (u.Yields, "Yields: .*a scalar loss, but found a generator.*loss_fn"),
+        (partial(u.Around, partial(u.Applies, LOCAL)), "Local: .*imported by every rank.*top of a module"),
+        (hooked, "last.weight: .*no hook on a parameter.*train_step"),
+    ],
+)
+def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(TraceError, match=said) as caught:
+        trace(model(), (), u.batch())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [u.InPlace, u.ShapeNumber, u.Nested])
+def test_what_only_looks_hard_is_traced(model: Callable[[], nn.Module]) -> None:
+    assert check(model(), u.batch(), ["dp_replicate=2"], ranks=2).notes == ()
+
+
+@pytest.mark.parametrize("pins", [["dp_replicate=4"], ["tp=2", "dp_shard=2"], ["dp_replicate=2", "dp_shard=2"]])
+def test_a_contrastive_loss_gathers_its_samples(pins: list[str]) -> None:
+    plan = check(u.Pairs("contrastive"), u.pairs(), pins)
+    assert plan.num_micro_batches == 1
+    assert any("samples meet in" in note and "matmul" in note and "unusual.py" in note for note in plan.notes)
+
+
+def test_a_loss_of_the_whole_batch_and_one_that_counts_it() -> None:
+    assert check(u.Pairs("covariance"), u.pairs(), ["dp_shard=2"], ranks=2).num_micro_batches == 1
+    plan = check(u.Pairs("counted"), u.pairs(), ["dp_shard=2", "num_micro_batches=2"], ranks=2)
+    assert not any("samples meet" in note for note in plan.notes)
+
+
+def test_samples_that_meet_take_one_micro_batch() -> None:
+    with pytest.raises(AutoparError, match=r"samples that meet .* take one micro-batch"):
+        check(u.Pairs("contrastive"), u.pairs(), ["dp_shard=2", "num_micro_batches=2"], ranks=2)

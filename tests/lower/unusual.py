@@ -1,0 +1,206 @@
+"""Models that a trace has trouble with: branches on values, state in Python, gradients of their own, pairs of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Router(nn.Module):
+    """Experts in a loop over those that have tokens, as people write them by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return out
+
+
+class BatchBranch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x) if x.mean() > 0 else F.relu(x)
+
+
+class Item(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.abs().max().item()
+
+
+class Numpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.from_numpy(0.5 * x.detach().numpy())
+
+
+class Printing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print(f"mean {x.mean().item():.3f}")  # noqa: T201  what people do
+        return 2.0 * x
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.round(8.0 * x) / 8.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Clipped(torch.autograd.Function):
+    """Its backward is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.01, 0.01)
+
+
+class Square(torch.autograd.Function):
+    """Its backward is what autograd would do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2.0 * ctx.saved_tensors[0] * gradients[0]
+
+
+class Applies(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function.apply(x)
+        return result
+
+
+class GradientHook(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2.0 * x
+        y.register_hook(lambda gradient: 5.0 * gradient)
+        return y
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return x * len(self.seen)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x if x.sum().item() > 0 else x / self.calls
+
+
+class OnCuda(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.ones(8, device="cuda")
+
+
+class Around(nn.Module):
+    """A classifier with something in its middle."""
+
+    def __init__(self, inner: Callable[[], nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(8, 8), inner(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.inner(self.first(x))), y)
+
+
+class TopBranch(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = 2.0 * x
+        return super().forward(x, y)
+
+
+class InPlace(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2.0)
+        return super().forward(x, y)
+
+
+class ShapeNumber(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x.reshape(int(x.shape[0]), 2, 4).flatten(1), y)
+
+
+class Yields(Around):
+    def forward(self, x: Tensor, y: Tensor) -> Iterator[Tensor]:  # type: ignore[override]
+        yield super().forward(x, y)
+
+
+class Nested(Around):
+    """Several outputs, the loss among them."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.last(self.first(x))
+        return {"logits": (logits, [x]), "loss": F.cross_entropy(logits, y)}
+
+
+class Pairs(nn.Module):
+    """Two towers whose loss looks at all pairs of a batch: ``kind`` contrastive, covariance or counted."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.left, self.right = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        u, v = F.gelu(self.left(x)), F.gelu(self.right(z)) * self.scale.exp()
+        if self.kind == "contrastive":
+            logits = F.normalize(u, dim=-1) @ F.normalize(v, dim=-1).t() * self.scale.exp()
+            numbers = torch.arange(len(logits))
+            return (F.cross_entropy(logits, numbers) + F.cross_entropy(logits.t(), numbers)) / 2
+        if self.kind == "covariance":
+            centred = u - u.mean(0)
+            covariance = centred.t() @ centred / (len(u) - 1)
+            spread = F.relu(1.0 - torch.sqrt(u.var(dim=0) + 1e-4)).mean()
+            return F.mse_loss(u, v) + spread + covariance.pow(2).sum() / 16
+        return (u - v).pow(2).sum() / len(u)
+
+
+def batch(size: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(size, 8, generator=generator),
+        "y": torch.randint(0, 4, (size,), generator=generator),
+    }
+
+
+def pairs(size: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(size, 8, generator=generator) for name in ("x", "z")}
