@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
@@ -202,8 +203,9 @@ def parts(graph: Graph, whole: Mapping[str, torch.Tensor], mesh: Mesh, rank: int
 
 
 def call_block(module: torch.fx.GraphModule, parameters: Mapping[str, torch.Tensor], values: list[Any]) -> Any:
-    """A block's code on one rank's parameters: ranks are threads, which share the module."""
-    return type(module).forward(types.SimpleNamespace(**module._buffers, **parameters), *values)
+    """A block's code on one rank's parameters: ranks are threads, which share the module but for the code of regions."""
+    regions = {name: copy.deepcopy(child) for name, child in module.named_children()}
+    return type(module).forward(types.SimpleNamespace(**module._buffers, **regions, **parameters), *values)
 
 
 def run_program(
