@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
+from threading import Lock
 from typing import Any, cast
 
 import spmd_types
@@ -237,7 +238,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
-        mask = torch.empty_like(x, dtype=torch.bool)
+        mask = x.new_empty(x.shape, dtype=torch.bool)  # whatever the strides of x: numbers are drawn in memory order
         if p >= 1.0:
             mask.zero_()
         else:
@@ -267,22 +268,6 @@ def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[s
     return cast("Tensor", _Dropout.apply(x, p, stream_seed(salt, seed, axes)))  # type: ignore[no-untyped-call]
 
 
-def noise(
-    shape: Sequence[int],
-    kind: str,
-    salt: Salt = 0,
-    seed: int = 0,
-    axes: Sequence[str] = (),
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Random numbers of this rank's ``shape``, ``uniform`` in [0, 1) or ``normal``, from the stream of :func:`dropout`."""
-    made = torch.empty(tuple(shape), dtype=dtype, device=device)
-    generator = _generator(made.device, stream_seed(salt, seed, axes))
-    return made.uniform_(generator=generator) if kind == "uniform" else made.normal_(generator=generator)
-
-
 def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
     query: Tensor,
     key: Tensor,
@@ -299,11 +284,57 @@ def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
 ) -> Tensor:
     """``scaled_dot_product_attention`` whose dropout draws from the stream that :func:`dropout` describes."""
     devices = [query.device] if query.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, device_type="cuda"):
+    with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=devices, device_type="cuda"):
         torch.manual_seed(stream_seed(salt, seed, axes))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+
+def draw(
+    target: str,
+    *args: object,
+    salt: Salt = 0,
+    seed: int = 0,
+    axes: Sequence[str] = (),
+    device: torch.device | None = None,
+    **kwargs: object,
+) -> Any:
+    """Calls a random operator of torch by name on the stream that :func:`dropout` describes.
+
+    Args:
+        device: where an operator without a tensor makes its result; None: it has tensors.
+    """
+    where = device or next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)  # numbers are drawn in memory order
+    named = kwargs if device is None else {**kwargs, "device": device}
+    generator = _generator(where, stream_seed(salt, seed, axes))
+    with_generator = _with_generator(target)
+    if generator is None:
+        return resolve(target)(*args, **named)
+    if with_generator is not None:
+        return with_generator(*args, **named, generator=generator)
+    devices = [where] if where.type == "cuda" else []
+    with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=devices, device_type="cuda"):
+        torch.manual_seed(generator.initial_seed())
+        return resolve(target)(*args, **named)
+
+
+_DEFAULT_GENERATOR = Lock()
+"""Held by who seeds torch's own generator, which all threads share."""
+
+
+@cache
+def _with_generator(target: str) -> Callable[..., Any] | None:
+    """The overload of an operator with the same arguments and a generator besides; None: there is none."""
+    found = resolve(target)
+    names = [argument.name for argument in found._schema.arguments if argument.name != "generator"]  # type: ignore[attr-defined]
+    packet = found._overloadpacket  # type: ignore[attr-defined]
+    for overload in (found, *(getattr(packet, name) for name in packet.overloads())):
+        others = [argument.name for argument in overload._schema.arguments]
+        if "generator" in others and [name for name in others if name != "generator"] == names:
+            return cast("Callable[..., Any]", overload)
+    return None
 
 
 def stream_seed(salt: Salt, seed: int, axes: Sequence[str]) -> int:

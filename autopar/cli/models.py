@@ -159,6 +159,7 @@ class VerifiedModel:
                 is traced without dropping anything, because what two processes draw cannot be compared.
         """
         from autopar.graph import trace as trace_model
+        from autopar.graph.random import draws_random
         from autopar.models import without_dropout
         from autopar.search.batch import for_batch
 
@@ -174,7 +175,7 @@ class VerifiedModel:
             return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
 
         graph = trace_one()
-        if as_trained or not any(op.target == "autopar.noise" for op in graph.ops):
+        if as_trained or not any(draws_random(op.target) and op.target != "autopar.dropout" for op in graph.ops):
             return graph
         model = copy.deepcopy(self.source.model)
         without_dropout(model)

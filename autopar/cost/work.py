@@ -138,7 +138,6 @@ _FACTORIES = (
     "aten.arange",
     "aten.new_",
     "aten.rand",
-    "autopar.noise",
 )
 
 

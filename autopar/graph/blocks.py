@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from autopar.graph.ir import Argument, Block, Op, Ref, TensorSpec, digest, map_refs
 
-SALTED = {"autopar.dropout": 2, "autopar.noise": 2}
+SALTED = {"autopar.dropout": 2}
 """Position of the argument that tells random operators apart: no part of what an operator computes."""
 
 _CANDIDATES = 48

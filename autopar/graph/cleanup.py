@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from autopar.graph import random
 from autopar.graph.blocks import find_blocks
 from autopar.graph.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.graph.fold import LOGICAL
 from autopar.graph.fuse import fuse_gelu
 from autopar.graph.ir import Argument, Buffer, Graph, Input, Mutation, Op, Parameter, Ref, TensorSpec, digest, map_refs
+from autopar.graph.random import draws_random
 from autopar.graph.state import with_totals, without_gradient
 from autopar.graph.unfuse import cut_parameters, unfuse
 from autopar.opaque_ops import region_of
@@ -116,7 +116,7 @@ def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]
     prelude: list[Op] = []
     live: list[Op] = []
     for op in ops:
-        if op.target not in random.TARGETS and all(ref.name in known for ref in op.operands):
+        if not draws_random(op.target) and all(ref.name in known for ref in op.operands):
             known.add(op.name)
             prelude.append(op)
         else:

@@ -21,10 +21,10 @@ from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
 from autopar.graph.opaque import opaque_of
 from autopar.graph.products import PRODUCTS
-from autopar.graph.random import RANDOM, handler_of
+from autopar.graph.random import draws_random, random_call
 from autopar.graph.sums import SUMS
 
-_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | SUMS | RANDOM | {"autopar.experts.default": experts_of}
+_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."
@@ -159,7 +159,8 @@ def _apply(builder: Builder, call: Call) -> Value:
     folded = fold(builder, call)
     if folded is not None:
         return folded
-    value = (_ALL_HANDLERS.get(call.target) or handler_of(call) or generic)(builder, call)
+    handler = random_call if draws_random(call.target) else generic
+    value = _ALL_HANDLERS.get(call.target, handler)(builder, call)
     hint(builder, call, value)
     return value
 

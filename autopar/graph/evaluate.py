@@ -10,8 +10,9 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.graph.ir import Argument, Graph, Op, Parameter, Ref
+from autopar.graph.random import draws_random
 from autopar.opaque_ops import Holder, region_of
-from autopar.ops import resolve
+from autopar.ops import draw, resolve
 
 
 def evaluate(
@@ -89,10 +90,18 @@ def function_of(op: Op, model: torch.nn.Module | None) -> Callable[..., Any]:
 
 
 def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor], model: torch.nn.Module | None = None) -> None:
-    """Executes ``ops`` in order, adding their outputs to ``env``; ``model`` has the code of opaque regions."""
-    for op in ops:
-        function = function_of(op, model)
-        result = function(*(_value(a, env) for a in op.args), **{k: _value(a, env) for k, a in op.kwargs})
+    """Executes ``ops`` in order, adding their outputs to ``env``; random numbers are the same in every run.
+
+    Args:
+        model: has the code of opaque regions.
+    """
+    for number, op in enumerate(ops):
+        args, kwargs = [_value(a, env) for a in op.args], dict[str, Any]((k, _value(a, env)) for k, a in op.kwargs)
+        if op.target.startswith("aten.") and draws_random(op.target):
+            where = None if op.operands else next(iter(env.values())).device
+            result = partial(draw, salt=number, device=where)(op.target, *args, **kwargs)
+        else:
+            result = function_of(op, model)(*args, **kwargs)
         for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):
             env[Ref(op.name, i)] = value
 

@@ -125,6 +125,8 @@ class _Check:
                 env[node] = 0 if node.target == SEED else self.tensor(node)
             elif node.op == "get_attr":
                 env[node] = self.tensor(node) if "spec" in node.meta else None  # None: the code of an opaque region
+            elif node.target is operator.floordiv:
+                env[node] = 0  # the seed of a step, from that of a micro-batch
             elif node.op == "call_function":
                 with _named(here):
                     env[node] = self.call(node, env, here)
@@ -147,18 +149,28 @@ class _Check:
     def call(self, node: fx.Node, env: dict[fx.Node, Any], place: str) -> Any:
         args, kwargs = _arguments(node, env)
         operands = [n for n in node.all_input_nodes if "types" in n.meta]
-        pending = [axis for axis in self.axes if any(self.kind(n, axis) == "P" for n in operands)]
+        changed = node.args[1] if node.target in _CHANGES else ""
+        pending = [axis for axis in self.axes if axis != changed and any(self.kind(n, axis) == "P" for n in operands)]
         stated = [node] if "types" in node.meta else list(node.users)  # several outputs: each getitem states its own
         partial = bool(pending) and all(self.kind(n, axis) in ("P", None) for n in stated for axis in pending)
         call = _linear(node.target) if partial else cast("Callable[..., Any]", node.target)
         if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
             self.count += 1
-            return self.annotate(cast("Callable[..., Any]", node.target)(*args, **kwargs), node)
+            made = cast("Callable[..., Any]", node.target)(*args, **kwargs)
+            if node.target is operator.getitem and not node.meta["spec"].requires_grad:  # of I, where R is stated
+                self.check_values(made, node, place)
+                made = _plain(made)
+            return self.annotate(made, node)
         if node.target is opaque:  # unknown code: it gives what it is stated to give
             self.operands(node, operands, place)
-            made = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
-            return [made.get(i) for i in range(1 + max(made, default=-1))]
-        if node.target is operator.getitem or (partial and not _is_known(call)):
+            parts = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
+            return [parts.get(i) for i in range(1 + max(parts, default=-1))]
+        passes = partial and (
+            not _is_known(call)
+            or node.target is ops.dropout  # of a sum: all summands lose the same elements
+            or node.target in _CHANGES
+        )
+        if node.target is operator.getitem or passes:
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
             self.operands(node, operands, place)
@@ -266,6 +278,19 @@ class _Check:
         return None if found is None else found.kind
 
 
+_CHANGES = frozenset(
+    (
+        ops.all_gather,
+        ops.all_reduce,
+        ops.all_to_all,
+        ops.invariant_to_replicate,
+        ops.keep_on_first,
+        ops.reduce_scatter,
+        ops.shard,
+    )
+)
+"""Changes of type on one axis: linear, so that a pending sum on another one may pass; the checker does not know it."""
+
 _LOCAL = {"I": spmd_types.I, "R": spmd_types.R, "S": spmd_types.V, "P": spmd_types.P}
 
 
@@ -276,13 +301,15 @@ def _text(layout: Layout) -> str:
 def _has_global_rule(node: fx.Node) -> bool:
     """Causal attention makes its mask inside, where the checker cannot follow; nor does it know grouped heads.
 
-    A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule.
+    A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule, nor has
+    it one for truth values, which travel as bytes.
     """
     target = _target(node)
     is_attention = target == "aten.scaled_dot_product_attention.default"
     beyond = is_attention and (node.args[5:6] == (True,) or node.kwargs.get("enable_gqa", False))
     thin = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
-    return target in GLOBAL and not beyond and not thin
+    truth = target.startswith("autopar.") and node.meta["spec"].dtype == torch.bool
+    return target in GLOBAL and not beyond and not thin and not truth
 
 
 def _is_known(call: Callable[..., Any]) -> bool:
@@ -336,7 +363,8 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 def _plain(result: torch.Tensor) -> torch.Tensor:
     """The result without types that it may have taken over from an operand."""
-    return torch.empty_like(result).requires_grad_(result.requires_grad)
+    plain = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    return plain.requires_grad_(result.requires_grad)
 
 
 def _target(node: fx.Node) -> str:

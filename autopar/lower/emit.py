@@ -14,7 +14,8 @@ from torch import fx
 
 from autopar import ops as emitted
 from autopar.graph.ir import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
-from autopar.layout import I, R, S
+from autopar.graph.random import draws_random
+from autopar.layout import I, P, R, S
 from autopar.mesh import DATA_AXES
 from autopar.opaque_ops import Holder, region_of
 from autopar.rules.apply import BATCH
@@ -52,15 +53,14 @@ TARGETS = {function: target for target, function in _FUNCTIONS.items() if target
 
 OPAQUE = "autopar.opaque"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
-_DRAWING = ("autopar.dropout", "autopar.noise")
 _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
 
 
 def is_random(op: Op) -> bool:
     """Whether the operator draws random numbers."""
-    if op.target in (*_DRAWING, OPAQUE):
-        return True
-    return op.target in _ATTENTIONS and len(op.args) > 4 and bool(op.args[4])
+    if op.target in _ATTENTIONS:
+        return len(op.args) > 4 and bool(op.args[4])
+    return op.target == OPAQUE or draws_random(op.target)
 
 
 @dataclass(slots=True)
@@ -69,12 +69,14 @@ class Emitter:
 
     Attributes:
         salts: a number for each random operator of the program, by name.
+        period: by how much the seed of the next step is larger; between lie those of the micro-batches.
         device: where tensors that depend on no other are made.
     """
 
     name: str
     salts: Mapping[str, int]
     device: torch.device
+    period: int = 1
     graph: fx.Graph = field(default_factory=fx.Graph)
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
     values: dict[Ref, fx.Node] = field(default_factory=dict)
@@ -119,14 +121,18 @@ class Emitter:
     def op(self, op: Op) -> None:
         """Adds one call; several outputs are taken apart."""
         target, args, kwargs = op.target, list(op.args), dict(op.kwargs)
-        if is_random(op):
-            args = args[:2] if target in _DRAWING else args
-            target = "autopar.attention" if target == _ATTENTION else target
-            kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
-        if not op.operands and (target == "autopar.noise" or (target.startswith("aten.") and _has_device(target))):
+        if not op.operands and target.startswith("aten.") and _has_device(target):
             kwargs["device"] = self.device
         if target == OPAQUE:
             self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
+        if is_random(op):
+            args = args[:2] if target == "autopar.dropout" else args
+            if target == _ATTENTION:
+                target = "autopar.attention"
+            elif not target.startswith("autopar."):
+                args, target = [target, *args], "autopar.draw"
+            kwargs |= {"salt": self.salts[op.name], "axes": random_axes(op.layouts[0] if op.layouts else ())}
+        seed = self._seed_of(op) if is_random(op) else None
         node = self.graph.create_node(
             "call_function",
             _FUNCTIONS.get(target) or emitted.resolve(target),
@@ -135,7 +141,7 @@ class Emitter:
             name=op.name,
         )
         if is_random(op):
-            node.update_kwarg("seed", self.seed)
+            node.update_kwarg("seed", seed)
         node.meta["op"] = op.name
         node.meta["takes"] = tuple(n.meta["types"] for n in node.all_input_nodes if "types" in n.meta)
         layouts = op.layouts or ((),) * len(op.outputs)
@@ -147,6 +153,15 @@ class Emitter:
                 "call_function", operator.getitem, (node, i), name=str_name(Ref(op.name, i), suffix_first=True)
             )
             self.values[Ref(op.name, i)] = _typed(part, op.outputs[i], layouts[i])
+
+    def _seed_of(self, op: Op) -> fx.Node | None:
+        """The micro-batch's seed; the step's for what all samples share: one device draws it once."""
+        layout = dict(op.layouts[0]) if op.layouts else {}
+        if self.seed is None or self.period == 1 or layout.get(BATCH, P).kind not in ("I", "R"):
+            return self.seed
+        return self.graph.create_node(
+            "call_function", operator.floordiv, (self.seed, self.period), name=f"{op.name}_seed"
+        )
 
     def _region(self, op: Op) -> tuple[fx.Node, ...]:
         """The place of a region's code, which the runtime fills."""

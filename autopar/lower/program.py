@@ -189,6 +189,7 @@ class _Builder:
         self.plan, self.graph, self.device = plan, graph, device
         random = (op.name for op in (*graph.prelude, *graph.ops) if is_random(op))
         self.salts = {name: number for number, name in enumerate(random)}
+        self.period = plan.num_micro_batches + 1
         self.changed = {m.buffer for m in graph.mutations}
         self.homes = self._homes()
 
@@ -234,7 +235,7 @@ class _Builder:
 
     def block(self, block: Block, shared: set[str]) -> BlockProgram:
         graph, ops = self.graph, self.graph.block_ops(block)
-        emitter = Emitter(f"Block{block.index}", self.salts, self.device)
+        emitter = Emitter(f"Block{block.index}", self.salts, self.device, self.period)
         reads = (*graph.block_inputs(block), *graph.block_prelude(block))
         inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in reads]
         parameters = graph.block_parameters(block)
@@ -271,7 +272,7 @@ class _Builder:
         graph, outputs = self.graph, tuple(wanted)
         ops = ancestors(graph, outputs, totals)
         reads = dict.fromkeys((*(ref for op in ops for ref in op.operands), *outputs))
-        emitter = Emitter(name, self.salts, self.device)
+        emitter = Emitter(name, self.salts, self.device, self.period)
         batch = {leaf.name for leaf in graph.inputs} | self.changed
         given = [ref for ref in reads if ref.name in batch or ref in totals]
         inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in given]

@@ -310,12 +310,14 @@ class _Sharding:
         return Ref(name)
 
     def _layout_before(self, ref: Ref) -> Layout:
-        """Types on the axes applied before, where the value is used: parameters are R over samples."""
+        """Types on the axes applied before, where the value is used: R of parameters whose gradient is summed later."""
         producer = self.graph.producer(ref)
         if producer is not None:
             return producer.layouts[ref.index] if producer.layouts else ()
         if self.graph.is_parameter(ref):
-            return tuple((a, R if a == BATCH else kind) for a, kind in self.graph.parameter(ref.name).layout)
+            parameter = self.graph.parameter(ref.name)
+            pending = (*parameter.gradient_sum_axes, BATCH)
+            return tuple((a, R if a in pending and kind == I else kind) for a, kind in parameter.layout)
         by_samples = any(axis == BATCH for p in self.graph.parameters[:1] for axis, _ in p.layout)
         leaf = next((leaf for leaf in self.graph.inputs if leaf.name == ref.name), None)
         return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()
@@ -428,7 +430,7 @@ def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
     for op in ops:
         args: Iterable[Argument] = (map_refs(arg, numbered) for arg in op.args)
         kwargs = ((key, map_refs(value, numbered)) for key, value in op.kwargs)
-        for_salt = tuple(args)[:2] if op.target in ("autopar.dropout", "autopar.noise") else tuple(args)
+        for_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
         lines.append(
             f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype, s.requires_grad) for s in op.outputs]}{op.layouts}"
         )

@@ -7,6 +7,7 @@ of its operands; they raise :class:`~autopar.errors.RuleError` for calls that no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from autopar.errors import RuleError
@@ -335,9 +336,14 @@ def factory(op: Op, operands: Specs) -> Pattern:
     return Pattern(inputs=tuple(("",) * len(spec.shape) for spec in operands), outputs=(NAMES[: len(op.spec.shape)],))
 
 
-def noise(op: Op, operands: Specs) -> Pattern:
-    """Noise of a shape: every dim is split freely, parts draw other numbers than their neighbours."""
-    return Pattern(inputs=(), outputs=(NAMES[: len(op.spec.shape)],), random=True)
+def random_factory(op: Op, operands: Specs) -> Pattern:
+    """rand, randn, randint: no value depends on another, so that ranks draw their parts."""
+    return replace(factory(op, operands), random=True)
+
+
+def random_order(op: Op, operands: Specs) -> Pattern:
+    """randperm: every rank draws the same order."""
+    return replace(whole_factory(op, operands), random=True)
 
 
 def whole_factory(op: Op, operands: Specs) -> Pattern:

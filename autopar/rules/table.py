@@ -173,13 +173,17 @@ _UNARY = (
     " gelu hardsigmoid hardswish isfinite isinf isnan lgamma log log10 log1p log2 log_sigmoid logical_not logit mish"
     " reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc"
     " threshold hardtanh leaky_relu elu clamp clamp_min clamp_max celu nan_to_num isposinf isneginf"
-    " ones_like zeros_like full_like empty_like bernoulli.p rand_like randn_like"
+    " ones_like zeros_like full_like empty_like "
     " pow.Tensor_Scalar pow.Scalar add.Scalar sub.Scalar rsub.Scalar remainder.Scalar fmod.Scalar floor_divide.Scalar"
     " eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar bitwise_and.Scalar bitwise_or.Scalar"
     " bitwise_xor.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar __lshift__.Scalar __rshift__.Scalar"
     " bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar"
 )
-_RANDOM = frozenset(("bernoulli.p", "rand_like", "randn_like"))
+_RANDOM = (
+    "bernoulli bernoulli.p rand_like randn_like randint_like randint_like.low_dtype exponential uniform"
+    " normal_functional normal.Tensor_float normal.float_Tensor cauchy log_normal geometric random random.to"
+    " poisson _standard_gamma"
+)
 _LINEAR_UNARY = "neg clone contiguous detach alias lift_fresh_copy positive mul.Scalar div.Scalar real"
 _BINARY = (
     "pow.Tensor_Tensor atan2 maximum minimum remainder.Tensor fmod.Tensor floor_divide bitwise_and.Tensor"
@@ -196,7 +200,7 @@ def _full(name: str) -> str:
 def _lines() -> dict[str, str]:
     """Rules that one line says."""
     lines = {_full(name): "x... -> x..." for name in _UNARY.split()}
-    lines |= {_full(name): "x... -> x...; random" for name in _RANDOM}
+    lines |= {_full(name): "x... -> x...; random" for name in _RANDOM.split()}
     lines |= {_full(name): "x... -> x...; linear 0" for name in _LINEAR_UNARY.split()}
     lines |= {_full(name): "x..., x... -> x..." for name in _BINARY.split()}
     lines |= {
@@ -218,6 +222,7 @@ def _lines() -> dict[str, str]:
         "aten.type_as.default": "x..., o...^ -> x...",
         "aten.native_dropout.default": "x... -> x..., x...; random",
         "aten.dropout.default": "x... -> x...; random",
+        "aten.multinomial.default": "b... k^ -> b... n^; random",
         "autopar.dropout": "x... -> x...; linear 0; random",
         "aten.linear.default": "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?",
         "autopar.linear_t": "b... k+, k+ n, n -> b... n; linear 0+2?, 1+2?",
@@ -263,8 +268,9 @@ def _functions() -> dict[str, PatternMaker]:
         special.gather: "gather",
         special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
         special.factory: factories,
-        special.noise: "autopar.noise",
-        special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace rand randn randint",
+        special.random_factory: "rand randn randint randint.low normal.float_float",
+        special.random_order: "randperm",
+        special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace",
         compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
         compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
         compute.matmul: "matmul mv dot",

@@ -153,6 +153,8 @@ def run_module(
             env[node] = _call(node, env, tape, micro_batch)
         elif node.target is operator.getitem:
             env[node] = env[node.args[0]][node.args[1]]
+        elif node.target is operator.floordiv:  # the seed of a step
+            env[node] = env[node.args[0]] // node.args[1]
         else:
             assert node.target is emitted.local
             env[node] = emitted.local(env[node.args[0]])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.errors import VerificationError
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
+from autopar.graph.random import draws_random
 from autopar.graph.trace import pick_loss
 from autopar.lower.program import lower
 from autopar.plan import FP32, FP64, Plan, Precision
@@ -182,16 +183,16 @@ def _without_dropout(graph: Graph) -> Graph:
     """The same graph, fingerprint included, that drops nothing.
 
     Raises:
-        VerificationError: it draws random numbers for something else, which no two runs draw alike.
+        VerificationError: it draws other random numbers besides.
     """
-    for op in graph.ops:
-        if op.target == "autopar.noise":
-            raise VerificationError(
-                "what is compared draws no random numbers but those of dropout, which is off",
-                value="noise",
-                place=op.source or op.module or op.name,
-                remedy="verify the MODEL instead of the plan, or one without stochastic depth (drop_path_rate=0.0)",
-            )
+    drawn = next((op for op in graph.ops if draws_random(op.target) and op.target not in _DROPOUT_ARGUMENT), None)
+    if drawn is not None:
+        raise VerificationError(
+            "a model that is compared with one device draws no random numbers of its own, dropout aside",
+            value=drawn.target,
+            place=drawn.source or drawn.module or drawn.name,
+            remedy="turn it off in the model that is verified: one device and many draw other numbers",
+        )
     return replace(graph, ops=tuple(_muted(op) for op in graph.ops))
 
 

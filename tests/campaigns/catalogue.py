@@ -235,6 +235,59 @@ def group_norm(b: Builder) -> None:
     b.add(b.op("aten.group_norm.default", x, groups, b.parameter(channels), b.parameter(channels), 1e-2))
 
 
+def batch_norm(b: Builder) -> None:
+    x = b.pick(lambda s: len(s) > 1 and s[0] == b.batch)
+    channels = b.shape(x)[1]
+    affine = b.flip()
+    weight, bias = (b.parameter(channels), b.parameter(channels)) if affine else (None, None)
+    b.add(b.op("autopar.batch_norm", x, weight, bias, 1e-1))
+
+
+def instance_norm(b: Builder) -> None:
+    x = b.pick(lambda s: len(s) > 2 and s[2] > 1)
+    channels = b.shape(x)[1]
+    weight, bias = b.parameter(channels), b.parameter(channels)
+    b.add(b.op("aten.instance_norm.default", x, weight, bias, None, None, True, 0.1, 1e-1, False))
+
+
+# --- what draws random numbers
+
+
+def dropout(b: Builder) -> None:
+    x = b.pick()
+    b.add(b.op("autopar.dropout", x, (0.25, 0.5, 0.75)[b.choose(3)], b.count))
+
+
+def noise(b: Builder) -> None:
+    """Numbers drawn in the shape of live data, with no gradient of their own."""
+    x = b.pick(lambda s: s[0] == b.batch)
+    kind = b.choose(5)
+    if kind == 0:
+        drawn = b.op("aten.rand_like.default", b.op("aten.detach.default", x))
+    elif kind == 1:
+        drawn = b.op("aten.bernoulli.p", b.op("aten.detach.default", x), 0.5)
+    elif kind == 2:
+        drawn = b.op("aten.randn.default", b.shape(x), dtype=torch.float64)
+    elif kind == 3:  # a number for each sample
+        drawn = b.op("aten.rand.default", (b.batch, *(1,) * (b.rank(x) - 1)), dtype=torch.float64)
+    else:  # the same for all samples
+        drawn = b.op("aten.rand.default", b.shape(x)[1:], dtype=torch.float64)
+    b.add(b.op(f"aten.{('mul', 'add')[b.choose(2)]}.Tensor", x, drawn))
+
+
+def experts(b: Builder) -> None:
+    x = b.pick(lambda s: len(s) in (2, 3))
+    hidden, number, inner = b.shape(x)[-1], (4, 2, 8)[b.choose(3)], b.size()
+    logits = b.op("aten.linear.default", x, b.parameter(number, hidden), None)
+    b.apart(logits, b.rank(x) - 1)
+    scores = b.op("aten.softmax.int", logits, b.rank(x) - 1)
+    chosen = b.op("aten.topk.default", scores, 1 + b.choose(2), b.rank(x) - 1)
+    gate = b.parameter(number, inner, hidden) if b.flip() else None
+    up, down = b.parameter(number, inner, hidden), b.parameter(number, hidden, inner)
+    activation = ("silu", "gelu", "tanh")[b.choose(3)]
+    b.add(b.op("autopar.experts", x, chosen, Ref(chosen.name, 1), gate, up, down, activation))
+
+
 def along(b: Builder) -> None:
     x = b.pick(lambda s: len(s) > 1)
     dim = b.dim(x)
@@ -451,7 +504,7 @@ def made(b: Builder) -> None:
 STEPS = (
     linear, unary, binary, scalar, view, attention, layer_norm, matmul, permuted, taken, joined, reduced, along, embedding,
     positions, masked, compared, detached, group_norm, ordered, samples_inside, parted, padded, unsqueezed, squeezed,
-    indexed, triangle, made, convolution, einsum, addmm, linear, binary, attention, view,
+    indexed, triangle, made, convolution, einsum, addmm, linear, binary, attention, view, experts, batch_norm, instance_norm, dropout, noise,
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ value from which rounding could go two ways (a tie, a kink, a value too large), 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from autopar.graph.evaluate import run
-from autopar.graph.ir import Argument, Block, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.graph.ir import Argument, Block, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest
+from autopar.graph.random import draws_random
 from tests.campaigns.catalogue import LOSSES, STEPS, UnfitError
 
 Choose = Callable[[int], int]
@@ -40,6 +42,7 @@ class Builder:
         self.free: set[str] = set()
         self.values: list[Ref] = []
         self.count = 0
+        self.is_random = False
 
     # --- leaves
 
@@ -79,14 +82,18 @@ class Builder:
         name = f"t_{self.count}"
         op = Op(name=name, target=target, args=args, kwargs=tuple(kwargs.items()), outputs=())
         try:
-            run([op], self.env)
+            with torch.random.fork_rng(devices=[], enabled=draws_random(target)):
+                torch.manual_seed(self.count)
+                run([op], self.env)
         except (RuntimeError, IndexError, ValueError) as error:
             raise UnfitError(f"{target}: {error}") from error
         found = [self.env[Ref(name, i)] for i in range(len([r for r in self.env if r.name == name]))]
         if any(x.is_floating_point() and not (x.detach().abs() < MAX_VALUE).all() for x in found):
             raise UnfitError(f"{target}: too large")
         self.ops.append(replace(op, outputs=tuple(map(spec_of, found))))
-        if all(r.name in self.free for r in op.operands):
+        if draws_random(target):
+            self.is_random = True
+        elif all(r.name in self.free for r in op.operands):
             self.free.add(name)
         return Ref(name)
 
@@ -131,13 +138,20 @@ class Builder:
 
     # --- values that rounding must not tip over
 
+    def _known(self) -> None:
+        if self.is_random:  # other numbers are drawn when it runs
+            raise UnfitError("values that are drawn")
+
     def apart(self, ref: Ref, dim: int) -> None:
         """Refuses values with a tie along ``dim``."""
+        self._known()
         x = self.env[ref].detach()
         if self.guarded and x.shape[dim] > 1 and x.sort(dim).values.diff(dim=dim).abs().min() < GAP:
             raise UnfitError("a tie")
 
     def away_from(self, ref: Ref, *points: float) -> None:
+        if points:
+            self._known()
         x = self.env[ref].detach()
         if self.guarded and any(((x - point).abs() < GAP).any() for point in points):
             raise UnfitError("a kink")
@@ -145,7 +159,8 @@ class Builder:
 
 def value_of(name: str, shape: tuple[int, ...]) -> Tensor:
     """The value of an input or a parameter: a function of its name."""
-    kind, number = name.rsplit("_", 1)
+    known = re.fullmatch(r"(x|p|mask|ids\d+|labels\d+)_(\d+)", name)
+    kind, number = known.groups() if known else ("p", str(int(digest(name), 16) % 2**31))  # a traced parameter
     generator = torch.Generator().manual_seed(int(number))
     if kind in ("x", "p"):
         return torch.randn(shape, dtype=torch.float64, generator=generator) * (1.0 if kind == "x" else 0.5)
@@ -165,6 +180,7 @@ def spec_of(x: Tensor) -> TensorSpec:
 
 def attempt(builder: Builder, step: Callable[[], None]) -> bool:
     """Takes a step, or leaves everything as it was."""
+    was_random = builder.is_random
     lists = (builder.inputs, builder.parameters, builder.buffers, builder.ops, builder.values)
     lengths, count, known, free = [len(x) for x in lists], builder.count, set(builder.env), set(builder.free)
     try:
@@ -172,7 +188,7 @@ def attempt(builder: Builder, step: Callable[[], None]) -> bool:
     except UnfitError:
         for x, n in zip(lists, lengths, strict=True):
             del x[n:]
-        builder.count, builder.free = count, free
+        builder.count, builder.free, builder.is_random = count, free, was_random
         for ref in set(builder.env) - known:
             del builder.env[ref]
         return False

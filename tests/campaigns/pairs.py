@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from autopar import ops, rules
+from autopar import rules
 from autopar.errors import RuleError
-from autopar.graph.evaluate import evaluate
 from autopar.graph.ir import Graph, Op, Ref
+from autopar.graph.random import draws_random
 from autopar.layout import I, P, R, S, Type
 from autopar.lower.check import typecheck
-from autopar.lower.program import Program, lower
+from autopar.lower.program import lower
 from autopar.lower.typings import SHARDED_AXES
 from autopar.mesh import Mesh
-from autopar.plan import Plan
+from autopar.plan import Plan, StagePlan
 from autopar.rules import apply
 from autopar.rules.conversions import conversion
+from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import solve_batch
 from autopar.search.classes import compact
 from tests.campaigns.catalogue import UnfitError
 from tests.campaigns.draw import Choose, draw_model, value_of
+from tests.campaigns.modules import draw_traced
+from tests.campaigns.ranks import Drawn, Result, run_rank
 from tests.lower.models import plan_of
-from tests.lower.ranks import run_program, run_ranks, run_sums, slice_of
+from tests.lower.ranks import interpret, run_ranks, slice_of
 
 TOLERANCE = 1e-8
 BATCHES = (4, 8)
+TRACED_ONE_IN = 40
+"""Models that are modules, traced: each takes as long as many that are graphs."""
 DEGREES = (
-    (1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 1, 4), (1, 1, 3), (2, 1, 4), (4, 1, 2), (1, 1, 8), (2, 1, 3), (8, 1, 1), (1, 2, 1),
-    (2, 2, 1), (1, 2, 2), (1, 2, 3), (2, 2, 2), (1, 4, 2),
+    (1, 1, 1, 2), (1, 2, 1, 1), (1, 2, 1, 2), (1, 1, 1, 4), (1, 1, 1, 3), (1, 2, 1, 4), (1, 4, 1, 2), (1, 1, 1, 8),
+    (1, 2, 1, 3), (1, 8, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 2, 2), (1, 1, 2, 3), (1, 2, 2, 2), (1, 1, 4, 2),
+    (2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2), (2, 2, 1, 2), (4, 1, 1, 1), (4, 2, 1, 1),
 )  # fmt: skip
-"""Ranks that split samples, and those of ``cp`` and ``tp``, on which everything may be split."""
-
-
-def meshes() -> list[Mesh]:
-    """Two axes of operators at once only where there are rules for the changes of type on one of them."""
-    both = rules.has_rule("autopar.all_gather")
-    return [Mesh(dp_replicate=dp, cp=cp, tp=tp) for dp, cp, tp in DEGREES if both or 1 in (cp, tp)]
+"""Ranks of the pipeline, ranks that split samples, and those of ``cp`` and ``tp``, on which everything may be split."""
+MESHES = [Mesh(pp=pp, dp_replicate=dp, cp=cp, tp=tp) for pp, dp, cp, tp in DEGREES]
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +64,56 @@ def draw_pair(choose: Choose) -> Pair:
         UnfitError: nothing came of what was drawn.
         RuleError: the model has no such plan; the message says why.
     """
-    known = meshes()
-    mesh = known[choose(len(known))]
+    mesh = MESHES[choose(len(MESHES))]
     batches = [n for n in BATCHES if n >= mesh.data]
     batch = batches[choose(len(batches))]
-    whole, traced = draw_model(choose, batch)
+    whole, traced = (
+        draw_traced(choose, batch) if choose(TRACED_ONE_IN) == TRACED_ONE_IN - 1 else draw_model(choose, batch)
+    )
     each = batch // mesh.data
     sizes = [n for n in (1, 2, 4, 8) if n <= each]
     micro = sizes[choose(len(sizes))]
-    typings = [replace(solve_batch(compact(traced)), size=Fraction(traced.batch_size, micro))]
+    complete(traced)
+    samples = solve_batch(compact(traced))
+    if any(s.name.startswith("statistics") for s in samples.strategies.values()):
+        micro = each
+    typings = [replace(samples, size=Fraction(traced.batch_size, micro))]
+    graphs = [traced]
     local = apply.shard(traced, typings[0], global_batch_size=batch, micro_batch_size=micro)
     for axis in SHARDED_AXES:
         if getattr(mesh, axis) > 1:
+            graphs.append(local)
             typings.append(draw_typing(choose, local, axis, getattr(mesh, axis)))
             local = apply.shard(local, typings[-1])
-    cuts = tuple(i for i in range(1, len(traced.blocks)) if choose(3) == 2)
-    plan = plan_of(traced, mesh, micro, tuple(typings), cuts)
-    return Pair(
-        whole=whole, traced=traced, plan=replace(plan, global_batch_size=batch, cluster=f"cpu:1x{mesh.world_size}")
+    plan = plan_of(traced, mesh, micro, tuple(typings), graphs=tuple(graphs))
+    plan = replace(plan, global_batch_size=batch, cluster=f"cpu:1x{mesh.world_size}")
+    return Pair(whole=whole, traced=traced, plan=_in_stages(choose, plan))
+
+
+def _in_stages(choose: Choose, plan: Plan) -> Plan:
+    """The plan with recompute, and with stages: those of its pipeline, or some that one process runs in turn."""
+    count, pp = len(plan.blocks), plan.mesh.pp
+    virtual, schedule = 1, "none"
+    if pp == 1:
+        stages = 1 + (choose(min(count, 3)) if choose(2) else 0)
+    else:
+        known = [s for s in SCHEDULES if s != "1F1B" or plan.num_micro_batches >= pp]
+        schedule = known[choose(len(known))]
+        most = count // pp if schedule == "Interleaved1F1B" else 1
+        virtual = 1 + choose(min(most, 3)) if most else 1
+        stages = pp * virtual
+    if stages > count:
+        raise UnfitError("fewer blocks than stages")
+    cuts = [0]
+    for left in range(stages - 1, 0, -1):
+        cuts.append(cuts[-1] + 1 + choose(count - cuts[-1] - left))
+    cuts.append(count)
+    return replace(
+        plan,
+        schedule=schedule,
+        virtual_stages=virtual,
+        blocks=tuple(replace(b, recompute=("none", "none", "full")[choose(3)]) for b in plan.blocks),
+        stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % pp) for i, (a, b) in enumerate(pairwise(cuts))),
     )
 
 
@@ -90,7 +125,7 @@ def draw_typing(choose: Choose, graph: Graph, axis: str, size: int) -> Typing:
     chosen: dict[str, Strategy] = {}
     for op in graph.ops:
         specs = tuple(graph.spec(ref) for ref in op.operands)
-        offered = rules.strategies(op, specs, axis=axis, size=Fraction(size))
+        offered = rules.strategies(op, specs, axis=axis, size=Fraction(size), fallback=True)
         fitting = [s for s in offered if _fits(graph, op, s, types, rests)]
         if not fitting:
             raise UnfitError(f"{op.target} takes none of {[types.get(r) for r in op.operands]}")
@@ -134,16 +169,24 @@ def check_pair(pair: Pair, *, checked: bool = False) -> str:
         typecheck(program)
     leaves = (*pair.whole.inputs, *pair.whole.parameters)
     values = {leaf.name: value_of(leaf.name, leaf.spec.shape) for leaf in leaves}
-    loss, gradients = _dense(pair.whole, values)
-    floor = 1e-6 * max((float(g.abs().max()) for g in gradients.values()), default=0.0)
     mesh = pair.plan.mesh
-    for rank, (got, found) in enumerate(run_ranks(mesh, lambda rank: _one_rank(program, values, rank))):
-        if not _close(got, loss, 0.0):
-            return f"rank {rank}: loss {got.item()!r} for {loss.item()!r}"
+    results: list[Result] = run_ranks(mesh, lambda rank: run_rank(program, values, rank))
+    drawn = Drawn(program)
+    for rank, result in enumerate(results):
+        if problem := drawn.add(rank, result.draws):
+            return problem
+    loss, gradients = _dense(drawn.fixed(pair.whole), values)
+    # parameters are of order one: a gradient below 1e-6 of the largest one and of the loss is judged by those
+    floor = 1e-6 * max((float(x.abs().max()) for x in (loss, *gradients.values()) if x.numel()), default=0.0)
+    for rank, result in enumerate(results):
+        if result.loss is not None and not _close(result.loss, loss, 0.0):
+            return f"rank {rank}: loss {result.loss.item()!r} for {loss.item()!r}"
+        chain = [results[other].gradients for other in mesh.group(rank, ("pp",))]
         for parameter in program.graph.parameters:
+            copies = [found[parameter.name] for found in chain if parameter.name in found]
             expected = slice_of(gradients[parameter.name], parameter.layout, mesh, rank)
-            if not _close(found[parameter.name], expected, floor):
-                return f"rank {rank}: gradient of {parameter.name} {parameter.layout}: {found[parameter.name]} for {expected}"
+            if not copies or not _close(sum(copies[1:], copies[0]), expected, floor):
+                return f"rank {rank}: gradient of {parameter.name} {parameter.layout}: {copies} for {expected}"
     return ""
 
 
@@ -157,54 +200,56 @@ def _close(found: Tensor, expected: Tensor, floor: float) -> bool:
 
 
 def _dense(graph: Graph, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    parameters = {p.fqn: values[p.name].clone().requires_grad_() for p in graph.parameters}
-    loss = evaluate(graph, {i.name: values[i.name] for i in graph.inputs}, parameters)
+    leaves = {p.name: values[p.name].clone().requires_grad_() for p in graph.parameters}
+    loss = interpret(graph, {**values, **leaves})
     loss.backward()
-    return loss.detach(), {p.name: _gradient(parameters[p.fqn]) for p in graph.parameters}
+    return loss.detach(), {name: _gradient(leaf) for name, leaf in leaves.items()}
 
 
 def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _one_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the global batch, micro-batch by micro-batch, data ranks included."""
-    graph, mesh, plan = program.graph, program.mesh, program.plan
-    size, count = plan.micro_batch_size, plan.num_micro_batches
-    first = mesh.data_index(rank) * count
-    batches: list[Mapping[str, Tensor]] = [
-        {i.name: values[i.name][(first + m) * size : (first + m + 1) * size] for i in graph.inputs}
-        for m in range(count)
-    ]
-    data = ops.group("dp_replicate")
-    totals = run_sums(program, batches)
-    for value in totals.values():
-        dist.all_reduce(value, group=data)
-    leaves = {p.name: slice_of(values[p.name], p.layout, mesh, rank).clone().requires_grad_() for p in graph.parameters}
-    loss = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        part = run_program(program, leaves, batch, totals)
-        part.backward()  # type: ignore[no-untyped-call]
-        loss += part.detach()
-    dist.all_reduce(loss, group=data)
-    gradients = {}
-    for parameter in graph.parameters:
-        gradient = _gradient(leaves[parameter.name]).contiguous()
-        for axis in ("dp_replicate", *parameter.gradient_sum_axes):
-            dist.all_reduce(gradient, group=ops.group(axis))
-        gradients[parameter.name] = gradient
-    return loss, gradients
-
-
 def strategies_of(pair: Pair) -> set[tuple[str, str]]:
-    """(target, strategy) of every live operator on sharded axes."""
+    """(target, strategy) of every live operator on the first sharded axis: on a second one changes of type stand between."""
     found: set[tuple[str, str]] = set()
     for block, layout in zip(pair.traced.blocks, pair.plan.layouts, strict=True):
-        for typing in layout.typings[1:]:
+        for typing in layout.typings[1:2]:
             found |= {
                 (op.target, name) for op, name in zip(pair.traced.block_ops(block), typing.strategies, strict=True)
             }
     return found
 
 
-__all__ = ["Pair", "RuleError", "UnfitError", "check_pair", "draw_pair"]
+def features_of(pair: Pair) -> set[str]:
+    """What of the breadth of plans and models a pair has."""
+    plan, mesh, ops = pair.plan, pair.plan.mesh, (*pair.traced.prelude, *pair.traced.ops)
+    targets = {op.target for op in ops}
+    uses = Counter(ref.name for op in ops for ref in set(op.operands) if pair.traced.is_parameter(ref))
+    found = {
+        "data ranks": mesh.data > 1,
+        "cp": mesh.cp > 1,
+        "tp": mesh.tp > 1,
+        "cp and tp": mesh.cp > 1 and mesh.tp > 1,
+        "pp": mesh.pp > 1,
+        "virtual stages": plan.virtual_stages > 1,
+        "several micro-batches": plan.num_micro_batches > 1,
+        "pp and several micro-batches": mesh.pp > 1 and plan.num_micro_batches > 1,
+        "recompute": any(b.recompute == "full" for b in plan.blocks),
+        "random operators": any(map(draws_random, targets)),
+        "random operators recomputed": any(
+            draws_random(op.target)
+            for block, planned in zip(pair.traced.blocks, plan.blocks, strict=True)
+            for op in pair.traced.block_ops(block)
+            if planned.recompute == "full"
+        ),
+        "experts": "autopar.experts" in targets,
+        "batch norm": "autopar.batch_norm" in targets,
+        "group norm": "aten.group_norm.default" in targets,
+        "parameter used several times": any(count > 1 for count in uses.values()),
+        "traced module": pair.traced.name != "fuzz",
+    }
+    return {name for name, has in found.items() if has}
+
+
+__all__ = ["Pair", "RuleError", "UnfitError", "check_pair", "draw_pair", "features_of", "strategies_of"]

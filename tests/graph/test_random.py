@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import TraceError
+from autopar import rules
 from autopar.graph import Graph, trace
-from autopar.graph.evaluate import evaluate
-from autopar.layout import S
+from autopar.graph.evaluate import evaluate, leaves, run
+from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.graph.random import draws_random
+from autopar.layout import R, S
 from autopar.rules.apply import shard
 from autopar.search.batch import solve_batch
 from autopar.search.classes import compact
@@ -50,15 +52,16 @@ def _stochastic_depth(x: Tensor) -> Tensor:
 )
 def test_noise_is_split_with_the_samples_and_drawn_by_salt(change: Callable[[Tensor], Tensor]) -> None:
     graph = _traced(change)
-    drawn = [op for op in graph.ops if op.target == "autopar.noise"]
+    drawn = [op for op in graph.ops if draws_random(op.target)]
     assert len(drawn) == 1
-    assert not any(op.target == "autopar.noise" for op in graph.prelude)
+    assert not any(draws_random(op.target) for op in graph.prelude)
     typing = solve_batch(compact(graph))
     assert typing.strategies[drawn[0].name].outputs == (S(0),)
     assert typing.strategies[drawn[0].name].random
     local = shard(graph, typing, global_batch_size=4, micro_batch_size=1)
-    part = next(op for op in local.ops if op.target == "autopar.noise")
-    assert part.args[0] == part.spec.shape == (1, *drawn[0].spec.shape[1:])
+    part = next(op for op in local.ops if draws_random(op.target))
+    assert part.spec.shape == (1, *drawn[0].spec.shape[1:])
+    assert all(arg == part.spec.shape for arg in part.args if isinstance(arg, tuple))
 
     whole = {p.fqn: torch.randn(p.spec.shape) for p in graph.parameters}
     batch = {"x": torch.randn(4, 6)}
@@ -67,14 +70,18 @@ def test_noise_is_split_with_the_samples_and_drawn_by_salt(change: Callable[[Ten
 
 def test_two_draws_differ() -> None:
     graph = _traced(lambda x: x * torch.rand_like(x) + torch.rand_like(x))
-    assert len({op.args[2] for op in graph.ops if op.target == "autopar.noise"}) == 2
+    drawn = [Ref(op.name) for op in graph.ops if draws_random(op.target)]
+    env = leaves(graph, {"x": torch.zeros(4, 6)}, {p.fqn: torch.zeros(p.spec.shape) for p in graph.parameters}, {})
+    run((*graph.prelude, *graph.ops), env)
+    assert len(drawn) == 2
+    assert not torch.equal(*(env[ref] for ref in drawn))
 
 
-def test_other_random_numbers_are_refused_with_the_line() -> None:
-    with pytest.raises(
-        TraceError, match=r"test_random.py:\d+: random numbers come from streams.*aten.randperm.*bernoulli"
-    ):
-        _traced(lambda x: x * torch.randperm(6))
+def test_an_order_of_all_is_drawn_whole_by_every_rank() -> None:
+    graph = _traced(lambda x: x * torch.randperm(6))
+    typing = solve_batch(compact(graph))
+    drawn = next(op for op in graph.ops if draws_random(op.target))
+    assert not typing.strategies[drawn.name].outputs[0].is_split
 
 
 def test_a_mask_of_windows_is_split_with_the_samples_that_it_is_repeated_for() -> None:
@@ -124,3 +131,56 @@ def test_dots_in_an_equation_and_normed_weights_have_rules() -> None:
     batch = torch.randn(4, 2, 5, 6)
     whole = {name: p.detach() for name, p in model.named_parameters()}
     torch.testing.assert_close(evaluate(graph, {"x": batch}, whole), model(batch))
+
+
+class Noisy(nn.Module):
+    """Stochastic depth, noise of several kinds, and a sample of categories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.5)
+            x = x + layer(x) * keep
+        x = x + torch.rand(x.shape[0], 1, 1) + torch.rand(x.shape[0], 1, 1) + 0.1 * torch.randn_like(x)
+        x = F.dropout2d(x.unsqueeze(-1), 0.5).squeeze(-1) * torch.bernoulli(x.sigmoid())
+        return F.gumbel_softmax(x, dim=-1).square().sum()
+
+
+def noisy() -> Graph:
+    return trace(Noisy(), (torch.zeros(4, 3, 4),))
+
+
+def test_equal_calls_stay_apart_and_none_runs_before_the_rest() -> None:
+    graph = noisy()
+    drawn = [op.target for op in graph.ops if draws_random(op.target)]
+    assert not any(draws_random(op.target) for op in graph.prelude)
+    assert drawn.count("aten.rand.default") == 2
+    assert len(drawn) == 8, drawn
+
+
+def test_what_is_drawn_has_no_gradient() -> None:
+    graph = noisy()
+    for op in graph.ops:
+        if draws_random(op.target):
+            assert not op.spec.requires_grad
+            assert not any(graph.spec(ref).requires_grad for ref in op.operands)
+
+
+def offered(target: str, args: tuple[object, ...], *operands: TensorSpec, out: tuple[int, ...]) -> dict[str, bool]:
+    spec = TensorSpec(shape=out, dtype=torch.float32)
+    op = Op(name="y", target=target, args=args, outputs=(spec,))  # type: ignore[arg-type]
+    found = rules.strategies(op, operands, axis="tp", size=2)  # type: ignore[arg-type]
+    assert all(R in (*s.inputs, *s.outputs) or s.random for s in found)
+    return {s.name: s.random for s in found}
+
+
+def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> None:
+    assert offered("aten.rand.default", ((4, 6),), out=(4, 6)) == {
+        "split d0": True,
+        "split d1": True,
+        "replicate": False,
+    }
+    assert offered("aten.randperm.default", (4,), out=(4,)) == {"replicate": False}

@@ -80,9 +80,15 @@ def whole_tensors(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 def plan_of(
-    graph: Graph, mesh: Mesh, micro_batch_size: int, typings: tuple[Typing, ...] = (), cuts: tuple[int, ...] = ()
+    graph: Graph,
+    mesh: Mesh,
+    micro_batch_size: int,
+    typings: tuple[Typing, ...] = (),
+    cuts: tuple[int, ...] = (),
+    graphs: tuple[Graph, ...] = (),
 ) -> Plan:
-    """A plan with one layout for each block."""
+    """A plan with one layout for each block; ``graphs``: what each typing is for, where an earlier one adds operators."""
+    graphs = graphs or (graph,) * len(typings)
     prelude: tuple[str, ...] = ()
     if typings:
         prelude = tuple(typings[0].strategies[op.name].name for op in graph.prelude)
@@ -92,10 +98,10 @@ def plan_of(
             typings=tuple(
                 AxisTyping(
                     axis=t.axis,
-                    strategies=tuple(t.strategies[op.name].name for op in graph.block_ops(block)),
-                    parameters=tuple(t.parameters.get(p.name, I) for p in graph.block_parameters(block)),
+                    strategies=tuple(t.strategies[op.name].name for op in g.block_ops(g.blocks[block.index])),
+                    parameters=tuple(t.parameters.get(p.name, I) for p in g.block_parameters(g.blocks[block.index])),
                 )
-                for t in typings
+                for t, g in zip(typings, graphs, strict=True)
             ),
         )
         for block in graph.blocks

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
+import time
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import spmd_types
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
@@ -23,40 +27,144 @@ from autopar.lower.program import Program
 from autopar.mesh import MESH_AXES, Mesh
 
 TIMEOUT_S = 60.0
+"""For all ranks together."""
+
+_RUNS = itertools.count()
+_HERE = threading.local()
+
+
+class _Group(ProcessLocalGroup):  # type: ignore[misc]
+    """A group whose collectives meet those of the same run alone: what a failed run leaves behind joins no later one."""
+
+    @property
+    def pg_name(self) -> str:
+        return f"{self.run}.{self.group_name}"
+
+    @property
+    def group_name(self) -> str:
+        return str(self._world().pg_names[self])
+
+    @property
+    def run(self) -> int:
+        return self._run
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        """Buffered: it never waits for who receives."""
+        return _MAIL.post((self.pg_name, self.rank(), to, tag), sent=[x.detach().clone() for x in tensors])
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return _MAIL.post((self.pg_name, source, self.rank(), tag), wanted=[x.detach() for x in tensors])
+
+    @staticmethod
+    def make(store: Any, rank: int, size: int, timeout: Any) -> _Group:
+        dist.distributed_c10d._store_based_barrier(rank, store, "", size, timeout)
+        group = _Group(rank, size)
+        group._run = _HERE.run
+        return group
+
+
+class _Mail:
+    """Messages between the threads of a run, in order for each pair of ranks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: dict[object, list[list[torch.Tensor]]] = {}
+        self._wanted: dict[object, list[tuple[list[torch.Tensor], torch.futures.Future[Any]]]] = {}
+
+    def post(
+        self, key: object, *, sent: list[torch.Tensor] | None = None, wanted: list[torch.Tensor] | None = None
+    ) -> Any:
+        """Takes a message or the wish for one; gives what waits until it is there."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            if sent is not None:
+                self._sent.setdefault(key, []).append(sent)
+                done: torch.futures.Future[Any] = torch.futures.Future()
+                done.set_result(sent)
+            if wanted is not None:
+                self._wanted.setdefault(key, []).append((wanted, future))
+            while self._sent.get(key) and self._wanted.get(key):
+                message, (places, waiting) = self._sent[key].pop(0), self._wanted[key].pop(0)
+                for place, value in zip(places, message, strict=True):
+                    place.copy_(value)
+                waiting.set_result(places)
+        return _create_work_from_future(done if wanted is None else future)
+
+    def close(self) -> None:
+        """Ends the wait for messages that nobody will send."""
+        with self._lock:
+            for waiting in self._wanted.values():
+                for _, future in waiting:
+                    future.set_exception(RuntimeError("the sender has failed"))
+            self._wanted.clear()
+            self._sent.clear()
+
+
+_MAIL = _Mail()
+dist.Backend.register_backend("rank_threads", _Group.make, devices=["cpu"])
 
 
 def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
-    """``work(rank)`` on every rank, with the mesh set; raises what a rank raised."""
+    """``work(rank)`` on every rank, with the mesh set; raises what a rank raised.
+
+    Whatever happens to a rank, or to the caller while it waits, the others are ended before this returns.
+    """
+    world = dist.distributed_c10d._world
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    store = dist.HashStore()
+    store, run = dist.HashStore(), next(_RUNS)
     results: list[Any] = [None] * mesh.world_size
     errors: list[BaseException] = []
 
     def one(rank: int) -> None:
+        _HERE.run = run
         try:
-            dist.init_process_group("threaded", rank=rank, world_size=mesh.world_size, store=store)
+            dist.init_process_group("rank_threads", rank=rank, world_size=mesh.world_size, store=store)
             device_mesh = init_device_mesh("cpu", mesh.degrees, mesh_dim_names=MESH_AXES)
+            _HERE.device_mesh = device_mesh
             with torch.autograd.set_multithreading_enabled(False), spmd_types.set_current_mesh(device_mesh):
                 results[rank] = work(rank)
         except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
             errors.append(error)
-            ProcessLocalGroup.exception_handle(error)
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(mesh.world_size)]
+    limit = time.monotonic() + TIMEOUT_S
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-        assert not any(thread.is_alive() for thread in threads) or errors, "a rank hangs"
+        while not errors and time.monotonic() < limit and (alive := [t for t in threads if t.is_alive()]):
+            alive[0].join(0.1)
+        assert errors or not any(thread.is_alive() for thread in threads), "a rank hangs"
     finally:
+        _end(threads)
         _uninstall_threaded_pg()
+        dist.distributed_c10d._world = world
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         ProcessLocalGroup.reset()
     if errors:
         raise errors[0]
     return results
+
+
+def this_mesh() -> DeviceMesh:
+    """The device mesh of the rank that the calling thread is."""
+    found: DeviceMesh = _HERE.device_mesh
+    return found
+
+
+def _end(threads: list[threading.Thread]) -> None:
+    """Wakes ranks that wait for one that will not come, until all are gone."""
+    limit = time.monotonic() + 10
+    while (alive := [t for t in threads if t.is_alive()]) and time.monotonic() < limit:
+        ProcessLocalGroup._terminate.set()
+        _MAIL.close()
+        with ProcessLocalGroup._coll_lock:
+            waiting = list(ProcessLocalGroup._cur_coll_on_pgs.values())
+        for collective in waiting:
+            for condition in (collective._start_cond, collective._done_cond):
+                with condition:
+                    condition.notify_all()
+        alive[0].join(0.02)
 
 
 def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -94,6 +202,12 @@ def parts(graph: Graph, whole: Mapping[str, torch.Tensor], mesh: Mesh, rank: int
     }
 
 
+def call_block(module: torch.fx.GraphModule, parameters: Mapping[str, torch.Tensor], values: list[Any]) -> Any:
+    """A block's code on one rank's parameters: ranks are threads, which share the module but for the code of regions."""
+    regions = {name: copy.deepcopy(child) for name, child in module.named_children()}
+    return type(module).forward(types.SimpleNamespace(**module._buffers, **regions, **parameters), *values)
+
+
 def run_program(
     program: Program,
     parameters: Mapping[str, torch.Tensor],
@@ -112,10 +226,7 @@ def run_program(
             values = stage.prelude.module(*(given[name] for name in stage.prelude.inputs))
             env |= dict(zip(stage.prelude.outputs, values, strict=True))
         for block in stage.blocks:
-            module = copy.deepcopy(block.module)  # ranks are threads of one process
-            for name in block.parameters:
-                module._parameters[name] = parameters[name]  # type: ignore[assignment]
-            values = module(*(env[name] for name in block.inputs))
+            values = call_block(block.module, parameters, [env[name] for name in block.inputs])
             env |= dict(zip(block.outputs, values, strict=True))
         live = {name: env[name] for name in (*stage.sends, *([program.loss] if stage.is_last else ()))}
     loss = live[program.loss]

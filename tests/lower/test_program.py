@@ -8,7 +8,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Graph, Ref
+from autopar.graph.trace import trace
+from autopar.lower.emit import str_name
 from autopar.lower.program import Program, from_local_graph, lower
 from autopar.mesh import Mesh
 from autopar.rules import apply
@@ -155,3 +157,25 @@ def test_attention_dropout_draws_from_the_stream_of_the_program() -> None:
 
     ((first, again, other),) = run_ranks(Mesh(), losses)
     assert first == again != other
+
+
+class _Chosen(torch.nn.Module):
+    """Orders rows several times in blocks of their own: later calls have the names that torch gives further outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for layer in self.layers:
+            x, order = layer(x).topk(4)
+            kept.append((x, order))
+        return torch.stack([y.gather(-1, order) for y, order in kept]).square().sum()
+
+
+def test_no_output_has_the_name_of_another_operator() -> None:
+    graph = trace(_Chosen(), (torch.zeros(2, 4),))
+    refs = [Ref(op.name, i) for op in graph.ops for i in range(len(op.outputs))]
+    assert {str_name(ref) for ref in refs} >= {"topk", "topk_1", "topk_2"}
+    assert len({str_name(ref) for ref in refs}) == len(refs)

@@ -1,0 +1,232 @@
+"""One rank of a random plan: its stages as the runtime runs them, and the random numbers that it draws."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from autopar import ops
+from autopar.graph.ir import Buffer, Graph, Op, Ref
+from autopar.graph.random import draws_random
+from autopar.layout import Type
+from autopar.lower.program import Program, StageProgram
+from autopar.rules.apply import BATCH, RING
+from autopar.runtime.pipeline import Pipeline, micro_batches
+from autopar.runtime.stage import MICRO_BATCH, StageModule
+from tests.lower.ranks import run_sums, slice_of, this_mesh
+
+STEP = 7
+"""Of training: random streams follow from it."""
+MANY = 16
+"""Numbers that two streams do not have in common by chance."""
+
+Draws = dict[tuple[str, int], Tensor]
+"""What random operators drew, by name and micro-batch; of dropout the factors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Of one rank; the loss None where another stage makes it, gradients of the parameters that it has."""
+
+    loss: Tensor | None
+    gradients: dict[str, Tensor]
+    draws: Draws
+
+
+def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Result:
+    """Loss and gradients of the global batch, micro-batch by micro-batch, data ranks included."""
+    graph, mesh, plan = program.graph, program.mesh, program.plan
+    count = plan.num_micro_batches
+    samples = plan.micro_batch_size * count
+    first = mesh.data_index(rank) * samples
+    batch = {
+        i.name: values[i.name] if i.batch_dim is None else values[i.name][first : first + samples] for i in graph.inputs
+    }
+    totals = run_sums(program, list(micro_batches(batch, graph.inputs, count)))
+    data = ops.group("dp_replicate")
+    for value in totals.values():
+        dist.all_reduce(value, group=data)
+    leaves = {p.name: slice_of(values[p.name], p.layout, mesh, rank).clone().requires_grad_() for p in graph.parameters}
+    own = [stage for stage in program.stages if stage.pp_rank == mesh.coordinate(rank)["pp"]]
+    modules = [_module(stage, program, leaves) for stage in own]
+    for module in modules:
+        module.totals, module.seed = totals, STEP * (count + 1)
+    if mesh.pp > 1:
+        world: Any = types.SimpleNamespace(device_mesh=this_mesh(), device=torch.device("cpu"))
+        loss = Pipeline(modules, program, world).run(batch)
+    else:
+        loss = _in_turn(modules, batch, program)
+    if loss is not None:
+        dist.all_reduce(loss, group=data)
+    gradients = {}
+    held = {name for stage in own for name in stage.parameters}
+    for parameter in graph.parameters:
+        if parameter.name in held:
+            leaf = leaves[parameter.name]
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+            for axis in ("dp_replicate", *parameter.gradient_sum_axes):
+                dist.all_reduce(gradient, group=ops.group(axis))
+            gradients[parameter.name] = gradient
+    return Result(loss=loss, gradients=gradients, draws=_draws(own, count))
+
+
+class _Body(nn.Module):
+    """A block's code with one rank's parameters: ranks are threads, which share the code."""
+
+    def __init__(self, module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._code = type(module).forward
+        self._parameters.update(parameters)  # type: ignore[arg-type]
+        self._buffers.update(module._buffers)
+
+    def forward(self, *values: Any) -> Any:
+        return self._code(self, *values)
+
+
+def _module(stage: StageProgram, program: Program, leaves: Mapping[str, Tensor]) -> StageModule:
+    blocks = tuple(
+        replace(block, module=_Body(block.module, {name: leaves[name] for name in block.parameters}))  # type: ignore[arg-type]
+        for block in stage.blocks
+    )
+    module = StageModule(replace(stage, blocks=blocks), program.loss, (this_mesh(),))
+    module._parameters.update({name: leaves[name] for name in stage.shared_parameters})  # type: ignore[misc]
+    return module
+
+
+def _in_turn(modules: Sequence[StageModule], batch: Mapping[str, Tensor], program: Program) -> Tensor:
+    """All stages in one process; what they pass on is cut off and its gradient handed back, as in a pipeline."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, part in enumerate(micro_batches(batch, program.graph.inputs, program.plan.num_micro_batches)):
+        taken: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+        passed: tuple[Tensor, ...] = ()
+        for module in modules:
+            received = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
+            made = module(*received, **part, **{MICRO_BATCH: number})
+            passed = made if isinstance(made, tuple) else (made,)
+            taken.append((received, passed))
+        total += passed[0].detach()
+        gradients: list[Tensor | None] = [torch.ones_like(passed[0])]
+        for received, made in reversed(taken):
+            ends = [(x, g) for x, g in zip(made, gradients, strict=True) if x.requires_grad and g is not None]
+            if ends:
+                torch.autograd.backward([x for x, _ in ends], [g for _, g in ends])
+            gradients = [x.grad for x in received]
+    return total
+
+
+# --- random numbers
+
+
+def _draws(stages: Sequence[StageProgram], count: int) -> Draws:
+    """What the random operators of this rank draw: it depends on shapes and streams, not on values."""
+    found: Draws = {}
+    for stage in stages:
+        for block in stage.blocks:
+            for node in block.module.graph.nodes:
+                if node.target in (ops.dropout, ops.draw):
+                    for number in range(count):
+                        found[node.name, number] = _drawn(node, STEP * (count + 1) + number)
+    return found
+
+
+def _drawn(node: fx.Node, seed: int) -> Tensor:
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    source = kwargs["seed"]
+    kwargs["seed"] = seed // source.args[1] if source.target is operator.floordiv else seed
+    args = [torch.ones(x.meta["spec"].shape, dtype=torch.float64) if isinstance(x, fx.Node) else x for x in node.args]
+    if node.target is ops.dropout and not isinstance(node.args[0], fx.Node):
+        raise AssertionError(node)
+    made = node.target(*args, **kwargs)  # type: ignore[operator]
+    assert isinstance(made, Tensor)
+    return made.detach()
+
+
+class Drawn:
+    """The random numbers of all ranks put together: those that one device would have drawn.
+
+    The law: ranks and micro-batches that hold the same part have the same numbers, different parts have different
+    ones, and with these numbers one device computes what all ranks do.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ops = {op.name: op for op in program.graph.ops if draws_random(op.target)}
+        self.is_zigzag = any(op.target == RING for op in program.graph.ops)
+        self.values: dict[str, Tensor] = {}
+        self.parts: dict[str, dict[bytes, Tensor]] = {}
+
+    def add(self, rank: int, draws: Draws) -> str:
+        """Notes what a rank drew; says what is wrong with it, or nothing."""
+        for (name, number), value in draws.items():
+            layout = self.ops[name].layouts[0]
+            shape = self.whole_shape(value.shape, layout)
+            places = self._places(shape, layout, rank, number).reshape(-1)
+            known = self.values.setdefault(
+                name,
+                torch.full(
+                    (places.new_tensor(shape).prod().item(),),
+                    float("nan"),
+                    dtype=value.dtype if value.dtype.is_floating_point else torch.float64,
+                ),
+            )
+            flat = value.reshape(-1).to(known.dtype)
+            before = known[places]
+            if not (before.isnan() | (before == flat)).all():
+                return (
+                    f"rank {rank}, micro-batch {number}: {name} draws other numbers than a replica: {flat} for {before}"
+                )
+            known[places] = flat
+            key = places.numpy().tobytes()
+            for other, numbers in self.parts.setdefault(name, {}).items():
+                if other != key and numbers.numel() >= MANY and torch.equal(numbers, flat):
+                    return f"rank {rank}, micro-batch {number}: {name} draws the numbers of another part"
+            self.parts[name][key] = flat
+        return ""
+
+    def whole_shape(self, shape: Sequence[int], layout: Sequence[tuple[str, Type]]) -> tuple[int, ...]:
+        mesh, whole = self.program.mesh, list(shape)
+        for axis, kind in layout:
+            if kind.is_split:
+                whole[kind.dim] *= (
+                    mesh.data * self.program.plan.num_micro_batches if axis == BATCH else getattr(mesh, axis)
+                )
+        return tuple(whole)
+
+    def _places(self, shape: tuple[int, ...], layout: Sequence[tuple[str, Type]], rank: int, number: int) -> Tensor:
+        """Where the elements of a rank's part stand in the whole."""
+        mesh, count = self.program.mesh, self.program.plan.num_micro_batches
+        places = torch.arange(torch.Size(shape).numel()).view(shape)
+        for axis, kind in layout:
+            if not kind.is_split:
+                continue
+            if axis == BATCH:
+                places = places.chunk(mesh.data * count, kind.dim)[mesh.data_index(rank) * count + number]
+            elif axis == "cp" and self.is_zigzag:
+                at, chunks = mesh.coordinate(rank)["cp"], places.chunk(2 * mesh.cp, kind.dim)
+                places = torch.cat((chunks[at], chunks[2 * mesh.cp - 1 - at]), kind.dim)
+            else:
+                places = places.chunk(getattr(mesh, axis), kind.dim)[mesh.coordinate(rank)[axis]]
+        return places.contiguous()
+
+    def fixed(self, graph: Graph) -> Graph:
+        """The model on one device with these numbers in place of its own."""
+        buffers, kept = list(graph.buffers), list[Op]()
+        for op in graph.ops:
+            if op.name not in self.values:
+                kept.append(op)
+                continue
+            value = self.values[op.name].view(op.spec.shape)
+            is_dropout = op.target == "autopar.dropout"
+            name = f"{op.name}_drawn" if is_dropout else op.name
+            spec = replace(op.spec, dtype=value.dtype, requires_grad=False)
+            buffers.append(Buffer(name=name, fqn="", spec=spec, value=value))
+            if is_dropout:
+                kept.append(replace(op, target="aten.mul.Tensor", args=(op.operands[0], Ref(name))))
+        return replace(graph, ops=tuple(kept), buffers=tuple(buffers))
