@@ -30,7 +30,7 @@ from spmd_types.checker import typecheck as checking
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import ops
+from autopar import ops, sequence_ops, sharded_ops
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.ir import Layout, TensorSpec
 from autopar.layout import Type
@@ -287,6 +287,10 @@ _CHANGES = frozenset(
         ops.keep_on_first,
         ops.reduce_scatter,
         ops.shard,
+        sequence_ops.zigzag_all_gather,
+        sequence_ops.zigzag_all_to_all,
+        sequence_ops.zigzag_reduce_scatter,
+        sequence_ops.zigzag_shard,
     )
 )
 """Changes of type on one axis: linear, so that a pending sum on another one may pass; the checker does not know it."""
@@ -327,6 +331,8 @@ def _linear(target: Any) -> Callable[..., Any]:
     name = _target_name(target)
     if name in ("aten.linear.default", "autopar.linear_t"):
         return _product_t if name == "autopar.linear_t" else _product
+    if target is sharded_ops.embedding_vocabulary:
+        return _looked_up
     if isinstance(target, torch._ops.OpOverload):
         public = getattr(torch, target._schema.name.partition("::")[2], None)
         if public in _checker._OP_REGISTRY:
@@ -347,6 +353,12 @@ def _product_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         if kind is spmd_types.P and spmd_types.get_axis_local_type(y, axis) is spmd_types.V:
             spmd_types.mutate_type(y, axis, src=spmd_types.V, dst=spmd_types.P)
     return torch.add(y, bias)
+
+
+def _looked_up(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
+    """A look-up as the product of who is chosen and the table, of which each rank of another axis may have a summand."""
+    chosen = ids.unsqueeze(-1).expand(*ids.shape, weight.shape[0]).to(weight.dtype)
+    return sharded_ops._pending(torch.matmul(chosen, weight), ops.group(axis))
 
 
 def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

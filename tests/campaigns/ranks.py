@@ -17,7 +17,8 @@ from autopar.graph.ir import Buffer, Graph, Op, Ref
 from autopar.graph.random import draws_random
 from autopar.layout import Type
 from autopar.lower.program import Program, StageProgram
-from autopar.rules.apply import BATCH, RING
+from autopar.rules.apply import BATCH
+from autopar.rules.zigzag import RING
 from autopar.runtime.pipeline import Pipeline, micro_batches
 from autopar.runtime.stage import MICRO_BATCH, StageModule
 from tests.lower.ranks import run_sums, slice_of, this_mesh
