@@ -17,11 +17,13 @@ from autopar.graph.ir import Buffer, Graph, Op, Ref
 from autopar.graph.random import draws_random
 from autopar.layout import Type
 from autopar.lower.program import Program, StageProgram
+from autopar.mesh import DATA_AXES
 from autopar.rules.apply import BATCH
+from autopar.rules.spread import AXIS as SPREAD
 from autopar.rules.zigzag import RING
 from autopar.runtime.pipeline import Pipeline, micro_batches
 from autopar.runtime.stage import MICRO_BATCH, StageModule
-from tests.lower.ranks import run_sums, slice_of, this_mesh
+from tests.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh
 
 STEP = 7
 """Of training: random streams follow from it."""
@@ -51,9 +53,8 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
         i.name: values[i.name] if i.batch_dim is None else values[i.name][first : first + samples] for i in graph.inputs
     }
     totals = run_sums(program, list(micro_batches(batch, graph.inputs, count)))
-    data = ops.group("dp_replicate")
     for value in totals.values():
-        dist.all_reduce(value, group=data)
+        _sum(value, DATA_AXES)
     leaves = {p.name: slice_of(values[p.name], p.layout, mesh, rank).clone().requires_grad_() for p in graph.parameters}
     own = [stage for stage in program.stages if stage.pp_rank == mesh.coordinate(rank)["pp"]]
     modules = [_module(stage, program, leaves) for stage in own]
@@ -65,17 +66,24 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
     else:
         loss = _in_turn(modules, batch, program)
     if loss is not None:
-        dist.all_reduce(loss, group=data)
+        _sum(loss, DATA_AXES)
     gradients = {}
     held = {name for stage in own for name in stage.parameters}
     for parameter in graph.parameters:
         if parameter.name in held:
             leaf = leaves[parameter.name]
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-            for axis in ("dp_replicate", *parameter.gradient_sum_axes):
-                dist.all_reduce(gradient, group=ops.group(axis))
+            is_spread = any(axis == SPREAD for axis, _ in parameter.layout)
+            _sum(gradient, (*(("ep_outer",) if is_spread else DATA_AXES), *parameter.gradient_sum_axes))
             gradients[parameter.name] = gradient
     return Result(loss=loss, gradients=gradients, draws=_draws(own, count))
+
+
+def _sum(value: Tensor, axes: Sequence[str]) -> None:
+    """In place, over all of the axes."""
+    for axis in axes:
+        if (group := axis_group(axis)).size() > 1:
+            dist.all_reduce(value, group=group)
 
 
 class _Body(nn.Module):
@@ -96,7 +104,7 @@ def _module(stage: StageProgram, program: Program, leaves: Mapping[str, Tensor])
         replace(block, module=_Body(block.module, {name: leaves[name] for name in block.parameters}))  # type: ignore[arg-type]
         for block in stage.blocks
     )
-    module = StageModule(replace(stage, blocks=blocks), program.loss, (this_mesh(),))
+    module = StageModule(replace(stage, blocks=blocks), program.loss, these_meshes())
     module._parameters.update({name: leaves[name] for name in stage.shared_parameters})  # type: ignore[misc]
     return module
 
