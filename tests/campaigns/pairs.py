@@ -94,7 +94,9 @@ def draw_pair(choose: Choose) -> Pair:
     if mesh.ep_data > 1 and any("ep" in op.args or "tp" in op.args for op in local.ops if "dispatch" in op.target):
         mesh = replace(mesh, ep=mesh.ep_data * mesh.tp)
     plan = plan_of(traced, mesh, micro, tuple(typings), graphs=tuple(graphs))
-    plan = replace(plan, global_batch_size=batch, cluster=f"cpu:1x{mesh.world_size}")
+    stages = (1, 2, 3) if mesh.pp == 1 else (1, 3)
+    zero = stages[choose(len(stages))] if mesh.dp_shard > 1 else 0
+    plan = replace(plan, global_batch_size=batch, zero_stage=zero, cluster=f"cpu:1x{mesh.world_size}")
     return Pair(whole=whole, traced=traced, plan=_in_stages(choose, plan))
 
 
@@ -289,7 +291,11 @@ def features_of(pair: Pair) -> set[str]:
         "experts": "autopar.experts" in targets,
         "experts over data ranks": mesh.ep_data > 1,
         "experts over data ranks and tp": mesh.ep_data > 1 and mesh.ep > mesh.ep_data,
-        "dp_replicate and dp_shard": mesh.dp_replicate > 1 and mesh.dp_shard > 1,
+        "FSDP": mesh.dp_shard > 1,
+        "FSDP and dp_replicate": mesh.dp_replicate > 1 and mesh.dp_shard > 1,
+        "FSDP and tp": mesh.dp_shard > 1 and mesh.tp > 1,
+        "FSDP and pp": mesh.dp_shard > 1 and mesh.pp > 1,
+        "FSDP and experts over data ranks": mesh.dp_shard > 1 and mesh.ep_data > 1,
         "batch norm": "autopar.batch_norm" in targets,
         "group norm": "aten.group_norm.default" in targets,
         "parameter used several times": any(count > 1 for count in uses.values()),
