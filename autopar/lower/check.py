@@ -53,11 +53,12 @@ GLOBAL = frozenset(
 """Targets for which global mode has a rule that fits any shapes."""
 
 
-def typecheck(program: Program, mesh: Mesh | None = None) -> int:
+def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> int:
     """Checks every distinct block and prelude of ``program``.
 
     Args:
         mesh: default that of the plan; another one must have the same degrees on sharded axes.
+        rank: which rank of the world this process stands for: what it sees of a causal mask depends on it.
 
     Returns:
         The number of operators checked.
@@ -67,18 +68,18 @@ def typecheck(program: Program, mesh: Mesh | None = None) -> int:
         UsageError: this process has a process group already.
     """
     mesh = mesh or program.mesh
-    with _fake_world(mesh) as device_mesh, spmd_types.set_current_mesh(device_mesh):
+    with _fake_world(mesh, rank) as device_mesh, spmd_types.set_current_mesh(device_mesh):
         return _Check(program, mesh).run()
 
 
 @contextmanager
-def _fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
+def _fake_world(mesh: Mesh, rank: int) -> Iterator[DeviceMesh]:
     """A mesh over ranks that do not exist; pipeline ranks run other programs, so ``pp`` has no place in it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise UsageError("a program is checked in a process of its own, without a process group")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
     try:
         yield init_device_mesh("cpu", mesh.degrees, mesh_dim_names=MESH_AXES)[MESH_AXES[1:]]
     finally:
