@@ -30,7 +30,7 @@ from spmd_types.checker import typecheck as checking
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import ops
+from autopar import ops, sequence_ops, sharded_ops
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.ir import Layout, TensorSpec
 from autopar.layout import Type
@@ -53,11 +53,12 @@ GLOBAL = frozenset(
 """Targets for which global mode has a rule that fits any shapes."""
 
 
-def typecheck(program: Program, mesh: Mesh | None = None) -> int:
+def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> int:
     """Checks every distinct block and prelude of ``program``.
 
     Args:
         mesh: default that of the plan; another one must have the same degrees on sharded axes.
+        rank: which rank of the world this process stands for: what it sees of a causal mask depends on it.
 
     Returns:
         The number of operators checked.
@@ -67,18 +68,18 @@ def typecheck(program: Program, mesh: Mesh | None = None) -> int:
         UsageError: this process has a process group already.
     """
     mesh = mesh or program.mesh
-    with _fake_world(mesh) as device_mesh, spmd_types.set_current_mesh(device_mesh):
+    with _fake_world(mesh, rank) as device_mesh, spmd_types.set_current_mesh(device_mesh):
         return _Check(program, mesh).run()
 
 
 @contextmanager
-def _fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
+def _fake_world(mesh: Mesh, rank: int) -> Iterator[DeviceMesh]:
     """A mesh over ranks that do not exist; pipeline ranks run other programs, so ``pp`` has no place in it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise UsageError("a program is checked in a process of its own, without a process group")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
     try:
         yield init_device_mesh("cpu", mesh.degrees, mesh_dim_names=MESH_AXES)[MESH_AXES[1:]]
     finally:
@@ -287,6 +288,10 @@ _CHANGES = frozenset(
         ops.keep_on_first,
         ops.reduce_scatter,
         ops.shard,
+        sequence_ops.zigzag_all_gather,
+        sequence_ops.zigzag_all_to_all,
+        sequence_ops.zigzag_reduce_scatter,
+        sequence_ops.zigzag_shard,
     )
 )
 """Changes of type on one axis: linear, so that a pending sum on another one may pass; the checker does not know it."""
@@ -327,6 +332,8 @@ def _linear(target: Any) -> Callable[..., Any]:
     name = _target_name(target)
     if name in ("aten.linear.default", "autopar.linear_t"):
         return _product_t if name == "autopar.linear_t" else _product
+    if target is sharded_ops.embedding_vocabulary:
+        return _looked_up
     if isinstance(target, torch._ops.OpOverload):
         public = getattr(torch, target._schema.name.partition("::")[2], None)
         if public in _checker._OP_REGISTRY:
@@ -347,6 +354,12 @@ def _product_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         if kind is spmd_types.P and spmd_types.get_axis_local_type(y, axis) is spmd_types.V:
             spmd_types.mutate_type(y, axis, src=spmd_types.V, dst=spmd_types.P)
     return torch.add(y, bias)
+
+
+def _looked_up(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
+    """A look-up as the product of who is chosen and the table, of which each rank of another axis may have a summand."""
+    chosen = ids.unsqueeze(-1).expand(*ids.shape, weight.shape[0]).to(weight.dtype)
+    return sharded_ops._pending(torch.matmul(chosen, weight), ops.group(axis))
 
 
 def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

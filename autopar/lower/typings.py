@@ -14,8 +14,9 @@ from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import AxisTyping, Plan
 from autopar.rules import spread
-from autopar.rules.apply import BATCH, crosses_samples, shard, signature
+from autopar.rules.apply import BATCH, crosses_samples, shard
 from autopar.rules.missing import complete
+from autopar.rules.signature import signature
 from autopar.rules.types import Strategy, Typing
 
 SHARDED_AXES = ("cp", "tp")

@@ -10,10 +10,7 @@ cost model and the search count on:
 - a parameter that is I at rest and R at every use has no change: its gradient is left as a pending
   sum (``Parameter.gradient_sum_axes``). If other uses want it otherwise, R is an explicit change.
 
-Under ring attention every split dim of the axis is in *zig-zag order*: of 2 n chunks rank r has chunks r and
-2 n - 1 - r, so that a causal mask leaves every rank the same work. It is a property of the whole typing, so that
-elementwise neighbours agree; changes of type are then those of :mod:`autopar.sequence_ops`, split dims divide by 2 n,
-and nothing else may know which part its rank has. Whole values (R, I, P) are in their own order.
+Under ring attention every split dim that an operator reads or makes is in zig-zag order: see :mod:`autopar.rules.zigzag`.
 
 On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the step: those are
 ``Graph.sums``. Live values change between P and I or R, and where samples meet (``Graph.mixing``) from and to S as well,
@@ -23,23 +20,21 @@ by :data:`OVER_DATA`, as on any other axis whose ranks are those of the data axe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import RuleError
-from autopar.graph.ir import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest, map_refs
+from autopar.graph.ir import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.layout import I, P, R, S, Type
+from autopar.rules import zigzag
 from autopar.rules.conversions import conversion, emitted_arguments
+from autopar.rules.samples import SampleSums
+from autopar.rules.signature import signature
 from autopar.rules.types import Local, Strategy, Typing
 
 BATCH = "batch"
 OVER_DATA = "autopar.change_over_data"
 """A change of type over samples: over all data ranks, each with its samples in one micro-batch."""
-
-RING = "autopar.attention_ring"
-ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
-"""What strategies may call where split dims are in zig-zag order: else nothing that knows which part its rank has."""
 
 
 def shard(
@@ -82,14 +77,12 @@ class _Sharding:
         self.whole = whole
         self.graph, self.typing, self.axis = graph, typing, typing.axis
         self.is_batch = typing.axis == BATCH
-        self.is_zigzag = any(s.target == RING for s in typing.strategies.values())
+        self.is_zigzag = zigzag.is_zigzag(typing.strategies.values())
         self.count_scale = Fraction(global_batch_size, graph.batch_size) if self.is_batch else Fraction(1)
         self.types: dict[Ref, Type] = {}
         self.specs: dict[Ref, TensorSpec] = {}
         self.renamed: dict[Ref, Ref] = {}
-        self.sums: dict[Ref, None] = {}
-        self.read_as_partial: dict[Ref, str] = {}
-        self.behind_sums: set[str] = set()
+        self.samples = SampleSums(graph=graph)
         self.names = {ref.name for ref in graph._index.specs}
         self.prelude = _Section([], {})
         self.explicit: set[str] = set()
@@ -120,7 +113,7 @@ class _Sharding:
             ops=ops,
             blocks=blocks,
             loss=self.renamed.get(graph.loss, graph.loss),
-            sums=(*graph.sums, *self.sums),
+            sums=(*graph.sums, *self.samples.sums),
             mutations=tuple(replace(m, value=self.renamed.get(m.value, m.value)) for m in graph.mutations),
         )
 
@@ -179,12 +172,8 @@ class _Sharding:
             raise RuleError(
                 "a strategy types every operand and output", value=strategy.name, place=f"{op.name} ({op.target})"
             )
-        if self.is_zigzag and strategy.target not in ZIGZAG_SAFE:
-            raise RuleError(
-                "beside ring attention no operator of the axis knows which part its rank has",
-                value=strategy.name,
-                place=f"{op.name} ({op.target})",
-            )
+        if self.is_zigzag:
+            zigzag.check_strategy(strategy, f"{op.name} ({op.target})")
         operands = tuple(
             self._converted(ref, wanted, op, section) for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
         )
@@ -207,8 +196,8 @@ class _Sharding:
         section.ops.append(new)
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
             self.types[Ref(op.name, i)], self.specs[Ref(op.name, i)] = kind, spec
-        if section is self.prelude and any(r in self.sums or r.name in self.behind_sums for r in op.operands):
-            self.behind_sums.add(op.name)
+        if section is self.prelude:
+            self.samples.add_prelude(op)
 
     def _strategy(self, op: Op) -> Strategy:
         found = self.typing.strategies.get(op.name)
@@ -248,14 +237,7 @@ class _Sharding:
         if not self.is_batch:
             self.renamed[ref] = self._change(ref, R, section, place=str(ref))
             return
-        if found != P or section is not self.prelude or ref in self.read_as_partial or ref.name in self.behind_sums:
-            raise RuleError(
-                "the new value of a buffer is the same for all samples, so that a batch can be split",
-                value=found,
-                place=f"{ref.name} ({self._module(ref)})",
-                remedy="keep sums or means over the batch in buffers, not values of single samples",
-            )
-        self.sums[ref] = None
+        self.samples.new_value(ref, found, in_prelude=section is self.prelude)
 
     # --- changes of type
 
@@ -264,22 +246,43 @@ class _Sharding:
         found, place = self.types[ref], f"{op.name} ({op.target})"
         if self.whole:
             return ref
-        if self.is_batch and not self._crosses_samples(ref, found, wanted):
-            self._check_batch(ref, found, wanted, place, op)
-            return ref
-        if found == wanted or self._same_without_gradient(ref, found, wanted):
-            return ref
-        is_parameter = self.graph.is_parameter(ref)
-        if is_parameter and (found, wanted) == (I, R) and ref.name not in self.explicit:
+        same = found == wanted or self._same_without_gradient(ref, found, wanted)
+        if self.is_batch and not self.samples.crosses(ref, found, wanted, same=same):
+            self.samples.check(ref, found, wanted, op, same=same)
             return ref
         home = self.prelude if self.graph.is_prelude(ref) else section
+        if self._is_in_own_order(ref, found):
+            return self._from_own_order(ref, wanted, home, place)
+        if same:
+            return ref
+        if self.graph.is_parameter(ref) and (found, wanted) == (I, R) and ref.name not in self.explicit:
+            return ref
         if self.is_batch and found == P and home is self.prelude:
-            self.read_as_partial[ref] = place
+            self.samples.read_as_partial[ref] = place
+        return self._changed(ref, wanted, home, place)
+
+    def _changed(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
+        """The change of a value that ``home`` shares; emitted where there is none yet."""
         if (ref, wanted) not in home.changed:
             home.changed[ref, wanted] = self._change(ref, wanted, home, place)
         return home.changed[ref, wanted]
 
-    def _change(self, ref: Ref, wanted: Type, section: _Section, place: str) -> Ref:
+    def _is_in_own_order(self, ref: Ref, found: Type) -> bool:
+        """A part of a leaf beside a ring: no operator reads it as it is."""
+        return self.is_zigzag and found.is_split and self.graph.producer(ref) is None
+
+    def _from_own_order(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
+        """A part of a leaf in type ``wanted``: in zig-zag order where that is split, by way of the whole."""
+        if not wanted.is_split:
+            return self._changed(ref, wanted, home, place)
+        if (ref, wanted) not in home.changed:
+            whole = self._changed(ref, I if self.specs[ref].requires_grad else R, home, place)
+            home.changed[ref, wanted] = self._change(whole, wanted, home, place, origin=ref)
+        return home.changed[ref, wanted]
+
+    def _change(self, ref: Ref, wanted: Type, section: _Section, place: str, origin: Ref | None = None) -> Ref:
+        """Emits a change of type; ``origin``: the value of the graph that ``ref`` was made of, if it is none itself."""
+        origin = origin or ref
         found, spec = self.types[ref], self.specs[ref]
         change = conversion(found, wanted, requires_grad=spec.requires_grad)
         if change is None or not change.target:
@@ -290,12 +293,12 @@ class _Sharding:
         target = change.target
         if self.is_batch:
             target, arguments = OVER_DATA, (ref, str(found), str(wanted))
-        elif self._is_reordered(found, wanted):
+        elif self.is_zigzag and (found.is_split or wanted.is_split) and not self._is_in_own_order(ref, found):
             target = target.replace("autopar.", "autopar.zigzag_")
-        name = self._name(f"{ref.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
-        full = self.graph.spec(ref)
+        name = self._name(f"{origin.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
+        full = self.graph.spec(ref) if found.is_split else spec
         local = self._local(full, wanted, place)
-        producer = self.graph.producer(ref)
+        producer = self.graph.producer(origin)
         section.ops.append(
             Op(
                 name=name,
@@ -303,7 +306,7 @@ class _Sharding:
                 args=arguments,
                 outputs=(local,),
                 module=producer.module if producer is not None else "",
-                layouts=((*self._layout_before(ref), (self.axis, wanted)),),
+                layouts=((*self._layout_before(origin), (self.axis, wanted)),),
             )
         )
         self.types[Ref(name)], self.specs[Ref(name)] = wanted, local
@@ -322,64 +325,27 @@ class _Sharding:
         leaf = next((leaf for leaf in self.graph.inputs if leaf.name == ref.name), None)
         return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()
 
-    def _check_batch(self, ref: Ref, found: Type, wanted: Type, place: str, op: Op) -> None:
-        if self.graph.is_parameter(ref):
-            if wanted not in (R, I):
-                raise RuleError("a parameter is whole for every sample", value=wanted, place=place)
-            return
-        if wanted == P:
-            self.read_as_partial[ref] = place
-        if found == wanted or self._same_without_gradient(ref, found, wanted):
-            conflict = ref in self.sums and wanted == P
-        elif found == P and wanted in (R, I) and self.graph.is_prelude(ref):
-            if ref.name in self.behind_sums:
-                raise RuleError("a sum over all samples depends on no other such sum", value=str(ref), place=place)
-            self.sums[ref] = None
-            conflict = ref in self.read_as_partial
-        else:
-            raise RuleError(
-                "samples are independent up to the loss, so that a batch can be split",
-                value=f"{ref} of type {found} where {wanted} is needed",
-                place=f"{place}, {op.module or 'no module'}{f', {op.source}' if op.source else ''}",
-                remedy="statistics over the batch (batch normalisation) need one data rank and one micro-batch",
-            )
-        if conflict:
-            raise RuleError("a sum over samples is read as a total or as a part, not both", value=str(ref), place=place)
-
-    def _crosses_samples(self, ref: Ref, found: Type, wanted: Type) -> bool:
-        """A sum over samples that the model itself reads as a total, or a whole value that becomes a summand.
-
-        Where samples meet, whatever becomes another type; totals of the prelude are made before the step.
-        """
-        if found == wanted or self.graph.is_parameter(ref) or self._same_without_gradient(ref, found, wanted):
-            return False
-        if ref in self.sums or (found == P and not wanted.is_split and self.graph.is_prelude(ref)):
-            return False
-        return bool(self.graph.mixing) or (P in (found, wanted) and not found.is_split and not wanted.is_split)
-
-    def _is_reordered(self, found: Type, wanted: Type) -> bool:
-        return self.is_zigzag and (found.is_split or wanted.is_split)
-
     def _same_without_gradient(self, ref: Ref, found: Type, wanted: Type) -> bool:
         return not self.specs[ref].requires_grad and {found.kind, wanted.kind} <= {"I", "R"}
 
     # --- bookkeeping
 
     def _set(self, ref: Ref, kind: Type, spec: TensorSpec) -> None:
-        self.types[ref], self.specs[ref] = kind, self._local(spec, kind, ref.name)
+        """Of a leaf, whose parts are in its own order."""
+        self.types[ref], self.specs[ref] = kind, self._part(spec, kind, ref.name)
 
     def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
+        """Of a value that an operator makes."""
+        if self.is_zigzag and kind.is_split and kind.dim < len(spec.shape):
+            zigzag.check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
+        return self._part(spec, kind, place)
+
+    def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
         if not kind.is_split:
             return spec
         if kind.dim >= len(spec.shape):
             raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
         part = spec.shape[kind.dim] / self.typing.size
-        if self.is_zigzag and part % 2:
-            raise RuleError(
-                f"a split dim in zig-zag order divides by twice the axis ({self.axis}={self.typing.size})",
-                value=f"{kind} of shape {spec.shape}",
-                place=place,
-            )
         if part.denominator != 1:
             raise RuleError(
                 f"a split dim divides by the axis ({self.axis}={self.typing.size})",
@@ -411,28 +377,3 @@ def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
 
     new: Op = rules.localize(op, strategy, local)
     return new
-
-
-def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
-    """Text that is equal for equal sequences of operators, names aside; equal ones have equal strategies."""
-    known: dict[str, str] = {}
-    outside: dict[Ref, str] = {}
-
-    def numbered(ref: Ref) -> Argument:
-        if ref.name in known:
-            return f"{known[ref.name]}[{ref.index}]"
-        if ref not in outside:  # a tensor without gradient has other strategies than one with
-            spec = specs[ref]
-            outside[ref] = f"${len(outside)}:{spec.shape}:{spec.dtype}:{spec.requires_grad}"
-        return outside[ref]
-
-    lines: list[str] = []
-    for op in ops:
-        args: Iterable[Argument] = (map_refs(arg, numbered) for arg in op.args)
-        kwargs = ((key, map_refs(value, numbered)) for key, value in op.kwargs)
-        for_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
-        lines.append(
-            f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype, s.requires_grad) for s in op.outputs]}{op.layouts}"
-        )
-        known[op.name] = f"%{len(known)}"
-    return "\n".join(lines)

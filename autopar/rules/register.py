@@ -40,7 +40,12 @@ def check_rule(target: str, line: str, example: Sequence[object] | None = None) 
         ) from error
     table = RuleTable(rules={})
     table.register(target, line)
-    failures = [text for size in SIZES for text in verify_rule(op, operands, size=size, table=table)]
+    failures = [
+        text
+        for size in SIZES
+        for zigzag in (False, True)
+        for text in verify_rule(op, operands, size=size, table=table, zigzag=zigzag)
+    ]
     if failures:
         raise RuleError(
             "each strategy of a rule gives what one device gives, and its gradients",

@@ -17,11 +17,11 @@ from autopar.opaque_ops import region_of
 from autopar.rules.compute import reduction
 from autopar.rules.special import Specs, argument
 from autopar.rules.types import Communication, Strategy
+from autopar.rules.zigzag import RING
 
 BATCH_AXIS = "batch"
 SEQUENCE_AXIS = "cp"
 """The one axis that may be in zig-zag order."""
-RING = "autopar.attention_ring"
 GATHERED = "autopar.attention_gathered"
 
 EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"))

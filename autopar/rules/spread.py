@@ -15,7 +15,7 @@ from dataclasses import replace
 from autopar.errors import RuleError
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec, digest
 from autopar.layout import S
-from autopar.rules.apply import signature
+from autopar.rules.signature import signature
 
 AXIS = "ep_data"
 EXPERTS = "autopar.experts"

@@ -13,7 +13,7 @@ from fractions import Fraction
 from autopar.errors import RuleError
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
 from autopar.layout import I, R
-from autopar.rules import compute, images, sharded, special
+from autopar.rules import compute, images, sharded, special, zigzag
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
 from autopar.rules.types import Strategy
 
@@ -300,7 +300,7 @@ def _functions() -> dict[str, PatternMaker]:
     found["autopar.scatter_sum"] = special.scatter_sum
     found["autopar.batch_norm_running"] = images.batch_norm_running
     found["autopar.total"] = images.total
-    found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, sharded.RING), compute.attention)
+    found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, zigzag.RING), compute.attention)
     return found
 
 

@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.errors import RuleError
 from autopar.graph.ir import Argument, Op, TensorSpec, map_refs
 from autopar.layout import Type
 from autopar.ops import resolve
 from autopar.rules import default_table, localize
-from autopar.rules.apply import RING
 from autopar.rules.table import RuleTable
 from autopar.rules.types import Local, Strategy
+from autopar.rules.zigzag import RING, check_part, check_strategy
 from autopar.sequence_ops import zigzag as in_zigzag
 
 RTOL = 1e-9
@@ -59,6 +60,7 @@ def verify_rule(
     table: RuleTable | None = None,
     strategies: Iterable[Strategy] | None = None,
     seed: int = 0,
+    zigzag: bool = False,
 ) -> list[str]:
     """Runs every strategy of a call on ``size`` ranks.
 
@@ -71,6 +73,8 @@ def verify_rule(
         table: rules; default: the default table.
         strategies: check these instead of those of the table.
         seed: of the random summands and cotangents.
+        zigzag: cut and put together in zig-zag order, and check what may stand beside a ring (:mod:`autopar.rules.zigzag`)
+            alone. A ring itself is always in that order.
 
     Returns:
         One line for each strategy that fails; of a random one only shapes are checked.
@@ -86,8 +90,10 @@ def verify_rule(
         strategies = (table or default_table()).strategies(op, specs, axis=axis, size=Fraction(size))
     failures = []
     for strategy in strategies:
+        if zigzag and not _fits_ring(strategy, dense, size):
+            continue
         try:
-            problem = _check(op, dense, strategy, axis, size, generator)
+            problem = _check(op, dense, strategy, axis, size, generator, zigzag=zigzag or strategy.target == RING)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if problem:
@@ -142,9 +148,24 @@ def _gradients(
     return tuple(gradients)
 
 
-def _check(op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, generator: torch.Generator) -> str:
+def _fits_ring(strategy: Strategy, dense: _Dense, size: int) -> bool:
+    try:
+        check_strategy(strategy, "")
+        for x, kind in (
+            *zip(dense.operands, strategy.inputs, strict=True),
+            *zip(dense.outputs, strategy.outputs, strict=True),
+        ):
+            if kind.is_split:
+                check_part(_spec(x), kind, size, "", axis="")
+    except RuleError:
+        return False
+    return True
+
+
+def _check(
+    op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, generator: torch.Generator, *, zigzag: bool
+) -> str:
     """What is wrong with one strategy, or nothing."""
-    zigzag = strategy.target == RING
     operands = [_cut(x, t, size, generator, zigzag) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
     cotangents = [
         [None] * size if g is None else _cut(g, t.gradient, size, generator, zigzag)

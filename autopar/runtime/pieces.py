@@ -10,8 +10,9 @@ from torch import Tensor
 
 from autopar.graph.ir import Graph, Layout
 from autopar.mesh import DATA_AXES, Mesh
-from autopar.rules.apply import BATCH, RING
+from autopar.rules.apply import BATCH
 from autopar.rules.spread import AXIS as SPREAD
+from autopar.rules.zigzag import RING
 from autopar.sequence_ops import zigzag
 
 TOLERANCE = 1e-8
@@ -57,7 +58,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a plan spreads tensors: ``zigzag_axes`` hold split dims in zig-zag order."""
+    """How a plan spreads tensors: ``zigzag_axes`` hold split dims in zig-zag order, those of parameters aside."""
 
     mesh: Mesh
     num_micro_batches: int
@@ -68,6 +69,11 @@ class Split:
         """That of one rank's graph."""
         rings = (dict(op.kwargs)["axis"] for op in local.ops if op.target == RING)
         return Split(mesh, num_micro_batches, frozenset(axis for axis in rings if isinstance(axis, str)))
+
+    @property
+    def in_own_order(self) -> Split:
+        """That of parameters."""
+        return replace(self, zigzag_axes=frozenset())
 
     def _parts(self, axis: str) -> int:
         return self.mesh.data * self.num_micro_batches if axis == BATCH else int(getattr(self.mesh, axis))

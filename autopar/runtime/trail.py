@@ -271,7 +271,7 @@ class _Walk:
         pieces = self._present(place, lambda tape, number: tape.reads.get((place, ref, number)))
         layout = self.local.parameter(ref.name).layout if self.local.is_parameter(ref) else self.trail.layout(ref)
         whole = self.values[self.trail.origin(ref)]
-        return self.split.compare(pieces, whole, layout)
+        return self._order(ref).compare(pieces, whole, layout)
 
     def _value(self, place: int, op: Op, ref: Ref, masked: bool) -> Mismatch | None:
         if place != PRELUDE and not self.local.users(ref) and ref != self.local.loss:
@@ -285,19 +285,23 @@ class _Walk:
     def _arrived(self, place: int, ref: Ref) -> Mismatch | None:
         whole = self.trail.gradient(ref, self.own)
         pieces = self._all(place, lambda tape, number: tape.gradients.get((ref, number)))
-        return self._gradient(pieces, whole, layout_of(self.local, ref))
+        return self._gradient(pieces, whole, layout_of(self.local, ref), self._order(ref))
 
     def _passed(self, place: int, op: Op, position: int) -> Mismatch | None:
         whole = self.trail.passed(op, position, self.own)
         pieces = self._all(place, lambda tape, number: tape.edges.get((op.name, position, number)))
-        return self._gradient(pieces, whole, self.trail.layout(op.operands[position]))
+        ref = op.operands[position]
+        return self._gradient(pieces, whole, self.trail.layout(ref), self._order(ref))
+
+    def _order(self, ref: Ref) -> Split:
+        return self.split.in_own_order if self.local.is_parameter(ref) else self.split
 
     def _gradient(
-        self, pieces: Mapping[tuple[int, int], Tensor | None], whole: Tensor | None, layout: Layout
+        self, pieces: Mapping[tuple[int, int], Tensor | None], whole: Tensor | None, layout: Layout, split: Split
     ) -> Mismatch | None:
         if whole is None or (all(piece is None for piece in pieces.values()) and not whole.any()):
             return None
-        return self.split.compare(pieces, whole, gradient_layout(layout), scale=self.gradient_scale)
+        return split.compare(pieces, whole, gradient_layout(layout), scale=self.gradient_scale)
 
     def _all(self, place: int, get: Callable[[Tape, int], Tensor | None]) -> dict[tuple[int, int], Tensor | None]:
         numbers = range(self.trail.plan.num_micro_batches)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import Type
-from autopar.rules.apply import BATCH, ZIGZAG_SAFE
+from autopar.rules.apply import BATCH
 from autopar.rules.types import Strategy
+from autopar.rules.zigzag import ZIGZAG_SAFE
 
 CP = "cp"
 KINDS = ("gather", "ulysses", "ring")

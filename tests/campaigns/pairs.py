@@ -21,7 +21,7 @@ from autopar.lower.program import lower
 from autopar.lower.typings import SHARDED_AXES
 from autopar.mesh import Mesh
 from autopar.plan import Plan, StagePlan
-from autopar.rules import apply
+from autopar.rules import apply, spread
 from autopar.rules.conversions import conversion
 from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
@@ -64,7 +64,7 @@ def draw_pair(choose: Choose) -> Pair:
         UnfitError: nothing came of what was drawn.
         RuleError: the model has no such plan; the message says why.
     """
-    mesh = MESHES[choose(len(MESHES))]
+    mesh = _sharded_data(choose, MESHES[choose(len(MESHES))])
     batches = [n for n in BATCHES if n >= mesh.data]
     batch = batches[choose(len(batches))]
     whole, traced = (
@@ -80,13 +80,23 @@ def draw_pair(choose: Choose) -> Pair:
     typings = [replace(samples, size=Fraction(traced.batch_size, micro))]
     graphs = [traced]
     local = apply.shard(traced, typings[0], global_batch_size=batch, micro_batch_size=micro)
+    typing = draw_spread(choose, local, mesh.data)
+    if typing is not None:
+        graphs.append(local)
+        typings.append(typing)
+        mesh = replace(mesh, ep=int(typing.size), ep_data=int(typing.size))
+        local = spread.spread(local, mesh.ep_data, spread_names(typing))
     for axis in SHARDED_AXES:
         if getattr(mesh, axis) > 1:
             graphs.append(local)
             typings.append(draw_typing(choose, local, axis, getattr(mesh, axis)))
             local = apply.shard(local, typings[-1])
+    if mesh.ep_data > 1 and any("ep" in op.args or "tp" in op.args for op in local.ops if "dispatch" in op.target):
+        mesh = replace(mesh, ep=mesh.ep_data * mesh.tp)
     plan = plan_of(traced, mesh, micro, tuple(typings), graphs=tuple(graphs))
-    plan = replace(plan, global_batch_size=batch, cluster=f"cpu:1x{mesh.world_size}")
+    stages = (1, 2, 3) if mesh.pp == 1 else (1, 3)
+    zero = stages[choose(len(stages))] if mesh.dp_shard > 1 else 0
+    plan = replace(plan, global_batch_size=batch, zero_stage=zero, cluster=f"cpu:1x{mesh.world_size}")
     return Pair(whole=whole, traced=traced, plan=_in_stages(choose, plan))
 
 
@@ -115,6 +125,41 @@ def _in_stages(choose: Choose, plan: Plan) -> Plan:
         blocks=tuple(replace(b, recompute=("none", "none", "full")[choose(3)]) for b in plan.blocks),
         stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % pp) for i, (a, b) in enumerate(pairwise(cuts))),
     )
+
+
+def _sharded_data(choose: Choose, mesh: Mesh) -> Mesh:
+    """The data ranks cut into two axes in any way."""
+    shards = [n for n in (1, 2, 4, 8) if mesh.data % n == 0]
+    shard = shards[choose(len(shards))]
+    return replace(mesh, dp_replicate=mesh.data // shard, dp_shard=shard)
+
+
+def draw_spread(choose: Choose, graph: Graph, data: int) -> Typing | None:
+    """Mixtures whose experts are spread over data ranks, any of those that can be; None: none is."""
+    able = [op for op in graph.ops if op.target == spread.EXPERTS and spread.is_spread(graph, op)]
+    counts = {op.name: graph.spec(op.operands[-1]).shape[0] for op in able}
+    sizes = [n for n in (2, 4, 8) if data % n == 0 and any(count % n == 0 for count in counts.values())]
+    if not sizes or choose(4) == 3:
+        return None
+    size = sizes[choose(len(sizes))]
+    fitting = [op for op in able if counts[op.name] % size == 0]
+    chosen = [op for op in fitting if len(fitting) == 1 or choose(4) < 3] or fitting[:1]
+    held = {ref.name for op in chosen for ref in op.operands[3:]}
+    names = {op.name for op in chosen}
+    return Typing(
+        axis=spread.AXIS,
+        size=Fraction(size),
+        strategies={
+            op.name: Strategy(name=spread.DISPATCH if op.name in names else spread.SAMPLES, inputs=(), outputs=())
+            for op in graph.ops
+        },
+        parameters=dict.fromkeys(held, S(0)),
+    )
+
+
+def spread_names(typing: Typing) -> frozenset[str]:
+    """The mixtures that it spreads."""
+    return frozenset(name for name, strategy in typing.strategies.items() if strategy.name == spread.DISPATCH)
 
 
 def draw_typing(choose: Choose, graph: Graph, axis: str, size: int) -> Typing:
@@ -214,7 +259,7 @@ def strategies_of(pair: Pair) -> set[tuple[str, str]]:
     """(target, strategy) of every live operator on the first sharded axis: on a second one changes of type stand between."""
     found: set[tuple[str, str]] = set()
     for block, layout in zip(pair.traced.blocks, pair.plan.layouts, strict=True):
-        for typing in layout.typings[1:2]:
+        for typing in [t for t in layout.typings[1:] if t.axis != spread.AXIS][:1]:
             found |= {
                 (op.target, name) for op, name in zip(pair.traced.block_ops(block), typing.strategies, strict=True)
             }
@@ -244,6 +289,13 @@ def features_of(pair: Pair) -> set[str]:
             if planned.recompute == "full"
         ),
         "experts": "autopar.experts" in targets,
+        "experts over data ranks": mesh.ep_data > 1,
+        "experts over data ranks and tp": mesh.ep_data > 1 and mesh.ep > mesh.ep_data,
+        "FSDP": mesh.dp_shard > 1,
+        "FSDP and dp_replicate": mesh.dp_replicate > 1 and mesh.dp_shard > 1,
+        "FSDP and tp": mesh.dp_shard > 1 and mesh.tp > 1,
+        "FSDP and pp": mesh.dp_shard > 1 and mesh.pp > 1,
+        "FSDP and experts over data ranks": mesh.dp_shard > 1 and mesh.ep_data > 1,
         "batch norm": "autopar.batch_norm" in targets,
         "group norm": "aten.group_norm.default" in targets,
         "parameter used several times": any(count > 1 for count in uses.values()),

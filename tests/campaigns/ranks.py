@@ -11,16 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from autopar import ops
-from autopar.graph.ir import Buffer, Graph, Op, Ref
+from autopar.graph.ir import Buffer, Graph, Op, Parameter, Ref
 from autopar.graph.random import draws_random
 from autopar.layout import Type
 from autopar.lower.program import Program, StageProgram
-from autopar.rules.apply import BATCH, RING
+from autopar.mesh import DATA_AXES
+from autopar.rules.apply import BATCH
+from autopar.rules.spread import AXIS as SPREAD
+from autopar.rules.zigzag import RING
+from autopar.runtime import data_parallel
 from autopar.runtime.pipeline import Pipeline, micro_batches
 from autopar.runtime.stage import MICRO_BATCH, StageModule
-from tests.lower.ranks import run_sums, slice_of, this_mesh
+from tests.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh
 
 STEP = 7
 """Of training: random streams follow from it."""
@@ -50,12 +55,11 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
         i.name: values[i.name] if i.batch_dim is None else values[i.name][first : first + samples] for i in graph.inputs
     }
     totals = run_sums(program, list(micro_batches(batch, graph.inputs, count)))
-    data = ops.group("dp_replicate")
     for value in totals.values():
-        dist.all_reduce(value, group=data)
-    leaves = {p.name: slice_of(values[p.name], p.layout, mesh, rank).clone().requires_grad_() for p in graph.parameters}
+        _sum(value, DATA_AXES)
+    parts = {p.name: slice_of(values[p.name], p.layout, mesh, rank) for p in graph.parameters}
     own = [stage for stage in program.stages if stage.pp_rank == mesh.coordinate(rank)["pp"]]
-    modules = [_module(stage, program, leaves) for stage in own]
+    modules = [_module(stage, program, parts) for stage in own]
     for module in modules:
         module.totals, module.seed = totals, STEP * (count + 1)
     if mesh.pp > 1:
@@ -64,17 +68,41 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
     else:
         loss = _in_turn(modules, batch, program)
     if loss is not None:
-        dist.all_reduce(loss, group=data)
-    gradients = {}
-    held = {name for stage in own for name in stage.parameters}
-    for parameter in graph.parameters:
-        if parameter.name in held:
-            leaf = leaves[parameter.name]
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-            for axis in ("dp_replicate", *parameter.gradient_sum_axes):
-                dist.all_reduce(gradient, group=ops.group(axis))
-            gradients[parameter.name] = gradient
+        _sum(loss, DATA_AXES)
+    gradients: dict[str, Tensor] = {}
+    for module in modules:
+        for name, gradient in _gradients(module, program).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return Result(loss=loss, gradients=gradients, draws=_draws(own, count))
+
+
+def _gradients(module: StageModule, program: Program) -> dict[str, Tensor]:
+    """Of one stage, in an order that is that of all ranks: whole over the data ranks, and on axes where they are pending."""
+    found, holders = {}, module.holders()
+    for parameter in program.graph.parameters:
+        if parameter.name not in holders:
+            continue
+        leaf = holders[parameter.name]._parameters[parameter.name]
+        assert leaf is not None
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
+        axes = ("ep_outer",) if _is_spread(parameter) else DATA_AXES
+        if isinstance(gradient, DTensor):  # FSDP has summed it
+            gradient, axes = gradient.full_tensor(), ()
+        gradient = gradient.contiguous()
+        _sum(gradient, (*axes, *parameter.gradient_sum_axes))
+        found[parameter.name] = gradient
+    return found
+
+
+def _is_spread(parameter: Parameter) -> bool:
+    return any(axis == SPREAD for axis, _ in parameter.layout)
+
+
+def _sum(value: Tensor, axes: Sequence[str]) -> None:
+    """In place, over all of the axes."""
+    for axis in axes:
+        if (group := axis_group(axis)).size() > 1:
+            dist.all_reduce(value, group=group)
 
 
 class _Body(nn.Module):
@@ -90,20 +118,40 @@ class _Body(nn.Module):
         return self._code(self, *values)
 
 
-def _module(stage: StageProgram, program: Program, leaves: Mapping[str, Tensor]) -> StageModule:
+def _module(stage: StageProgram, program: Program, parts: Mapping[str, Tensor]) -> StageModule:
+    """A stage with parameters of its own, under FSDP where the plan shards them over data ranks."""
+    leaves = {name: nn.Parameter(parts[name].clone()) for name in stage.parameters}
     blocks = tuple(
         replace(block, module=_Body(block.module, {name: leaves[name] for name in block.parameters}))  # type: ignore[arg-type]
         for block in stage.blocks
     )
-    module = StageModule(replace(stage, blocks=blocks), program.loss, (this_mesh(),))
-    module._parameters.update({name: leaves[name] for name in stage.shared_parameters})  # type: ignore[misc]
+    module = StageModule(replace(stage, blocks=blocks), program.loss, these_meshes())
+    module._parameters.update({name: leaves[name] for name in stage.shared_parameters})
+    if data_parallel.uses_fsdp(program.plan):
+        _shard(module, program, leaves)
     return module
+
+
+def _shard(module: StageModule, program: Program, leaves: Mapping[str, nn.Parameter]) -> None:
+    """As the runtime does; FSDP takes no scalars and no experts over data ranks."""
+    mesh = data_parallel.fsdp_mesh(program.plan, this_mesh())
+    left = {
+        leaves[p.name] for p in program.graph.parameters if p.name in leaves and (_is_spread(p) or not p.spec.shape)
+    }
+    for block in module.blocks:
+        own = set(block.parameters())
+        if own:
+            data_parallel.shard_block(block, program.plan, mesh, ignored=own & left)
+    data_parallel.shard_block(module, program.plan, mesh, keep_gathered=True, ignored=left & set(module.parameters()))
+    data_parallel.sum_gradients(module)
 
 
 def _in_turn(modules: Sequence[StageModule], batch: Mapping[str, Tensor], program: Program) -> Tensor:
     """All stages in one process; what they pass on is cut off and its gradient handed back, as in a pipeline."""
     total = torch.zeros((), dtype=torch.float64)
     for number, part in enumerate(micro_batches(batch, program.graph.inputs, program.plan.num_micro_batches)):
+        for module in modules:
+            data_parallel.before_backward(module, program.plan, is_last=number == program.plan.num_micro_batches - 1)
         taken: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         passed: tuple[Tensor, ...] = ()
         for module in modules:

@@ -20,7 +20,7 @@ BATCH, SEQ, VOCABULARY = 4, 8, 64
 
 
 @cache
-def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ) -> Graph:
+def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ, padded: bool = True) -> Graph:
     """``gpt2`` (tied weights, fused projections) or ``llama`` (grouped queries), two layers, on meta."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -59,7 +59,8 @@ def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ)
                 )
             )
     ids = torch.zeros(BATCH, seq, dtype=torch.long)
-    graph = trace(model.train(), kwargs={"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+    batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if padded else {})
+    graph = trace(model.train(), kwargs=batch)
     generator = torch.Generator().manual_seed(1)
     known = (
         b if b.value is not None else replace(b, value=torch.rand(b.spec.shape, generator=generator))

@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import spmd_types
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
@@ -24,7 +23,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from autopar import ops
 from autopar.graph.ir import Argument, Graph, Ref
 from autopar.lower.program import Program
-from autopar.mesh import MESH_AXES, Mesh
+from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 
 TIMEOUT_S = 60.0
 """For all ranks together."""
@@ -121,8 +120,11 @@ def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
         try:
             dist.init_process_group("rank_threads", rank=rank, world_size=mesh.world_size, store=store)
             device_mesh = init_device_mesh("cpu", mesh.degrees, mesh_dim_names=MESH_AXES)
-            _HERE.device_mesh = device_mesh
-            with torch.autograd.set_multithreading_enabled(False), spmd_types.set_current_mesh(device_mesh):
+            _HERE.meshes = (device_mesh,)
+            if mesh.ep_data > 1:
+                expert_mesh = init_device_mesh("cpu", mesh.expert_degrees, mesh_dim_names=EXPERT_MESH_AXES)
+                _HERE.meshes = (expert_mesh["ep_data", "tp"]._flatten(EXPERT_AXIS), expert_mesh, device_mesh)
+            with torch.autograd.set_multithreading_enabled(False), ops.on_meshes(_HERE.meshes):
                 results[rank] = work(rank)
         except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
             errors.append(error)
@@ -146,10 +148,21 @@ def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def this_mesh() -> DeviceMesh:
-    """The device mesh of the rank that the calling thread is."""
-    found: DeviceMesh = _HERE.device_mesh
+def these_meshes() -> tuple[DeviceMesh, ...]:
+    """The device meshes of the rank that the calling thread is: the job's last, before it those of experts."""
+    found: tuple[DeviceMesh, ...] = _HERE.meshes
     return found
+
+
+def this_mesh() -> DeviceMesh:
+    """The job's device mesh, of the rank that the calling thread is."""
+    return these_meshes()[-1]
+
+
+def axis_group(axis: str) -> dist.ProcessGroup:
+    """This rank's group on any axis of its meshes, ``ep_outer`` too."""
+    mesh = next(mesh for mesh in reversed(these_meshes()) if axis in (mesh.mesh_dim_names or ()))
+    return mesh.get_group(axis)
 
 
 def _end(threads: list[threading.Thread]) -> None:
@@ -189,8 +202,9 @@ def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
 def slice_of(tensor: torch.Tensor, layout: Any, mesh: Mesh, rank: int) -> torch.Tensor:
     """One rank's part of a whole tensor."""
     for axis, kind in layout:
-        if kind.is_split and axis in MESH_AXES:
-            tensor = tensor.chunk(getattr(mesh, axis), kind.dim)[mesh.coordinate(rank)[axis]]
+        if kind.is_split and axis in (*MESH_AXES, "ep_data"):
+            here = {**mesh.coordinate(rank), "ep_data": mesh.data_index(rank) % mesh.ep_data}
+            tensor = tensor.chunk(getattr(mesh, axis), kind.dim)[here[axis]]
     return tensor
 
 

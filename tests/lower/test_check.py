@@ -52,7 +52,7 @@ def without(block: BlockProgram, name: str) -> BlockProgram:
     node = next(node for node in module.graph.nodes if node.name == name)
     node.replace_all_uses_with(node.all_input_nodes[0])
     module.graph.erase_node(node)
-    return replace(block, module=module)
+    return replace(block, module=module, kind=f"{block.kind} without {name}")  # blocks of one kind are checked once
 
 
 MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(dp_replicate=2, dp_shard=2, tp=2), Mesh(pp=2, dp_shard=8, tp=4)]

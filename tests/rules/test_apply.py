@@ -11,7 +11,8 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec
 from autopar.layout import I, P, R, S
-from autopar.rules.apply import shard, signature
+from autopar.rules.apply import shard
+from autopar.rules.signature import signature
 from autopar.rules.types import Typing
 from tests.lower import mlp
 
