@@ -158,7 +158,6 @@ def _counting(model: torch.nn.Module, seen: list[memory.State]) -> tuple[str, ..
     if not names:
         return ()
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"attributes that forward changes from step to step: {', '.join(kinds)}{more}; the plan runs the first steps' "
-        "code for ever: where forward decides or computes by them, keep them in a buffer (register_buffer)",
-    )
+    what = f"attributes that forward changes from step to step: {', '.join(kinds)}{more}"
+    said = "the plan runs the first step's code for ever; where forward decides by them, keep them in a buffer"
+    return (f"{what}; {said} (register_buffer)",)

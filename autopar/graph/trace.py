@@ -184,6 +184,15 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     return {key: value for key, value in batch.items() if value is not None}
 
 
+def arguments(forward: Callable[..., Any], batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Entries of a batch that ``forward`` takes: those by position alone, in order, and those by name."""
+    parameters = inspect.signature(forward).parameters.values()
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    known = {p.name for p in parameters}
+    positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.name in batch]
+    return positional, [k for k in batch if (k in known or takes_any) and k not in positional]
+
+
 def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple[dict[str, Any], int]:
     """The batch as fake tensors, and its size; a batch of one doubled."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
@@ -237,11 +246,7 @@ class _Training(torch.nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        parameters = inspect.signature(model.forward).parameters.values()
-        takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        known = {p.name for p in parameters}
-        self.positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.name in batch]
-        self.passed = [k for k in batch if (k in known or takes_any) and k not in self.positional]
+        self.positional, self.passed = arguments(model.forward, batch)
         unused = [k for k in batch if k not in self.passed and k not in self.positional]
         if unused and loss_fn is None:
             raise TraceError(

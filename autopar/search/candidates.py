@@ -189,7 +189,8 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
         *((Constraint(
             name="samples that meet (batch statistics, auxiliary losses of routers, losses over pairs) take one micro-batch a data rank",
             holds=lambda t: t["num_micro_batches"] == 1,
-            remedy="take more data ranks or recompute",
+            remedy="take one micro-batch with more data ranks or recompute=full: several would need a forward pass of all of them "
+            "before the first backward, which is not done",
         ),) if problem.mixes_samples else ()),
         *(() if gpipe in (SCHEDULES.index(s) for s in space.schedules) else (
             Constraint(name=f"space {space.name} has no GPipe", holds=lambda t: t["schedule"] != gpipe),

@@ -156,3 +156,24 @@ def test_convolutions_by_channels_and_norms(
 def test_group_norm_of_fewer_groups_than_ranks_is_whole() -> None:
     plan = check(Convolved(partial(nn.GroupNorm, 2, 8)), images(), ["tp=4", "first.weight=tp:S(0)"])
     assert at_rest(plan)["first.weight"] == S(0)
+
+
+ROUTED = LLAMA.replace("llama", "mixtral") + "&num_local_experts=4&output_router_logits=true&router_aux_loss_coef=1.0"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("pins", [["dp_replicate=2"], ["dp_shard=2", "tp=2"], ["ep=2", "ep_data=1", "tp=2"]])
+def test_an_auxiliary_loss_with_and_without_a_mask(masked: bool, pins: list[str]) -> None:
+    subject = resolve_model(ROUTED, sequence_length=7)
+    torch.manual_seed(0)
+    batch = subject.make_batch(4, seed=0, padded=True)
+    if not masked:
+        del batch["attention_mask"]
+    plan = check(subject.build(), batch, pins, ranks=4 if len(pins) == 2 and "dp_shard=2" in pins else 2)
+    assert plan.num_micro_batches == 1
+
+
+def test_an_auxiliary_loss_of_several_micro_batches_is_refused() -> None:
+    said = "auxiliary losses of routers.* one micro-batch.*num_micro_batches=2.*before the first backward"
+    with pytest.raises(InfeasibleError, match=said):
+        checked(ROUTED, 8, ["dp_shard=2", "num_micro_batches=2"])
