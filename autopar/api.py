@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,19 @@ from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
 from autopar.plan import BF16, FP32, FP64, Plan, Precision
-from autopar.search.batch import for_batch
+from autopar.plan_io import load_plan
 from autopar.search.outer import Limits, Progress
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
 from autopar.table import closest
+from autopar.tracing import samples_of, trace_model
 
 if TYPE_CHECKING:
     from autopar.runtime.parallel import Parallel
     from autopar.runtime.verify import Subject, VerifyReport
+
+__all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace_model", "verify"]
 
 SAMPLES_PER_RANK = 8
 """Of the global batch of :func:`parallelize` where neither it nor example inputs are given."""
@@ -182,46 +184,47 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     from autopar.runtime.launch import launch
     from autopar.runtime.world import start
 
-    if isinstance(plan, str | Path):
-        from autopar.plan_io import load_plan
-
-        plan = load_plan(Path(plan))
+    plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     device_type = _device_type(plan, where)
     start(device_type, timeout_s=timeout_s)
-    world_size = _job_size(None if plan is not None else where)
+    ranks = _job_size(None if plan is not None else where)
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
-            graph = trace_model(
-                model,
-                example_inputs,
-                plan.precision,
-                name=plan.model.name,
-                loss_fn=loss_fn,
-                opaque=plan.opaque,
-                global_batch_size=plan.global_batch_size,
-            )
-            return plan, graph
-        samples = global_batch_size or _samples(example_inputs) or SAMPLES_PER_RANK * world_size
-        recipe = PRECISIONS.get(precision, FP32)
-        graph = trace_model(model, example_inputs, recipe, loss_fn=loss_fn, opaque=opaque, global_batch_size=samples)
-        found = search(
-            graph,
-            opaque=opaque,
-            cluster=where or Cluster.detect(num_ranks=world_size),
-            global_batch_size=samples,
-            pins=pins,
-            precision=precision,
-            optimizer=optimizer,
-            space=space,
-            trials=trials,
-            timeout_s=search_timeout_s,
-            seed=seed,
+            return plan, _trace_for(plan, model, example_inputs, loss_fn)
+        samples = global_batch_size or samples_of(example_inputs) or SAMPLES_PER_RANK * ranks
+        wish = _Wish(
+            example_inputs, samples, tuple(pins), precision, optimizer, space, "", None, loss_fn, tuple(opaque)
         )
-        return found, graph
+        limits = Limits(trials=trials, timeout_s=search_timeout_s)
+        return _searched(model, where or Cluster.detect(num_ranks=ranks), wish, limits, seed)
 
     return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s)
+
+
+def _trace_for(
+    plan: Plan,
+    model: torch.nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
+    loss_fn: LossFunction | None,
+) -> Graph:
+    """The graph that a given plan is for."""
+    return trace_model(
+        model,
+        example_inputs,
+        plan.precision,
+        name=plan.model.name,
+        loss_fn=loss_fn,
+        opaque=plan.opaque,
+        global_batch_size=plan.global_batch_size,
+    )
+
+
+def _searched(model: torch.nn.Module, cluster: Cluster, wish: _Wish, limits: Limits, seed: int) -> tuple[Plan, Graph]:
+    """The plan that a search finds, and the graph that it is for."""
+    graph = wish.trace(model)
+    return _planner(graph, cluster, wish, None).search(limits=limits, seed=seed), graph
 
 
 def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
@@ -260,6 +263,7 @@ def verify(
     steps: int = 3,
     timeout_s: float = 300.0,
     precision: Literal["fp32", "fp64"] = "fp32",
+    loss_fn: LossFunction | None = None,
 ) -> VerifyReport:
     """Runs ``plan`` on local gloo processes and compares losses, gradients and parameters with one process, in fp32.
 
@@ -273,6 +277,7 @@ def verify(
         steps: of AdamW.
         timeout_s: processes are killed after it.
         precision: ``fp64`` compares in float64 alone, within far tighter limits.
+        loss_fn: as in :func:`search`; a function that can be imported, as every rank does.
     """
     from autopar.runtime.verify import verify as compare
 
@@ -283,94 +288,13 @@ def verify(
             batch,
             FP32,
             name=plan.model.name,
+            loss_fn=loss_fn,
             opaque=plan.opaque,
             global_batch_size=plan.global_batch_size,
         )
-    return compare(subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision])
-
-
-def _samples(example_inputs: Mapping[str, Any] | Sequence[Any] | None) -> int | None:
-    """Samples in example inputs: the size of dim 0 that most tensors share."""
-    if example_inputs is None:
-        return None
-    values = example_inputs.values() if isinstance(example_inputs, Mapping) else example_inputs
-    sizes = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
-    return max(sizes, key=sizes.count) if sizes else None
-
-
-def _with_samples(inputs: Mapping[str, Any] | Sequence[Any], samples: int | None) -> Mapping[str, Any] | Sequence[Any]:
-    """Two samples of a batch (graphs, and so plans, do not depend on the size of the example), or so many, on meta."""
-    size = _samples(inputs)
-
-    def cut(value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size):
-            return value
-        if samples is None:
-            return value[:2]
-        return torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
-
-    if isinstance(inputs, Mapping):
-        return {key: cut(value) for key, value in inputs.items()}
-    return [cut(value) for value in inputs]
-
-
-def trace_model(
-    model: torch.nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
-    precision: Precision,
-    *,
-    global_batch_size: int | None = None,
-    name: str = "",
-    loss_fn: LossFunction | None = None,
-    opaque: Sequence[str] = (),
-) -> Graph:
-    """The graph that plans of this model, precision and global batch are for; ``model`` itself stays as it is.
-
-    Without a global batch its samples must be apart.
-
-    Raises:
-        UsageError: no example inputs, and none can be made.
-        TraceError: the model cannot be traced.
-    """
-    from autopar.graph.trace import trace
-
-    if example_inputs is None:
-        from autopar.models import example_batch_for
-
-        example_inputs = example_batch_for(model)
-    given = example_inputs
-    dtype = getattr(torch, precision.compute)
-    if precision.compute != "float32":
-        model = on_meta(model, dtype)
-
-    def trace_at(samples: int | None) -> Graph:
-        inputs = _with_samples(given, samples)
-        if precision.compute != "float32":
-            inputs = (
-                {key: _cast(value, dtype) for key, value in inputs.items()}
-                if isinstance(inputs, Mapping)
-                else [_cast(value, dtype) for value in inputs]
-            )
-        options: dict[str, Any] = {"name": name, "loss_fn": loss_fn, "opaque": opaque, "exact": samples is not None}
-        if isinstance(inputs, Mapping):
-            return trace(model, (), inputs, **options)
-        return trace(model, tuple(inputs), {}, **options)
-
-    return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
-
-
-def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """A copy on meta whose floating parameters have ``dtype``; nothing of their size is allocated."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty_like(parameter, dtype=kind, device="meta")
-        memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return compare(
+        subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision], loss_fn=loss_fn
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,26 +312,38 @@ class _Wish:
     loss_fn: LossFunction | None
     opaque: tuple[str, ...]
 
+    @property
+    def recipe(self) -> Precision:
+        """By name.
+
+        Raises:
+            UsageError: there is no such one.
+        """
+        if self.precision not in PRECISIONS:
+            known = closest(self.precision, PRECISIONS)
+            raise UsageError("the precision is known", value=repr(self.precision), remedy=known)
+        return PRECISIONS[self.precision]
+
+    def trace(self, model: torch.nn.Module) -> Graph:
+        """The graph that plans are for."""
+        return trace_model(
+            model,
+            self.example_inputs,
+            self.recipe,
+            name=self.name,
+            loss_fn=self.loss_fn,
+            opaque=self.opaque,
+            global_batch_size=self.global_batch_size,
+        )
+
 
 def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Planner:
-    if wish.precision not in PRECISIONS:
-        raise UsageError(
-            "the precision is known", value=repr(wish.precision), remedy=closest(wish.precision, PRECISIONS)
-        )
-    pins, space, recipe = Pins.parse(wish.pins), load_space(wish.space), PRECISIONS[wish.precision]
+    pins, space, recipe = Pins.parse(wish.pins), load_space(wish.space), wish.recipe
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(model, Graph):
         if progress is not None:
             progress("tracing the model", 0, 0)
-        model = trace_model(
-            model,
-            wish.example_inputs,
-            recipe,
-            name=wish.name,
-            loss_fn=wish.loss_fn,
-            opaque=wish.opaque,
-            global_batch_size=wish.global_batch_size,
-        )
+        model = wish.trace(model)
     if progress is not None:
         progress("laying out blocks", 0, 0)
     task = Task(

@@ -29,7 +29,7 @@ FAILURES = (
 def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     """The failure by the user's line, reason and remedy."""
     text = str(error)
-    place, line = _user_line(error, model)
+    place, line = user_line(error, model)
     reason = f"{type(error).__name__}: {first_line(error)}"
     if line:
         reason += f" at `{line}`"
@@ -77,7 +77,7 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
-def _user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
+def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
     home = inspect.getsourcefile(type(model)) or ""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]

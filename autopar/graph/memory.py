@@ -5,11 +5,10 @@ A graph has neither. Where a model's numbers depend on them, that is said instea
 
 from __future__ import annotations
 
-import copy
 import threading
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,52 +18,44 @@ from autopar.errors import TraceError
 
 _PLAIN = (bool, int, float, str, bytes, complex)
 _CONTAINERS = (list, dict, set, tuple)
+_DEPTH, _LONG = 3, 64
+"""Of containers in containers, and of items, up to which contents are looked at."""
 _PRIVATE = frozenset(vars(torch.nn.Module()))
 
 State = Mapping[str, object]
 
 
 def state_of(model: torch.nn.Module) -> State:
-    """Numbers, texts and lengths of containers among the attributes of all modules, by path."""
+    """Numbers and texts among the attributes of all modules, by path; of containers what they hold of such."""
     found: dict[str, object] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in _PRIVATE:
                 continue
             place = f"{path}.{name}" if path else name
-            if isinstance(value, _CONTAINERS):
-                found[place] = len(value)
+            if isinstance(value, (*_CONTAINERS, types.SimpleNamespace)):
+                found[place] = _plain(value, _DEPTH)
             elif isinstance(value, _PLAIN):
                 found[place] = value
     return found
 
 
+def _plain(value: object, depth: int) -> object:
+    """A copy of the numbers and texts in a container, and the lengths of long ones."""
+    if isinstance(value, types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, _CONTAINERS) and (len(value) > _LONG or not depth):
+        return len(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, _CONTAINERS):
+        return [_plain(item, depth - 1) for item in value]
+    return value if isinstance(value, _PLAIN) else None
+
+
 def changed(before: State, after: State) -> tuple[str, ...]:
     """Attributes that differ."""
     return tuple(name for name in after if name not in before or before[name] != after[name])
-
-
-@dataclass(slots=True)
-class Left:
-    """What a forward pass has left behind; an export sets attributes of modules back, but not what is in here."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-def values_of(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    """The values of attributes, containers copied."""
-    found = {}
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        found[name] = copy.copy(getattr(model.get_submodule(path), attribute))
-    return found
-
-
-def put_back(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
-    """Sets attributes to what :func:`values_of` gave."""
-    for name, value in values.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, value)
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -72,11 +72,13 @@ class Regions:
         model: the user's, for the values of parameters and buffers.
         batch_size: samples in the traced batch.
         functions: the region of each autograd function by what it was called with; None where it is traced.
+        modules: the region of each module, with an example of its output, by what it was called with.
     """
 
     model: torch.nn.Module
     batch_size: int
     functions: dict[object, tuple[Region, Any] | None] = field(default_factory=dict)
+    modules: dict[object, tuple[Region, Any]] = field(default_factory=dict)
 
     def swap(self, copied: torch.nn.Module, paths: Sequence[str]) -> None:
         """Gives modules of ``copied``, made for tracing, a forward of one operator."""
@@ -91,7 +93,10 @@ class Regions:
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
             specs = tuple(map(_spec, inputs))
-            region, output = probe.apart_from_trace(partial(_examined, original, draft, specs, self.batch_size))
+            key = (path, draft.tree, repr(draft.constants), specs)
+            if key not in self.modules:
+                self.modules[key] = probe.apart_from_trace(partial(_examined, original, draft, specs, self.batch_size))
+            region, output = self.modules[key]
         except (probe.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.graph import counts, memory
+from autopar.graph import counts, memory, steps
 from autopar.graph.builder import Builder
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import Converter, needs_decomposition, source_of
@@ -130,10 +130,8 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     regions.swap(wrapper.model, job.opaque)
     with regions.autograd_functions(), memory.tensor_hooks_refused():
         program = _export(wrapper, batch, model)
-        left = wrapper.left.values
-        if left:
-            memory.put_back(wrapper.model, left)
-            _check_again(program, _export(wrapper, batch, model), tuple(left), model)
+        with _quiet():
+            notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 else ()
     builder = Builder()
     converter = Converter(builder)
     inputs = _inputs(batch, batch_size)
@@ -143,7 +141,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     except TraceError as error:
         raise _within(error, converter.module) from error
     loss = loss_output(program, outputs, builder)
-    return finish(
+    graph = finish(
         builder,
         name=job.name or type(model).__name__,
         batch_size=batch_size,
@@ -153,30 +151,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
-
-
-def _check_again(
-    first: torch.export.ExportedProgram,
-    second: torch.export.ExportedProgram,
-    left: Sequence[str],
-    model: torch.nn.Module,
-) -> None:
-    """A forward pass that sets attributes must compute the same when it runs again.
-
-    Raises:
-        TraceError: it does not.
-    """
-
-    def calls(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
-        return [(str(node.target), f"{node.args} {node.kwargs}") for node in program.graph.nodes]
-
-    if calls(first) != calls(second):
-        raise TraceError(
-            "a step does not depend on what an earlier step has left in the model",
-            value=f"{', '.join(left[:3])}, set in forward",
-            place=type(model).__name__,
-            remedy="keep it in a parameter, pass it as an input, or leave it out",
-        )
+    return replace(graph, notes=(*graph.notes, *notes))
 
 
 def _within(error: TraceError, path: str) -> TraceError:
@@ -207,6 +182,15 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         )
     batch = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {key: value for key, value in batch.items() if value is not None}
+
+
+def arguments(forward: Callable[..., Any], batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Entries of a batch that ``forward`` takes: those by position alone, in order, and those by name."""
+    parameters = inspect.signature(forward).parameters.values()
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    known = {p.name for p in parameters}
+    positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.name in batch]
+    return positional, [k for k in batch if (k in known or takes_any) and k not in positional]
 
 
 def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple[dict[str, Any], int]:
@@ -256,21 +240,13 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 class _Training(torch.nn.Module):
-    """The user's model with its loss picked out; every input by name.
-
-    ``left``: attributes that the last forward pass has set, which an export sets back.
-    """
+    """The user's model with its loss picked out; every input by name."""
 
     def __init__(self, model: torch.nn.Module, batch: dict[str, Any], loss_fn: LossFunction | None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.left = memory.Left()
-        parameters = inspect.signature(model.forward).parameters.values()
-        takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        known = {p.name for p in parameters}
-        self.positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.name in batch]
-        self.passed = [k for k in batch if (k in known or takes_any) and k not in self.positional]
+        self.positional, self.passed = arguments(model.forward, batch)
         unused = [k for k in batch if k not in self.passed and k not in self.positional]
         if unused and loss_fn is None:
             raise TraceError(
@@ -281,10 +257,8 @@ class _Training(torch.nn.Module):
             )
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        before = memory.state_of(self.model)
         with written_back(self.model):
             output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
-            self.left.values = memory.values_of(self.model, memory.changed(before, memory.state_of(self.model)))
             if self.loss_fn is not None:
                 output = self.loss_fn(output, batch)
         return pick_loss(output, type(self.model).__name__)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopar.errors import VerificationError
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.graph.random import draws_random
-from autopar.graph.trace import pick_loss
+from autopar.graph.trace import LossFunction, pick_loss
 from autopar.lower.program import lower
 from autopar.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.bisect import bisect
@@ -29,6 +29,7 @@ from autopar.runtime.double import DoubleSubject, in_double, traced_in_double
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.verdict import LOSS_TOLERANCE, TENSOR_TOLERANCE, Confirmation, RankErrors, VerifyReport
+from autopar.runtime.with_loss import WithLoss
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import World
 
@@ -76,6 +77,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
     pool: WorkerPool | None = None,
     precision: Precision = FP32,
     find: Literal["if it differs", "always", "never"] = "if it differs",
+    loss_fn: LossFunction | None = None,
 ) -> VerifyReport:
     """Runs the plan's program on local processes and compares it with one process.
 
@@ -90,11 +92,13 @@ def verify(  # noqa: PLR0913  keywords of the public call
         pool: workers to use; otherwise made for this call.
         precision: fp32, or fp64.
         find: when the first operator that differs is sought, in float64: see :mod:`autopar.runtime.bisect`.
+        loss_fn: ``loss_fn(output, batch)``, with which the graph was traced; every rank imports it by its name.
 
     Raises:
         AutoparError: a rank failed, or the time is up.
         VerificationError: fp64 is asked for, and the model in float64 is another one.
     """
+    subject = subject if loss_fn is None else WithLoss(subject, loss_fn)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank

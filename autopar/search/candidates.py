@@ -50,10 +50,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A law by name; ``holds`` gives a row of truths for a table."""
+    """A law by name; ``holds`` gives a row of truths for a table, ``remedy`` is what helps beside dropping a pin."""
 
     name: str
     holds: Callable[[Table], NDArray[np.bool_]]
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """All candidates that keep every constraint, in a fixed order."""
     table = _table(problem, pins, whole_world=True)
     keep = np.ones(len(table["pp"]), dtype=bool)
-    for constraint in (*laws(problem), *sequence_laws(problem, pins), *practice(problem, pins), *pin_constraints(pins)):
+    for constraint in (*_strict(problem, pins), *practice(problem, pins)):
         keep &= constraint.holds(table)
     rows = np.flatnonzero(keep)
     return [_candidate(table, int(row), problem.global_batch_size) for row in rows]
@@ -106,7 +107,7 @@ def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
     Found by deletion: a constraint without which there is still no candidate is not needed for the conflict.
     """
     table = _table(problem, pins, whole_world=False)
-    held = {c.name: c.holds(table) for c in (*laws(problem), *sequence_laws(problem, pins), *pin_constraints(pins))}
+    held = {c.name: c.holds(table) for c in _strict(problem, pins)}
 
     def possible(names: Iterable[str]) -> bool:
         keep = np.ones(len(table["pp"]), dtype=bool)
@@ -122,6 +123,17 @@ def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
         if not possible(without):
             left = without
     return tuple(left)
+
+
+def remedies(problem: Problem, pins: Pins, names: Iterable[str]) -> tuple[str, ...]:
+    """What else than dropping a pin resolves a conflict of these names."""
+    named = set(names)
+    return tuple(dict.fromkeys(c.remedy for c in _strict(problem, pins) if c.name in named and c.remedy))
+
+
+def _strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+    """Laws and pins."""
+    return (*laws(problem), *sequence_laws(problem, pins), *pin_constraints(pins, problem.global_batch_size))
 
 
 def laws(problem: Problem) -> tuple[Constraint, ...]:
@@ -145,6 +157,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
         Constraint(
             name=f"the global batch {batch} divides by micro_batch * dp_replicate * dp_shard",
             holds=lambda t: batch % samples(t) == 0,
+            remedy="take another global batch",
         ),
         *(
             Constraint(name=f"tp divides {n} attention heads", holds=lambda t, n=n: n % t["tp"] == 0)  # type: ignore[misc]
@@ -174,7 +187,10 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: (t["schedule"] != inter) | rounds(t),
         ),
         *((Constraint(
-            name="samples that meet (batch statistics, losses over pairs) take one micro-batch a data rank", holds=lambda t: t["num_micro_batches"] == 1,
+            name="samples that meet (batch statistics, auxiliary losses of routers, losses over pairs) take one micro-batch a data rank",
+            holds=lambda t: t["num_micro_batches"] == 1,
+            remedy="take one micro-batch with more data ranks or recompute=full: several would need a forward pass of all of them "
+            "before the first backward, which is not done",
         ),) if problem.mixes_samples else ()),
         *(() if gpipe in (SCHEDULES.index(s) for s in space.schedules) else (
             Constraint(name=f"space {space.name} has no GPipe", holds=lambda t: t["schedule"] != gpipe),
@@ -202,7 +218,11 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     if not problem.sequences:
         return (Constraint(name="cp=1 in a model without attention operators", holds=lambda t: t["cp"] == 1),)
     found = [
-        Constraint(name=f"cp divides the sequence of {n}", holds=lambda t, n=n: n % t["cp"] == 0)  # type: ignore[misc]
+        Constraint(
+            name=f"cp divides the sequence of {n}",
+            holds=lambda t, n=n: n % t["cp"] == 0,  # type: ignore[misc]
+            remedy="pad sequences to a multiple of cp",
+        )
         for n in problem.sequences
     ]
     kinds = pinned_kinds(pins)
@@ -219,6 +239,7 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
             Constraint(
                 name=f"2 * cp divides the sequence of {n} (ring)",
                 holds=lambda t, n=n: (t["cp"] == 1) | (n % (2 * t["cp"]) == 0),  # type: ignore[misc]
+                remedy="pad sequences to a multiple of 2 * cp",
             )
             for n in problem.sequences
         ]
@@ -268,12 +289,16 @@ def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:
     return whole | node if hsdp else whole
 
 
-def pin_constraints(pins: Pins) -> tuple[Constraint, ...]:
+def pin_constraints(pins: Pins, global_batch_size: int) -> tuple[Constraint, ...]:
     """The pins on what candidates are made of, by their text."""
+    notes = {
+        "ep": " (ep is ep_data data ranks, times tp or not)",
+        "num_micro_batches": f" (equal parts of a data rank's share of the global batch {global_batch_size})",
+    }
     found = []
     for pin in pins.pins:
         if isinstance(pin, NumberPin):
-            name = pin.text if pin.key != "ep" else f"{pin.text} (ep is ep_data data ranks, times tp or not)"
+            name = pin.text + notes.get(pin.key, "")
             found.append(Constraint(name=name, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
         elif isinstance(pin, ChoicePin) and pin.key == "schedule":
             allowed = [i for i, name in enumerate(SCHEDULES) if pin.holds(name)]

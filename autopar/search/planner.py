@@ -15,7 +15,7 @@ from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, St
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
 from autopar.search.batch import mixes_samples
-from autopar.search.candidates import Candidate, Problem, candidates, conflict
+from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
 from autopar.search.layouts import expert_degree, operators_without_rule
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
@@ -226,10 +226,11 @@ class Planner:
 
     def _structural(self) -> InfeasibleError:
         names = conflict(self.problem, self.task.pins)
+        ways = ("drop one of the pins named", *remedies(self.problem, self.task.pins, names))
         return InfeasibleError(
             "some plan satisfies all constraints",
             value="these conflict: " + "; ".join(names) if names else "no candidate in the space",
-            remedy="drop one of the pins named" if names else "widen the space",
+            remedy=", or ".join(ways) if names else "widen the space",
         )
 
     def _too_large(self, misfits: Iterable[Misfit]) -> AutoparError:

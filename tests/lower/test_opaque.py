@@ -85,7 +85,10 @@ def hooked() -> nn.Module:
     ("model", "said"),
     [
         (u.TopBranch, r"unusual.py:\d+: control flow, .*if x.sum\(\) > 0.*torch.where"),
-        (partial(u.Around, u.Remembers), "left in the model.*inner.seen.*parameter"),
+        (
+            partial(u.Around, u.Remembers),
+            r"unusual.py:\d+: .*left in the model.*takes 2 in one step, 3 .*sets inner.seen; .*buffer",
+        ),
         (partial(u.Around, u.Counts), r"unusual.py:\d+: .*Python numbers.*torch.where"),
         (partial(u.Around, u.OnCuda), r"unusual.py:\d+: .*device.*mend that line"),
         (partial(u.Around, partial(nn.LazyLinear, 8)), r"inner \(LazyLinear\): parameters have shapes.*one batch"),

@@ -1,0 +1,179 @@
+"""What divides unevenly or oddly, on ranks that are threads: right, or refused with a remedy."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import InfeasibleError
+from autopar.layout import S
+from autopar.models import resolve_model
+from autopar.plan import Plan
+from tests.lower.against_model import check
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
+
+GPT = "hf:gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=257&n_positions=18&resid_pdrop=0&embd_pdrop=0&attn_pdrop=0"
+LLAMA = (
+    "hf:llama?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&intermediate_size=64&vocab_size=96"
+    "&num_key_value_heads=2"
+)
+THREE_HEADS = GPT.replace("n_embd=32&n_head=4", "n_embd=24&n_head=3")
+
+
+def checked(spec: str, length: int, pins: list[str], samples: int = 4) -> Plan:
+    """Right on as many ranks as the pins say."""
+    subject = resolve_model(spec, sequence_length=length)
+    torch.manual_seed(0)
+    ranks = 1
+    for pin in pins:
+        name, _, degree = pin.partition("=")
+        ranks *= int(degree) if name in ("tp", "cp", "dp_shard", "dp_replicate", "pp") else 1
+    return check(subject.build(), subject.make_batch(samples, seed=0, padded=True), pins, ranks=ranks)
+
+
+def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
+    """Types of parameters by name."""
+    return {
+        name: kind
+        for layout in plan.layouts
+        for typing in layout.typings
+        if typing.axis == axis
+        for name, kind in zip(typing.parameter_names, typing.parameters, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("spec", "length", "pins"),
+    [
+        (GPT, 17, ["tp=2"]),
+        (LLAMA, 17, ["tp=4"]),
+        (LLAMA, 17, ["tp=2", "dp_shard=2"]),
+        (GPT, 18, ["cp=2", "cp_attention=gather"]),
+        (LLAMA, 18, ["cp=2", "cp_attention=ulysses"]),
+    ],
+)
+def test_odd_sequences(spec: str, length: int, pins: list[str]) -> None:
+    checked(spec, length, pins)
+
+
+@pytest.mark.parametrize(
+    ("spec", "length", "samples", "pins", "said"),
+    [
+        (GPT, 17, 4, ["cp=2"], "cp divides the sequence of 17; cp=2; .*pad sequences to a multiple of cp$"),
+        (GPT, 17, 4, ["cp=2", "cp_attention=gather"], "sequence of 17; .*pad sequences to a multiple of cp$"),
+        (LLAMA, 17, 4, ["cp=2", "cp_attention=ulysses"], "sequence of 17; .*pad sequences to a multiple of cp$"),
+        (LLAMA, 18, 4, ["cp=2", "cp_attention=ring"], r"sequence of 18 \(ring\); .*pad sequences .* 2 \* cp$"),
+        (GPT, 16, 6, ["dp_shard=4"], "the global batch 6 divides by .*; dp_shard=4; .*take another global batch$"),
+        (GPT, 16, 6, ["dp_shard=2", "num_micro_batches=2"], r"num_micro_batches=2 \(equal parts .* global batch 6\)"),
+        (THREE_HEADS, 16, 4, ["tp=2"], "tp divides 3 attention heads; tp=2; drop one of the pins named"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_a_remedy(
+    spec: str, length: int, samples: int, pins: list[str], said: str
+) -> None:
+    with pytest.raises(InfeasibleError, match=said):
+        checked(spec, length, pins, samples)
+
+
+def test_three_heads_need_no_pin_on_tp() -> None:
+    subject = resolve_model(THREE_HEADS, sequence_length=16)
+    batch = subject.make_batch(4, seed=0, padded=True)
+    plan = autopar.search(subject.build(), example_inputs=batch, cluster="cpu:1x2", global_batch_size=4)
+    assert plan.mesh.tp == 1
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_fewer_heads_of_keys_than_ranks(heads: int) -> None:
+    """Each rank has the key and value heads that its query heads read, which several ranks may share."""
+    spec = LLAMA.replace("key_value_heads=2", f"key_value_heads={heads}")
+    plan = checked(spec, 16, ["tp=4", "*.q_proj.weight=tp:S(0)"])
+    assert [kind for name, kind in at_rest(plan).items() if name.endswith("q_proj.weight")] == [S(0)]
+
+
+@pytest.mark.parametrize(("dim", "tp"), [(1, 2), (1, 4), (0, 2), (0, 4)])
+def test_a_table_of_257_words_by_rows_and_columns(dim: int, tp: int) -> None:
+    name = "transformer.wte.weight"
+    plan = checked(GPT, 17, [f"tp={tp}", f"{name}=tp:S({dim})"])
+    assert at_rest(plan)[name] == S(dim)
+    assert bool(plan.padding) == (dim == 0)
+
+
+class Convolved(nn.Module):
+    """Two convolutions (the second grouped, if so) with a norm between them."""
+
+    def __init__(self, norm: partial[nn.Module], groups: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), norm()
+        self.second, self.last = nn.Conv2d(8, 8, 3, padding=1, bias=False, groups=groups), nn.Conv2d(8, 4, 1)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.gelu(self.second(F.relu(self.norm(self.first(x)))))
+        return F.cross_entropy(self.head(self.last(x).mean((2, 3))), y)
+
+
+def images(samples: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(samples, 3, 7, 5, generator=generator),
+        "y": torch.randint(0, 5, (samples,), generator=generator),
+    }
+
+
+GROUPS, BATCH = partial(nn.GroupNorm, 4, 8), partial(nn.BatchNorm2d, 8)
+CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "second.weight": S(1)}
+
+
+@pytest.mark.parametrize(
+    ("norm", "groups", "pinned"),
+    [
+        (GROUPS, 1, {}),
+        (GROUPS, 1, CHANNELS),
+        (GROUPS, 2, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
+        (partial(nn.GroupNorm, 1, 8), 1, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
+        (BATCH, 1, {}),
+        (BATCH, 1, CHANNELS),
+        (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
+    ],
+)
+@pytest.mark.parametrize("data", [1, 2])
+def test_convolutions_by_channels_and_norms(
+    norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int
+) -> None:
+    pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
+    plan = check(Convolved(norm, groups), images(), pins, ranks=2 * data)
+    assert at_rest(plan).items() >= pinned.items()
+    assert norm is not BATCH or any("statistics over the global batch" in note for note in plan.notes)
+
+
+def test_group_norm_of_fewer_groups_than_ranks_is_whole() -> None:
+    plan = check(Convolved(partial(nn.GroupNorm, 2, 8)), images(), ["tp=4", "first.weight=tp:S(0)"])
+    assert at_rest(plan)["first.weight"] == S(0)
+
+
+ROUTED = LLAMA.replace("llama", "mixtral") + "&num_local_experts=4&output_router_logits=true&router_aux_loss_coef=1.0"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("pins", [["dp_replicate=2"], ["dp_shard=2", "tp=2"], ["ep=2", "ep_data=1", "tp=2"]])
+def test_an_auxiliary_loss_with_and_without_a_mask(masked: bool, pins: list[str]) -> None:
+    subject = resolve_model(ROUTED, sequence_length=7)
+    torch.manual_seed(0)
+    batch = subject.make_batch(4, seed=0, padded=True)
+    if not masked:
+        del batch["attention_mask"]
+    plan = check(subject.build(), batch, pins, ranks=4 if len(pins) == 2 and "dp_shard=2" in pins else 2)
+    assert plan.num_micro_batches == 1
+
+
+def test_an_auxiliary_loss_of_several_micro_batches_is_refused() -> None:
+    said = "auxiliary losses of routers.* one micro-batch.*num_micro_batches=2.*before the first backward"
+    with pytest.raises(InfeasibleError, match=said):
+        checked(ROUTED, 8, ["dp_shard=2", "num_micro_batches=2"])
