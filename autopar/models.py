@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -114,7 +115,8 @@ def resolve_model(
     with quiet_transformers(), torch.device("meta"):
         model = maker().to(dtype)
     inner = model.model if isinstance(model, MeanSquareLoss) else model
-    fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length)
+    takes = tuple(inspect.signature(inner.forward).parameters)
+    fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length, takes)
     _check_positions(model, sequence_length, spec)
     if head == "image" or not any(f.kind == "tokens" for f in fields):
         fields = tuple(_as_dtype(f, dtype) for f in fields)

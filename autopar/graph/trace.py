@@ -114,6 +114,8 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
                 if path not in causes:  # the user named it
                     raise
                 cause, path = causes[path], around(job.model, path)
+            if path in job.opaque:  # what fails is not inside of it but done to it
+                path = around(job.model, path)
             if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
                 raise cause from error
             causes[path] = cause
@@ -343,7 +345,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 
 
 def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
-    with _quiet():
+    with _quiet(), memory.casts_that_change_nothing():
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             if needs_decomposition(program.graph_module):
@@ -361,7 +363,14 @@ def _quiet() -> Iterator[None]:
     """Keeps export's warnings, logs and prints (it writes half-made graphs to stderr) off the terminal."""
     loggers = [
         logging.getLogger(name)
-        for name in ("torch.export", "torch.fx", "torch._dynamo", "torch.fx.experimental", "transformers")
+        for name in (
+            "torch.export",
+            "torch.fx",
+            "torch._dynamo",
+            "torch.fx.experimental",
+            "torch._subclasses.fake_tensor",
+            "transformers",
+        )
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -88,9 +88,7 @@ class AxisSolver:
         for i, block in enumerate(graph.blocks):
             key = self._key(i)
             if key not in self.problems:
-                self.problems[key] = BlockProblem(
-                    graph, block, self.costs, self.rests, self.types, self.boundaries[i]
-                )
+                self.problems[key] = BlockProblem(graph, block, self.costs, self.rests, self.types, self.boundaries[i])
             self.of_block.append(self.problems[key])
 
     def _untie(self) -> list[tuple[int, int]]:

@@ -258,7 +258,8 @@ def repeated(graph: Graph, block: Block) -> dict[str, object]:
         number: dict[object, int] = {}
         short = {name: number.setdefault(key, len(number)) for name, key in keys.items()}
         keys = {
-            op.name: (short[op.name], *((short.get(ref.name, ref.name), ref.index) for ref in op.operands)) for op in ops
+            op.name: (short[op.name], *((short.get(ref.name, ref.name), ref.index) for ref in op.operands))
+            for op in ops
         }
     return keys
 

@@ -134,13 +134,13 @@ TYPES: dict[str, str] = {
     "mobilenet_v2": "image_size=32&depth_multiplier=0.25&num_labels=5",
     "efficientnet": "image_size=32&width_coefficient=0.25&depth_coefficient=0.1&hidden_dim=320&num_labels=5",
     "regnet": "embedding_size=8&hidden_sizes=[8,16]&depths=[1,1]&groups_width=4&num_labels=5",
-    "segformer": "num_encoder_blocks=2&depths=[1,1]&sr_ratios=[2,1]&hidden_sizes=[16,32]&patch_sizes=[7,3]"
-    "&strides=[4,2]&num_attention_heads=[1,2]&mlp_ratios=[2,2]&decoder_hidden_size=32&image_size=32&num_labels=5",
-    "poolformer": "depths=[1,1]&hidden_sizes=[8,16]&patch_sizes=[7,3]&strides=[4,2]&padding=[2,1]"
-    "&num_encoder_blocks=2&image_size=32&num_labels=5",
-    "levit": "image_size=32&patch_size=16&hidden_sizes=[16,32]&num_attention_heads=[2,4]&depths=[1,1]&key_dim=[4,4]"
-    "&mlp_ratio=[2,2]&attention_ratio=[2,2]&num_labels=5",
-    "cvt": "embed_dim=[16,32,32]&num_heads=[1,2,2]&depth=[1,1,1]&drop_path_rate=[0.0,0.0,0.0]&num_labels=5",
+    "segformer": "num_encoder_blocks=2&depths=[1,1]&sr_ratios=[8,4]&hidden_sizes=[16,32]&patch_sizes=[7,3]"
+    "&strides=[4,4]&num_attention_heads=[1,2]&mlp_ratios=[2,2]&decoder_hidden_size=32&num_labels=5",
+    "poolformer": "depths=[1,1]&hidden_sizes=[8,16]&patch_sizes=[7,3]&strides=[8,2]&padding=[2,1]"
+    "&num_encoder_blocks=2&num_labels=5",
+    "levit": "image_size=64&patch_size=16&hidden_sizes=[16,32,48]&num_attention_heads=[2,4,6]&depths=[1,1,1]"
+    "&key_dim=[4,4,4]&mlp_ratio=[2,2,2]&attention_ratio=[2,2,2]&num_labels=5",
+    "cvt": "embed_dim=[16,32,32]&num_heads=[1,2,2]&depth=[1,1,1]&num_labels=5",
     "pvt": "image_size=32&num_encoder_blocks=2&depths=[1,1]&sequence_reduction_ratios=[2,1]&hidden_sizes=[16,32]"
     "&patch_sizes=[4,2]&strides=[4,2]&num_attention_heads=[1,2]&mlp_ratios=[2,2]&num_labels=5",
     "bit": "embedding_size=8&hidden_sizes=[16,32]&depths=[1,1]&num_groups=4&num_labels=5",
@@ -164,14 +164,14 @@ TYPES: dict[str, str] = {
     "git": f"{_TEXT}&max_position_embeddings=40&vision_config={_IMAGE_TOWER}",
     "vilt": f"{_BERT}&image_size=16&patch_size=4",
     "bridgetower": f"{_SIZES}&text_config={_TEXT_TOWER}"
-    '&vision_config={"num_hidden_layers":2,"hidden_size":64,"image_size":16,"patch_size":4}',
+    '&vision_config={"num_hidden_layers":2,"hidden_size":128,"image_size":16,"patch_size":4}',
     "llava": f'text_config={{"model_type":"llama",{_HEADS},"vocab_size":96}}'
     f'&vision_config={{"model_type":"clip_vision_model",{_HEADS},"image_size":16,"patch_size":4}}&image_token_index=95',
     "idefics": f"{_TEXT}&vision_config={_IMAGE_TOWER}",
     "patchtst": "num_hidden_layers=2&d_model=32&num_attention_heads=4&ffn_dim=64&context_length=16&patch_length=4"
     "&patch_stride=4",
-    "time_series_transformer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]",
-    "informer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]",
+    "time_series_transformer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1",
+    "informer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1",
     "decision_transformer": "hidden_size=32&n_layer=2&n_head=4&state_dim=4&act_dim=2&max_ep_len=32&n_positions=64",
 }
 """The settings of each model type."""
