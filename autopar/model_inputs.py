@@ -161,7 +161,7 @@ def _token_fields(
     vision = getattr(config, "vision_config", None) or config
     has_places = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
     if head == "base":
-        if vision is not config and hasattr(vision, "image_size"):
+        if hasattr(vision, "image_size") and (vision is not config or "pixel_values" in takes):
             if has_places:
                 raise _unknown_inputs("tokens some of which stand for the parts of an image")
             return (tokens, mask, *_image_fields(vision, head))

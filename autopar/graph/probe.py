@@ -182,7 +182,7 @@ def _splits(
     subject: Subject, batch_size: int
 ) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
     """Dims along which samples lie, or why they are not apart; and whether backward is linear."""
-    why = "no input has a batch dim"
+    why = ""  # the first is that of samples in dim 0 of every input
     for precision in (subject.wide(), subject):
         trial = precision
         try:
@@ -192,7 +192,7 @@ def _splits(
                 one = draw(trial.inputs, (None,) * len(trial.inputs), 1, unit=True)
             first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
         except (Unclear, *FAILURES) as error:
-            why = first_line(error)
+            why = why or first_line(error)
             continue
         if not _same(first[0], second[0]):
             return None, "it gives other results on the same inputs", False
@@ -201,9 +201,12 @@ def _splits(
             try:
                 return (dims, _apart(trial, dims)), "", linear
             except (Unclear, *FAILURES) as error:
-                why = first_line(error)
-        return None, why, linear
-    return None, why, False
+                why = why or first_line(error)
+        return None, why or _NO_BATCH, linear
+    return None, why or _NO_BATCH, False
+
+
+_NO_BATCH = "no input has a batch dim"
 
 
 def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int | None, ...]]:

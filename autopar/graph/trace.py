@@ -74,6 +74,13 @@ def trace(
         reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
     )
     graph, job = _with_fallback(job)
+    if not graph.ops:
+        raise TraceError(
+            "the loss depends on parameters that are trained",
+            value="one that depends on none",
+            place=type(model).__name__,
+            remedy="return the loss that training minimises, and leave requires_grad on where it is to learn",
+        )
     if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
     return replace(graph, exact=exact, notes=(*graph.notes, *notes_of(graph, job.reasons)))

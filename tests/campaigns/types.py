@@ -20,7 +20,7 @@ _SEQ2SEQ = f"{_PAIR}&vocab_size=96&max_position_embeddings=40"
 _T5 = "num_layers=2&d_model=32&d_kv=8&num_heads=4&d_ff=64&vocab_size=96"
 _IMAGE = "image_size=16&patch_size=4&num_labels=5"
 _HEADS = '"num_hidden_layers":2,"hidden_size":32,"num_attention_heads":4,"intermediate_size":64'
-_TEXT_TOWER = f'{{{_HEADS},"vocab_size":96,"max_position_embeddings":16}}'
+_TEXT_TOWER = f'{{{_HEADS},"vocab_size":96,"max_position_embeddings":18}}'
 _IMAGE_TOWER = f'{{{_HEADS},"image_size":16,"patch_size":4}}'
 _WAVE = "conv_dim=[16,16]&conv_stride=[5,2]&conv_kernel=[10,3]&num_feat_extract_layers=2"
 _WAVES = f"{_WAVE}&num_conv_pos_embeddings=8&num_conv_pos_embedding_groups=2&mask_time_prob=0.0"
@@ -144,7 +144,7 @@ TYPES: dict[str, str] = {
     "&num_encoder_blocks=2&num_labels=5",
     "levit": "image_size=64&patch_size=16&hidden_sizes=[16,32,48]&num_attention_heads=[2,4,6]&depths=[1,1,1]"
     "&key_dim=[4,4,4]&mlp_ratio=[2,2,2]&attention_ratio=[2,2,2]&num_labels=5",
-    "cvt": "embed_dim=[16,32,32]&num_heads=[1,2,2]&depth=[1,1,1]&num_labels=5",
+    "cvt": "embed_dim=[16,32,32]&num_heads=[1,2,2]&depth=[1,2,3]&num_labels=5",
     "pvt": "image_size=32&num_encoder_blocks=2&depths=[1,1]&sequence_reduction_ratios=[2,1]&hidden_sizes=[16,32]"
     "&patch_sizes=[4,2]&strides=[4,2]&num_attention_heads=[1,2]&mlp_ratios=[2,2]&num_labels=5",
     "bit": "embedding_size=8&hidden_sizes=[16,32]&depths=[1,1]&num_groups=4&num_labels=5",
