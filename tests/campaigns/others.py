@@ -25,7 +25,7 @@ from pathlib import Path
 from autopar import api
 from autopar.cli.models import DEFAULT_SAMPLES, VerifiedModel, with_free_links
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, VerificationError
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import Plan
@@ -148,6 +148,8 @@ def run_type(kind: str, pool: WorkerPool | None) -> Outcome:
             found.results[layout] = result_of(plan, report)
         except AutoparError as error:
             found.results[layout] = Result(error=said(error))
+            if not isinstance(error, VerificationError):  # of a rank, or a program that cannot be made: a defect
+                found.traceback = str(error)
         except USER_FAILURES as error:
             found.results[layout] = Result(error=f"{type(error).__name__}: {said(error)}")
             found.traceback = traceback.format_exc()

@@ -15,6 +15,7 @@ from autopar.graph import Graph, trace
 from autopar.graph.evaluate import evaluate, leaves, run
 from autopar.graph.ir import Op, Ref
 from autopar.models import resolve_model
+from autopar.rules.verify import verify_rule
 from tests.graph.zoo import HUGGING_FACE, LENGTH, loss_of, subject
 
 CASES = [
@@ -431,3 +432,17 @@ def test_a_loss_without_parameters_is_refused() -> None:
 
     with pytest.raises(TraceError, match="depends on parameters"):
         trace(Constant(), (torch.zeros(2, 4),))
+
+
+def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.groups = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.groups(x).repeat_interleave(4, dim=1, output_size=32).square().sum()
+
+    (op,) = (o for o in trace(Repeats(), (torch.zeros(2, 8),)).ops if "repeat_interleave" in o.target)
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    assert verify_rule(op, [x], size=2) == []
