@@ -116,6 +116,7 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
         op.name: rules.strategies(op, tuple(graph.spec(r) for r in op.operands), axis=BATCH, size=size, fallback=True)
         for op in (*graph.prelude, *graph.ops)
     }
+    offered = {name: tuple(s for s in found if _sums_up(graph, name, s)) for name, found in offered.items()}
     for op in (*graph.prelude, *graph.ops):
         if not offered[op.name] and op.target == "autopar.opaque":
             raise _opaque(op)
@@ -146,6 +147,17 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     found = problem.choice(best.decode(()), value)
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
+
+
+def _sums_up(graph: Graph, name: str, strategy: Strategy) -> bool:
+    """Whether no trained parameter is read as I: data ranks sum its gradient, which would be whole on each of them."""
+    if I not in strategy.inputs:
+        return True
+    op = graph.producer(Ref(name))
+    return op is None or not any(
+        kind == I and graph.is_parameter(ref) and graph.spec(ref).requires_grad
+        for ref, kind in zip(op.operands, strategy.inputs, strict=True)
+    )
 
 
 def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
