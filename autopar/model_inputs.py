@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,12 +113,15 @@ def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Fi
     return tuple(fields)
 
 
-def fields_of_config(config: Any, head: str, main_input: str, sequence_length: int | None) -> tuple[Field, ...]:
+def fields_of_config(
+    config: Any, head: str, main_input: str, sequence_length: int | None, takes: Collection[str] = ()
+) -> tuple[Field, ...]:
     """Inputs of a Hugging Face model with the given head.
 
     Args:
         head: causal, masked, seq2seq, speech, image or base.
         main_input: ``model.main_input_name``.
+        takes: names of the parameters of its forward.
 
     Raises:
         UsageError: a modality that example inputs cannot be made for.
@@ -129,7 +132,11 @@ def fields_of_config(config: Any, head: str, main_input: str, sequence_length: i
         if main_input in ("input_features", "input_values"):
             return _speech_fields(config, head, main_input, sequence_length)
         if main_input == "input_ids":
-            return _token_fields(config, head, sequence_length)
+            return _token_fields(config, head, sequence_length, takes)
+        if main_input == "past_values":
+            return _series_fields(config, takes)
+        if main_input == "states":
+            return _decision_fields(config, sequence_length)
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         raise _unknown_inputs(f"{main_input}, of a size that its configuration does not tell ({error})") from error
     raise _unknown_inputs(main_input)
@@ -137,27 +144,75 @@ def fields_of_config(config: Any, head: str, main_input: str, sequence_length: i
 
 def _unknown_inputs(value: str) -> UsageError:
     return UsageError(
-        "example inputs are made for models of tokens, of images, of video and of speech",
+        "example inputs are made for models of tokens, of images, of video, of speech and of time series",
         value=f"a model of {value}",
         remedy="give a factory `package.module:factory` that returns (model, example inputs)",
     )
 
 
-def _token_fields(config: Any, head: str, sequence_length: int | None) -> tuple[Field, ...]:
+def _token_fields(
+    config: Any, head: str, sequence_length: int | None, takes: Collection[str] = ()
+) -> tuple[Field, ...]:
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = int(getattr(text, "vocab_size", 0) or 0)
     length = sequence_length or default_length(text)
     tokens = Field(name="input_ids", shape=(length,), kind="tokens", size=vocabulary)
     mask = Field(name="attention_mask", shape=(length,), kind="mask")
+    vision = getattr(config, "vision_config", None) or config
+    has_places = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
     if head == "base":
-        if hasattr(vision := getattr(config, "vision_config", None), "image_size"):
+        if hasattr(vision, "image_size") and (vision is not config or "pixel_values" in takes):
+            if has_places:
+                raise _unknown_inputs("tokens some of which stand for the parts of an image")
             return (tokens, mask, *_image_fields(vision, head))
         extra = (Field(name="decoder_input_ids", shape=(length,), kind="class", size=vocabulary),)
         return (tokens, mask, *(extra if getattr(config, "is_encoder_decoder", False) else ()))
     labels = Field(
         name="labels", shape=(length,), kind="masked_labels" if head == "masked" else "labels", size=vocabulary
     )
+    if "pixel_values" in takes and hasattr(vision, "image_size") and not has_places:
+        return (tokens, mask, *_image_fields(vision, "base"), labels)
     return tokens, mask, labels
+
+
+def _series_fields(config: Any, takes: Collection[str]) -> tuple[Field, ...]:
+    """The past of a time series, and its future where the model decodes one: all of it observed, with time features."""
+
+    def floats(name: str, *shape: int) -> Field:
+        return Field(name=name, shape=shape, kind="floats", dtype=torch.float32)
+
+    context = int(config.context_length)
+    if "past_time_features" not in takes:
+        return (floats("past_values", context, int(config.num_input_channels)),)
+    past, future = context + max(int(lag) for lag in config.lags_sequence), int(config.prediction_length)
+    width = () if int(config.input_size) == 1 else (int(config.input_size),)
+    features = int(config.num_time_features)
+    seen = Field(
+        name="past_observed_mask", shape=(past, *width), kind="sampled", dtype=torch.float32, values=torch.ones(1)
+    )
+    return (
+        floats("past_values", past, *width),
+        floats("past_time_features", past, features),
+        seen,
+        floats("future_values", future, *width),
+        floats("future_time_features", future, features),
+    )
+
+
+def _decision_fields(config: Any, sequence_length: int | None) -> tuple[Field, ...]:
+    """Episodes: states, actions and rewards by time."""
+    length = sequence_length or min(int(config.max_ep_len), int(config.n_positions) // 3)
+
+    def floats(name: str, width: int) -> Field:
+        return Field(name=name, shape=(length, width), kind="floats", dtype=torch.float32)
+
+    return (
+        floats("states", int(config.state_dim)),
+        floats("actions", int(config.act_dim)),
+        floats("rewards", 1),
+        floats("returns_to_go", 1),
+        Field(name="timesteps", shape=(length,), kind="class", size=int(config.max_ep_len)),
+    )
 
 
 def default_length(config: Any) -> int:

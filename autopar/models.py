@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -114,8 +115,10 @@ def resolve_model(
     with quiet_transformers(), torch.device("meta"):
         model = maker().to(dtype)
     inner = model.model if isinstance(model, MeanSquareLoss) else model
-    fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length)
-    _check_positions(model, sequence_length, spec)
+    takes = tuple(inspect.signature(inner.forward).parameters)
+    fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length, takes)
+    if any(f.shape[:1] == (sequence_length,) for f in fields):
+        _check_positions(model, sequence_length, spec)
     if head == "image" or not any(f.kind == "tokens" for f in fields):
         fields = tuple(_as_dtype(f, dtype) for f in fields)
     return ModelSource(
@@ -162,7 +165,7 @@ def head_of(class_name: str) -> str | None:
 
 
 def without_dropout(model: torch.nn.Module) -> None:
-    """Sets every probability of dropping something to 0, in modules and in what they copied of a config."""
+    """Sets every probability of dropping something, and every noise of a router, to 0, in modules and in what they copied of a config."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -171,8 +174,8 @@ def without_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-_DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop")
-"""In the names of attributes: elements, whole branches of a sample, layers."""
+_DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "jitter_noise")
+"""In the names of attributes: elements, whole branches of a sample, layers, and what a router multiplies its input by."""
 
 
 # --- factories ------------------------------------------------------------------------------------

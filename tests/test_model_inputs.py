@@ -34,6 +34,37 @@ def test_video_has_frames_and_a_spectrogram_its_own_order() -> None:
     assert (sound.shape, text.shape, text.size) == ((6, 4), (9,), 11)
 
 
+def test_series_and_episodes_are_made_by_their_configuration() -> None:
+    plain = SimpleNamespace(context_length=8, num_input_channels=3)
+    assert [f.shape for f in fields_of_config(plain, "base", "past_values", None)] == [(8, 3)]
+    decoded = SimpleNamespace(
+        context_length=8, prediction_length=4, lags_sequence=[1, 3], input_size=1, num_time_features=2
+    )
+    fields = fields_of_config(decoded, "base", "past_values", None, ("past_values", "past_time_features"))
+    assert {f.name: f.shape for f in fields} == {
+        "past_values": (11,),
+        "past_time_features": (11, 2),
+        "past_observed_mask": (11,),
+        "future_values": (4,),
+        "future_time_features": (4, 2),
+    }
+    episode = SimpleNamespace(max_ep_len=30, n_positions=12, state_dim=5, act_dim=2)
+    states, actions, *_, steps = fields_of_config(episode, "base", "states", None)
+    assert (states.shape, actions.shape, steps.shape, steps.size) == ((4, 5), (4, 2), (4,), 30)
+
+
+def test_a_model_of_text_that_takes_images_gets_them_unless_tokens_stand_for_their_parts() -> None:
+    vision = SimpleNamespace(image_size=8)
+    text = SimpleNamespace(vocab_size=9, max_position_embeddings=6, vision_config=vision)
+    names = [f.name for f in fields_of_config(text, "causal", "input_ids", None, ("input_ids", "pixel_values"))]
+    assert names == ["input_ids", "attention_mask", "pixel_values", "labels"]
+    text.image_token_id = 8
+    names = [f.name for f in fields_of_config(text, "causal", "input_ids", None, ("input_ids", "pixel_values"))]
+    assert names == ["input_ids", "attention_mask", "labels"]
+    with pytest.raises(UsageError, match=r"stand for the parts of an image.*give a factory"):
+        fields_of_config(text, "base", "input_ids", None)
+
+
 @pytest.mark.parametrize("main_input", ["past_values", "input_features"])
 def test_inputs_that_nobody_can_make_are_refused_with_a_remedy(main_input: str) -> None:
     with pytest.raises(UsageError, match=f"a model of {main_input}.*give a factory"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import TypeAlias
 
@@ -319,7 +320,14 @@ def _attention(builder: Builder, call: Call) -> Value:
     return builder.emit(call, call.target, (query, key, given["value"], mask, p, causal), call.spec, kwargs=kwargs)
 
 
+def _repeat_interleave(builder: Builder, call: Call) -> Value:
+    """Without the length of its output, which the operands tell and which differs between a rank and the whole."""
+    kwargs = {key: value for key, value in call.kwargs.items() if key != "output_size"}
+    return generic(builder, replace(call, kwargs=kwargs))
+
+
 HANDLERS: dict[str, Handler] = {
+    "aten.repeat_interleave.self_int": _repeat_interleave,
     "aten.view.default": _view,
     "aten._unsafe_view.default": _view,
     "aten.reshape.default": _view,

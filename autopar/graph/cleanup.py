@@ -199,7 +199,7 @@ def _held(
         value = value.clone()
     key: tuple[object, ...] = (ref,)
     if value.numel() <= _SMALL and not value.is_complex():
-        raw = value.flatten().view(torch.uint8) if value.numel() else value
+        raw = value.as_strided((value.numel(),), (1,)).view(torch.uint8) if value.numel() else value
         key = (tuple(value.shape), value.dtype, bytes(raw.tolist()))
     if key not in shared:
         name = builder.unique(f"c_{ref.name}")

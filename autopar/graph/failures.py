@@ -45,11 +45,28 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         return TraceError(
             "example inputs fit the model's forward", value=reason, place=place, remedy="mend the example inputs"
         )
+    if _raised_by_the_model(error):
+        return TraceError(
+            "the model runs on its example inputs",
+            value=reason,
+            place=place,
+            remedy="mend that line, or give inputs that it takes: a factory `package.module:factory` that returns "
+            "(model, example inputs)",
+        )
     return TraceError(
         "torch.export can trace the model",
         value=reason,
         place=place,
         remedy="mend that line; `torch.export.export(model, args, kwargs, strict=False)` must work",
+    )
+
+
+def _raised_by_the_model(error: BaseException) -> bool:
+    """Whether the innermost line is the model's own, not one of torch or of its exporter."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torch_home = str(Path(torch.__file__).resolve().parent)
+    return bool(frames) and not frames[-1].filename.startswith(
+        (torch_home, "<", str(Path(__file__).resolve().parents[1]))
     )
 
 

@@ -115,3 +115,24 @@ def tensor_hooks_refused() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.register_hook = usual  # type: ignore[method-assign]
+
+
+@contextmanager
+def casts_that_change_nothing() -> Iterator[None]:
+    """Lets a forward pass call ``module.to(dtype)`` where the module has that dtype: fake parameters cannot be swapped."""
+    usual = torch.nn.Module.to
+
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = (*self.parameters(), *self.buffers())
+        fits = all(
+            (dtype is None or not t.is_floating_point() or t.dtype == dtype) and (device is None or t.device == device)
+            for t in tensors
+        )
+        return self if fits and memory_format is None else usual(self, *args, **kwargs)
+
+    torch.nn.Module.to = to  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.to = usual  # type: ignore[method-assign]

@@ -49,6 +49,7 @@ class Subject:
     Attributes:
         inputs: shapes and dtypes as traced.
         parameters, buffers: values; random ones for those on meta.
+        unit: random inputs lie between 0 and 1: some code takes roots and logarithms.
     """
 
     region: Region
@@ -56,6 +57,7 @@ class Subject:
     inputs: tuple[TensorSpec, ...]
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
+    unit: bool = False
 
     def wide(self) -> Subject:
         """The same in float64."""
@@ -180,13 +182,17 @@ def _splits(
     subject: Subject, batch_size: int
 ) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
     """Dims along which samples lie, or why they are not apart; and whether backward is linear."""
-    why = "no input has a batch dim"
-    for trial in (subject.wide(), subject):
+    why = ""  # the first is that of samples in dim 0 of every input
+    for precision in (subject.wide(), subject):
+        trial = precision
         try:
             one = draw(trial.inputs, (None,) * len(trial.inputs), 1)
+            if not all(y.isfinite().all() for y in _run(trial, one, seed=1)[0] if y.is_floating_point()):
+                trial = replace(trial, unit=True)
+                one = draw(trial.inputs, (None,) * len(trial.inputs), 1, unit=True)
             first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
         except (Unclear, *FAILURES) as error:
-            why = first_line(error)
+            why = why or first_line(error)
             continue
         if not _same(first[0], second[0]):
             return None, "it gives other results on the same inputs", False
@@ -195,9 +201,12 @@ def _splits(
             try:
                 return (dims, _apart(trial, dims)), "", linear
             except (Unclear, *FAILURES) as error:
-                why = first_line(error)
-        return None, why, linear
-    return None, why, False
+                why = why or first_line(error)
+        return None, why or _NO_BATCH, linear
+    return None, why or _NO_BATCH, False
+
+
+_NO_BATCH = "no input has a batch dim"
 
 
 def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int | None, ...]]:
@@ -223,7 +232,7 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """
     found: tuple[int, ...] | None = None
     for number in range(DRAWS):
-        whole = draw(subject.inputs, dims, number)
+        whole = draw(subject.inputs, dims, number, unit=subject.unit)
         parts = [
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)
@@ -296,8 +305,8 @@ def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
     return all(_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
 
 
-def draw(specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int) -> list[Tensor]:
-    """Random inputs; along a batch dim two batches, the second far from the first."""
+def draw(specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int, *, unit: bool = False) -> list[Tensor]:
+    """Random inputs; along a batch dim two batches, the second far from the first; ``unit``: between 0 and 1."""
     generator = torch.Generator().manual_seed(number)
     scale = 10.0 ** (number % 4 - 1)
     found = []
@@ -312,7 +321,7 @@ def draw(specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int) -
             sign = 1.0 if number % 2 else -1.0
             x.narrow(dim, 0, half).mul_(scale).add_(sign * scale)
             x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
-        found.append(x.to(spec.dtype).requires_grad_())
+        found.append((x.sigmoid() if unit else x).to(spec.dtype).requires_grad_())
     return found
 
 

@@ -74,6 +74,13 @@ def trace(
         reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
     )
     graph, job = _with_fallback(job)
+    if not graph.ops:
+        raise TraceError(
+            "the loss depends on parameters that are trained",
+            value="one that depends on none",
+            place=type(model).__name__,
+            remedy="return the loss that training minimises, and leave requires_grad on where it is to learn",
+        )
     if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
     return replace(graph, exact=exact, notes=(*graph.notes, *notes_of(graph, job.reasons)))
@@ -114,6 +121,8 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
                 if path not in causes:  # the user named it
                     raise
                 cause, path = causes[path], around(job.model, path)
+            if path in job.opaque:  # what fails is not inside of it but done to it
+                path = around(job.model, path)
             if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
                 raise cause from error
             causes[path] = cause
@@ -317,7 +326,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 
 
 def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
-    with _quiet():
+    with _quiet(), memory.casts_that_change_nothing():
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             if needs_decomposition(program.graph_module):
@@ -335,7 +344,14 @@ def _quiet() -> Iterator[None]:
     """Keeps export's warnings, logs and prints (it writes half-made graphs to stderr) off the terminal."""
     loggers = [
         logging.getLogger(name)
-        for name in ("torch.export", "torch.fx", "torch._dynamo", "torch.fx.experimental", "transformers")
+        for name in (
+            "torch.export",
+            "torch.fx",
+            "torch._dynamo",
+            "torch.fx.experimental",
+            "torch._subclasses.fake_tensor",
+            "transformers",
+        )
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -189,9 +189,13 @@ class SetAside:
 
 
 def sum_in_place(held: Sequence[Held], group_of: Callable[[Held], Group | None]) -> None:
-    """Sums the parameters' gradients over each one's group; one all-reduce for each group and dtype."""
+    """Sums the parameters' gradients over each one's group; one all-reduce for each group and dtype.
+
+    By name: two stages may hold what they share in another order, and all ranks must send the same gradient in the
+    same place and meet group after group.
+    """
     buckets: dict[tuple[Group, torch.dtype], list[Tensor]] = {}
-    for h in held:
+    for h in sorted(held, key=lambda h: h.name):
         group, grad = group_of(h), h.gradient
         if group is not None and h.parameter.requires_grad:
             if grad is None:

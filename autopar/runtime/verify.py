@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import VerificationError
+from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.graph.random import draws_random
 from autopar.graph.trace import LossFunction, pick_loss
@@ -170,7 +171,15 @@ class _Run:
     def _reference(self, subject: Subject) -> _Trained:
         model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
         with in_double() if isinstance(subject, DoubleSubject) else nullcontext():
-            return _trained(model, batches)
+            try:
+                return _trained(model, batches)
+            except FAILURES as error:
+                raise VerificationError(
+                    "one device trains the model by itself: that is what a plan is compared with",
+                    value=f"{type(error).__name__}: {first_line(error)}",
+                    place=explained(error, model).place,
+                    remedy="mend that line, or give inputs and settings that fit the model",
+                ) from error
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:

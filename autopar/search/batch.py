@@ -19,6 +19,7 @@ from autopar.errors import RuleError
 from autopar.graph.counts import CountError
 from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
+from autopar.opaque_ops import region_of
 from autopar.rules.conversions import conversion
 from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
@@ -115,6 +116,10 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
         op.name: rules.strategies(op, tuple(graph.spec(r) for r in op.operands), axis=BATCH, size=size, fallback=True)
         for op in (*graph.prelude, *graph.ops)
     }
+    offered = {name: tuple(s for s in found if _sums_up(graph, name, s)) for name, found in offered.items()}
+    for op in (*graph.prelude, *graph.ops):
+        if not offered[op.name] and op.target == "autopar.opaque":
+            raise _opaque(op)
     if changes != "any":
         offered = _reachable(graph, offered, changes == "totals")
     problem = _BatchProblem(
@@ -142,6 +147,17 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     found = problem.choice(best.decode(()), value)
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
+
+
+def _sums_up(graph: Graph, name: str, strategy: Strategy) -> bool:
+    """Whether no trained parameter is read as I: data ranks sum its gradient, which would be whole on each of them."""
+    if I not in strategy.inputs:
+        return True
+    op = graph.producer(Ref(name))
+    return op is None or not any(
+        kind == I and graph.is_parameter(ref) and graph.spec(ref).requires_grad
+        for ref, kind in zip(op.operands, strategy.inputs, strict=True)
+    )
 
 
 def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
@@ -247,6 +263,17 @@ def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
         value=f"one of type {sorted(map(str, found))}",
         place=f"{fqn}: {where}",
         remedy="keep sums or means over the batch in buffers, not values of single samples",
+    )
+
+
+def _opaque(op: Op) -> RuleError:
+    """An operator that nothing is offered for: a region of unknown code whose backward is not linear, or not known to be."""
+    return RuleError(
+        "of an opaque region it is known that its samples are apart, or that its gradients add up",
+        value=f"neither: {region_of(str(op.args[0])).why or 'its backward is not linear'}",
+        place=f"{op.module or op.name}, {op.source}" if op.source else op.module or op.name,
+        remedy="write the line that cannot be traced (see the notes) with torch.where or a mask, or name a smaller "
+        "module around it with opaque=",
     )
 
 

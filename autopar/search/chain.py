@@ -8,9 +8,11 @@ of theirs and share one layout (:mod:`autopar.search.classes`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
+from math import prod
 
 import numpy as np
 
@@ -21,8 +23,17 @@ from autopar.plan import AxisTyping
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact
 from autopar.search.elimination import Energy, Factor, marginalise
-from autopar.search.intra import AxisCosts, BlockProblem, Boundary, Narrow, Pricing, boundary_of, crossing_types
-from autopar.search.problem import Choice, Weights
+from autopar.search.intra import (
+    MAX_BOUNDARY_STATES,
+    AxisCosts,
+    BlockProblem,
+    Boundary,
+    Narrow,
+    Pricing,
+    boundary_of,
+    crossing_types,
+)
+from autopar.search.problem import Choice, Weights, rests_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +82,38 @@ class AxisSolver:
         self.costs = AxisCosts(graph=graph, axis=axis, size=size, pricing=pricing, owners=owners, narrow=narrow)
         self.boundaries = [boundary_of(graph, block, owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, size)
+        self.twins = self._untie()
         self.problems: dict[object, BlockProblem] = {}
         self.of_block: list[BlockProblem] = []
         for i, block in enumerate(graph.blocks):
             key = self._key(i)
             if key not in self.problems:
-                self.problems[key] = BlockProblem(graph, block, self.costs, self.rests, self.types)
+                self.problems[key] = BlockProblem(graph, block, self.costs, self.rests, self.types, self.boundaries[i])
             self.of_block.append(self.problems[key])
+
+    def _untie(self) -> list[tuple[int, int]]:
+        """Blocks that are one module called again, where its parameters are too many to have a table over their types.
+
+        They get one layout: pairs of them whose values must have equal types, so that equal parameters come of it.
+        """
+        graph, alike = self.compact.graph, dict[object, list[int]]()
+        for i, block in enumerate(graph.blocks):
+            names = tuple(p.name for p in graph.block_parameters(block))
+            boundary = self.boundaries[i]
+            crossing = tuple(self.types[ref] for ref in (*boundary.inputs, *boundary.outputs))
+            alike.setdefault((block.hash, names, len(boundary.outputs), crossing), []).append(i)
+        pairs: list[tuple[int, int]] = []
+        for group in alike.values():
+            boundary = self.boundaries[group[0]]
+            values = prod(len(self.types[ref]) for ref in (*boundary.inputs, *boundary.outputs))
+            rests = [rests_of(graph.parameter(name).spec, self.size) for name in boundary.shared]
+            if values * prod(len(types) for types in rests) <= MAX_BOUNDARY_STATES:
+                continue
+            kept = tuple(name for name in boundary.shared if self.costs.owners[name] != len(group))
+            for i in group:
+                self.boundaries[i] = replace(self.boundaries[i], shared=kept)
+            pairs += pairwise(group)
+        return pairs
 
     def _key(self, index: int) -> object:
         graph, boundary = self.compact.graph, self.boundaries[index]
@@ -107,8 +143,8 @@ class AxisSolver:
                     sizes.append(count)
             scope = tuple(variables[key] for key in keys)
             factors.append(Factor(scope=scope, table=table * len(self.compact.members[i])))
-        for a, b in self.compact.alike:
-            if a in variables and b in variables:
+        for a, b in (*self.compact.alike, *self._twin_values()):
+            if a != b and a in variables and b in variables:
                 factors.append(self._equal(a, b, variables))
         best = marginalise(Energy(sizes=tuple(sizes), factors=tuple(factors)), ())
         if np.isinf(best.table):
@@ -125,6 +161,11 @@ class AxisSolver:
         """For each block the time of a micro-batch in its quickest typing, whatever the others'."""
         least = {id(p): float(p.solve(Weights()).table.min()) for p in self.problems.values()}
         return tuple(least[id(problem)] for problem in self.of_block)
+
+    def _twin_values(self) -> Iterator[tuple[Ref, Ref]]:
+        for i, j in self.twins:
+            a, b = self.boundaries[i], self.boundaries[j]
+            yield from zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
 
     def _equal(self, a: Ref, b: Ref, variables: Mapping[Ref | str, int]) -> Factor:
         table = np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]])

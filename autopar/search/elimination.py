@@ -6,10 +6,11 @@ Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999). ``inf`` forbids
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import inf, log2, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,10 @@ Table = NDArray[np.float64]
 
 MAX_TABLE_ENTRIES = 1 << 23
 """Largest table that elimination may make (64 MiB of float64); past it the problem goes to the MILP."""
+
+MANY_ENTRIES = 1 << 19
+"""A table that is worth the search for a better order."""
+ORDERS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,7 +151,31 @@ def prepare(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TAB
 
 
 def elimination_order(energy: Energy, keep: Iterable[int] = ()) -> tuple[tuple[int, ...], int]:
-    """Greedy order (smallest new table first, fewest fill edges on ties) and the entries of its largest table."""
+    """An order and the entries of its largest table.
+
+    Greedy: smallest new table first, fewest fill edges on ties. Where that is wide, the best of several that take the
+    least fill first, each edge weighted by the bits of its two variables (after Kjaerulff, 1990), all but the first of
+    them with noise: which of many good looking steps leads into a wide table shows only later.
+    """
+    keep = tuple(keep)
+    best = _greedy(energy, keep)
+    if MANY_ENTRIES < best[1] < MANY_ENTRIES**2:  # past that no order will do
+        noise = random.Random(0)
+        for i in range(ORDERS):
+            found = _greedy(energy, keep, noise if i else None, by_fill=True, bound=best[1])
+            best = min(best, found, key=lambda order: order[1])
+    return best
+
+
+def _greedy(
+    energy: Energy,
+    keep: tuple[int, ...],
+    noise: random.Random | None = None,
+    *,
+    by_fill: bool = False,
+    bound: float = inf,
+) -> tuple[tuple[int, ...], int]:
+    """One greedy order and the entries of its largest table, see :func:`elimination_order`; broken off at ``bound``."""
     neighbours: list[set[int]] = [set() for _ in energy.sizes]
     for factor in energy.factors:
         for v in factor.scope:
@@ -155,18 +184,26 @@ def elimination_order(energy: Energy, keep: Iterable[int] = ()) -> tuple[tuple[i
         around.discard(v)
     left = set(range(len(energy.sizes))) - set(keep)
 
-    def score(v: int) -> tuple[int, int, int]:
+    bits = [log2(max(size, 1)) for size in energy.sizes]
+
+    def score(v: int) -> tuple[float, float, int]:
         around = neighbours[v]
-        fill = sum(1 for a in around for b in around if a < b and b not in neighbours[a])
-        return prod(energy.sizes[u] for u in around) * energy.sizes[v], fill, v
+        fill = [(a, b) for a in around for b in around if a < b and b not in neighbours[a]]
+        if not by_fill:
+            return entries(v), len(fill), v
+        weighted = sum(bits[a] * bits[b] for a, b in fill)
+        return weighted * (1.0 if noise is None else noise.uniform(1.0, 1.6)), entries(v), v
+
+    def entries(v: int) -> int:
+        return prod(energy.sizes[u] for u in neighbours[v]) * energy.sizes[v]
 
     scores = {v: score(v) for v in left}
     order, largest = [], 1
-    while left:
+    while left and largest < bound:
         best = min(left, key=scores.__getitem__)
         left.remove(best)
         order.append(best)
-        largest = max(largest, scores[best][0])
+        largest = max(largest, entries(best))
         around = neighbours[best]
         for u in around:
             neighbours[u] |= around

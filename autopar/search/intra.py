@@ -162,6 +162,7 @@ class BlockProblem:
     Args:
         rests: allowed types at rest by parameter name, where pins restrict them.
         types: what each value at the boundary may be; see :func:`crossing_types`.
+        boundary: what it has a table over; None: all that it shares with others.
     """
 
     def __init__(
@@ -171,16 +172,23 @@ class BlockProblem:
         costs: AxisCosts,
         rests: Mapping[str, Sequence[Type]],
         types: Mapping[Ref, Sequence[Type]],
+        boundary: Boundary | None = None,
     ) -> None:
         self.graph, self.block, self.costs, self.rests = graph, block, costs, rests
-        self.boundary = boundary_of(graph, block, costs.owners)
+        self.boundary = boundary_of(graph, block, costs.owners) if boundary is None else boundary
         self.problem, self.keep = self._problem(types, MAX_EXTRAS)
         if self.problem.is_wide(self.keep):
             self.problem, self.keep = self._problem(types, 1)
+        if self.problem.is_wide(self.keep):
+            self.problem, self.keep = self._problem(types, 1, repeated(graph, block))
 
-    def _problem(self, types: Mapping[Ref, Sequence[Type]], max_extras: int) -> tuple[Problem, tuple[int, ...]]:
+    def _problem(
+        self, types: Mapping[Ref, Sequence[Type]], max_extras: int, alike: Mapping[str, object] | None = None
+    ) -> tuple[Problem, tuple[int, ...]]:
         graph, block, costs = self.graph, self.block, self.costs
-        problem = Problem(graph, costs, offered=self._offered, at_rest=self.rest_types, max_extras=max_extras)
+        problem = Problem(
+            graph, costs, offered=self._offered, at_rest=self.rest_types, max_extras=max_extras, alike=alike
+        )
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(block):
             problem.operator(op)
@@ -227,6 +235,33 @@ def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Bounda
         outputs=tuple(ref for ref in graph.block_outputs(block) if ref != graph.loss or graph.users(ref)),
         shared=tuple(p.name for p in graph.block_parameters(block) if owners.get(p.name, 1) > 1),
     )
+
+
+_REFINED = 2
+"""How many operators back two operators of one line of code must be the same to count as one that is repeated."""
+
+
+def repeated(graph: Graph, block: Block) -> dict[str, object]:
+    """A key for each operator of ``block``, equal for what one line of code does again and again (a loop over time).
+
+    Such operators then share one strategy: a choice for each step would be a problem too wide to solve, and layouts
+    that change from step to step are not worth having. Literals (which step it is) do not count.
+    """
+    ops = graph.block_ops(block)
+    keys: dict[str, object] = {
+        op.name: (op.module, op.source, op.target, op.outputs, tuple(graph.spec(ref) for ref in op.operands))
+        if op.source
+        else op.name
+        for op in ops
+    }
+    for _ in range(_REFINED):
+        number: dict[object, int] = {}
+        short = {name: number.setdefault(key, len(number)) for name, key in keys.items()}
+        keys = {
+            op.name: (short[op.name], *((short.get(ref.name, ref.name), ref.index) for ref in op.operands))
+            for op in ops
+        }
+    return keys
 
 
 def crossing_types(graph: Graph, boundaries: Iterable[Boundary], size: int) -> dict[Ref, tuple[Type, ...]]:

@@ -10,6 +10,8 @@ Variables, and the tables over them:
   one change, exactly as ``rules.apply`` shares it inside a block; a table forbids a consumer whose type is neither the
   one made nor in the set. A value with a single consumer needs no such variable: a table over maker and consumer.
 
+Operators that the caller calls alike share one variable (the steps of a loop over time), and so do their values.
+
 Every cost has four parts that are weighted only when the energy is made, so that one problem serves a whole sweep of
 memory prices: seconds a micro-batch, seconds a step (gradient sums), bytes of saved activations, bytes of state.
 """
@@ -116,6 +118,7 @@ class Problem:
         offered: the strategies of an operator.
         at_rest: the types at rest that a parameter may have.
         max_extras: further types that one value may be changed to.
+        alike: operators of one key take one strategy, where they are offered the same ones.
     """
 
     def __init__(
@@ -126,8 +129,10 @@ class Problem:
         offered: Callable[[Op], Sequence[Strategy]],
         at_rest: Callable[[Parameter], Sequence[Type]],
         max_extras: int = MAX_EXTRAS,
+        alike: Mapping[str, object] | None = None,
     ) -> None:
         self.max_extras = max_extras
+        self.alike = alike or {}
         self.graph, self.costs = graph, costs
         self.offered, self.rest_types = offered, at_rest
         self.states: list[Sequence[object]] = []
@@ -137,6 +142,7 @@ class Problem:
         self.rests: dict[str, int] = {}
         self._readers: dict[Ref, list[tuple[Op, tuple[int, ...]]]] = {}
         self._saved: set[Ref] = set()
+        self._classes: dict[object, int] = {}
         self._prepared: Prepared | None = None
         self._left: list[_Parted] = []
         self._specs = graph._index.specs
@@ -159,7 +165,7 @@ class Problem:
     def operator(self, op: Op) -> None:
         """An operator; a value that several operators save for backward is charged to the first."""
         strategies = self.offered(op)
-        v = self.ops[op.name] = self._variable(strategies)
+        v = self.ops[op.name] = self._shared((self.alike.get(op.name, op.name), tuple(strategies)), strategies)
         first = [ref for ref in self.costs.saves(op) if ref not in self._saved]
         self._saved.update(first)
         self._add((v,), [self.costs.operator(op, s, first) for s in strategies])
@@ -228,6 +234,12 @@ class Problem:
         self.states.append(states)
         return len(self.states) - 1
 
+    def _shared(self, key: object, states: Sequence[object]) -> int:
+        """The variable of ``key``, made where there is none."""
+        if key not in self._classes:
+            self._classes[key] = self._variable(states)
+        return self._classes[key]
+
     def _source(self, ref: Ref) -> tuple[int, list[Type]]:
         """The variable that decides the type of a value as made, and that type for each of its states."""
         if ref.name in self.ops:
@@ -249,13 +261,19 @@ class Problem:
             known = {(t, w): self._sum(ref, t, w) for t in set(made) for w in set(wanted[0])}
             self._add((source, reader), [[known[t, w] for w in wanted[0]] for t in made])
             return
+        pairs = {(self.ops[op.name], tuple(types)): None for (op, _), types in zip(readers, wanted, strict=True)}
         states = self._made_states(ref, set(made), {t for w in wanted for s in w for t in s})
-        value = self._variable(states)
+        spec = self._specs[ref] if self.alike and ref.name in self.ops else ref  # what changes of type cost
+        key = (source, ref.index, spec, frozenset(pairs))
+        is_new = key not in self._classes
+        value = self._shared(key, states)
         self._add((value,), [self._sum(ref, t, extras | {t}) for t, extras in states])
+        if not is_new:
+            return
         self._add_allowed((source, value), [[t == m for m, _ in states] for t in made])
-        for (op, _), types in zip(readers, wanted, strict=True):
+        for reader, types in pairs:
             allowed = {w: [w <= extras | {t} for t, extras in states] for w in set(types)}
-            self._add_allowed((self.ops[op.name], value), [allowed[w] for w in types])
+            self._add_allowed((reader, value), [allowed[w] for w in types])
 
     def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref) -> list[frozenset[Type]]:
         """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
@@ -307,12 +325,18 @@ class Problem:
         while len(parts) > 1 and not parts[-1].any():
             parts.pop()
         if any(part.any() for part in parts):
-            self.factors.append(_Parted(scope, tuple(parts)))
+            self._append(scope, tuple(parts))
 
     def _add_allowed(self, scope: tuple[int, ...], allowed: Sequence[Sequence[bool]]) -> None:
         table = np.where(np.array(allowed, dtype=bool), 0.0, np.inf)
         if table.any():
-            self.factors.append(_Parted(scope, (table,)))
+            self._append(scope, (table,))
+
+    def _append(self, scope: tuple[int, ...], parts: tuple[Table, ...]) -> None:
+        """A factor; of a table over one variable twice the diagonal."""
+        if len(scope) == 2 and scope[0] == scope[1]:
+            scope, parts = scope[:1], tuple(np.diagonal(part).copy() for part in parts)
+        self.factors.append(_Parted(scope, parts))
 
 
 def types_of(spec: TensorSpec, size: int) -> tuple[Type, ...]:

@@ -16,23 +16,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-
 from autopar import api, rules
 from autopar.cli.models import DEFAULT_SAMPLES, VerifiedModel, with_free_links
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.graph.ir import Graph, Op
 from autopar.models import USER_FAILURES, resolve_model
+from autopar.plan import Plan
 from autopar.runtime.verify import (
     LOSS_TOLERANCE,
     PRELOAD,
     TENSOR_TOLERANCE,
     RankErrors,
     VerifyReport,
-    _worst,
-    adamw,
-    loss_of,
     verify,
 )
 from autopar.runtime.workers import WorkerPool
@@ -184,6 +180,11 @@ def attempt(layout: str, subject: VerifiedModel, graph: Graph, pool: WorkerPool)
         report: VerifyReport = verify(subject, plan, graph, pool=pool, timeout_s=180.0)
     except (AutoparError, *USER_FAILURES) as error:
         return Result(error=said(error))
+    return result_of(plan, report)
+
+
+def result_of(plan: Plan, report: VerifyReport) -> Result:
+    """What a comparison found."""
     found = report.confirmation
     return Result(
         mesh=str(plan.mesh),
@@ -271,24 +272,6 @@ def shown(name: str, row: Row, layouts: Sequence[str] = ()) -> str:
             text = result.error or f"{_three(result)} ({result.mesh}) {result.verdict}"
             lines.append(f"    {layout}: {text}\n")
     return "".join(lines)
-
-
-def own_rounding(subject: VerifiedModel) -> str:
-    """The largest relative errors of one device in float32 against itself in float64, measured as verify does."""
-    found: dict[torch.dtype, list[dict[str, torch.Tensor]]] = {}
-    for dtype in (torch.float32, torch.float64):
-        model = subject.build().to(dtype)
-        optimizer = adamw(model.parameters())
-        for step in range(3):
-            batch = subject.make_batch(DEFAULT_SAMPLES * RANKS, seed=step, padded=True)
-            optimizer.zero_grad()
-            loss_of(model(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()})).backward()
-            if step == 0:
-                found[dtype] = [{n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}]
-            optimizer.step()
-        found[dtype].append({n: p.detach().double() for n, p in model.named_parameters() if p.grad is not None})
-    worst = (_worst(mine, truth) for mine, truth in zip(found[torch.float32], found[torch.float64], strict=True))
-    return "; ".join(f"{error:.0e} ({name})" for name, error in worst)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from autopar.graph import Graph, trace
 from autopar.graph.evaluate import evaluate, leaves, run
 from autopar.graph.ir import Op, Ref
 from autopar.models import resolve_model
+from autopar.rules.verify import verify_rule
 from tests.graph.zoo import HUGGING_FACE, LENGTH, loss_of, subject
 
 CASES = [
@@ -379,3 +380,69 @@ def _held(thing: object) -> nn.Module:
     model = nn.Linear(4, 4)
     model.held = thing  # type: ignore[assignment]
     return model
+
+
+def test_a_cast_to_the_dtype_that_a_module_has_is_nothing() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner = self.inner.to(torch.float32)
+            return self.inner(x).sum()
+
+    usual = nn.Module.to
+    graph = trace(Casts(), (torch.zeros(2, 4),))
+    assert not graph.notes
+    assert [op.target for op in graph.ops].count("aten.linear.default") == 1
+    assert nn.Module.to is usual
+
+
+def test_an_error_of_the_model_itself_asks_for_other_inputs() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is None:
+                raise ValueError("a mask, please")
+            return (x * mask).sum()
+
+    with pytest.raises(TraceError, match=r"runs on its example inputs.*a mask, please.*package\.module:factory"):
+        trace(Asks(), (torch.zeros(2, 4),))
+
+
+def test_a_constant_of_one_number_without_a_stride_is_kept() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3, 4)
+            self.register_buffer("ids", torch.ones((), dtype=torch.int64).expand(1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.table(self.ids)).sum()
+
+    model, x = Held(), torch.randn(2, 4)
+    found = evaluate(trace(model, (x,)), {"x": x}, dict(model.named_parameters()), dict(model.named_buffers()))
+    torch.testing.assert_close(found, model(x))
+
+
+def test_a_loss_without_parameters_is_refused() -> None:
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    with pytest.raises(TraceError, match="depends on parameters"):
+        trace(Constant(), (torch.zeros(2, 4),))
+
+
+def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.groups = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.groups(x).repeat_interleave(4, dim=1, output_size=32).square().sum()
+
+    (op,) = (o for o in trace(Repeats(), (torch.zeros(2, 8),)).ops if "repeat_interleave" in o.target)
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    assert verify_rule(op, [x], size=2) == []

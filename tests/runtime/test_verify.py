@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.errors import VerificationError
 from autopar.graph.evaluate import evaluate
 from autopar.graph.trace import trace
 from autopar.runtime.double import DoubleSubject, in_double, traced_in_double
-from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _worst
+from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _worst, verify
 
 
 def row(**changes: object) -> RankErrors:
@@ -130,3 +131,30 @@ def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
     assert doubled is not None
     assert doubled.fingerprint == graph.fingerprint
     assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)
+
+
+class Looks(nn.Module):
+    """A table with fewer rows than its inputs ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).square().mean()  # type: ignore[no-any-return]
+
+
+class LooksSubject:
+    def build(self) -> nn.Module:
+        return Looks()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"ids": torch.full((batch_size, 3), 7)}
+
+
+def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
+    subject = LooksSubject()
+    graph = trace(Looks(), (), subject.make_batch(2, seed=0))
+    plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
+    with pytest.raises(VerificationError, match=r"test_verify\.py:\d+: one device trains .*IndexError.*fit the model"):
+        verify(subject, plan, graph, pool=None)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autopar.search import elimination
 from autopar.search.elimination import Energy, Factor, Minimum, elimination_order, marginalise, minimise
 from autopar.search.milp import minimise_by_milp
 
@@ -97,3 +98,22 @@ def test_a_chain_is_eliminated_with_tables_of_two_variables() -> None:
     order, largest = elimination_order(Energy.pairwise([np.zeros(5)] * 50, pairs))
     assert sorted(order) == list(range(50))
     assert largest == 25
+
+
+@pytest.mark.parametrize("seed", [3, 5, 7])
+def test_a_wide_energy_gets_a_better_order_and_the_same_minimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(seed)
+    sizes = noise.integers(2, 6, 30)
+    edges = [(i, j) for i in range(30) for j in range(i + 1, 30)]
+    pairs = {(i, j): noise.random((sizes[i], sizes[j])) for i, j in edges if noise.random() < 0.12}
+    wide = Energy.pairwise([noise.random(n) for n in sizes], pairs)
+    _, before = elimination_order(wide)
+    least = minimise(wide)
+    monkeypatch.setattr(elimination, "MANY_ENTRIES", 1 << 9)
+    order, largest = elimination_order(wide)
+    found = minimise(wide)
+    assert sorted(order) == list(range(30))
+    assert largest < before
+    assert found is not None and least is not None
+    assert found.value == pytest.approx(least.value)
+    assert wide.value(found.assignment) == pytest.approx(found.value)

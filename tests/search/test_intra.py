@@ -7,17 +7,20 @@ from fractions import Fraction
 from functools import lru_cache
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from autopar import rules
+from autopar.graph import trace
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import I, P, R, S, Type
 from autopar.rules.apply import shard
 from autopar.rules.conversions import conversion
 from autopar.rules.types import Strategy
-from autopar.search import intra
+from autopar.search import chain, intra
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import compact
-from autopar.search.intra import AxisCosts
+from autopar.search.intra import AxisCosts, repeated
 from autopar.search.problem import Problem, Weights, rests_of
 
 from .graphs import attention, llama_block, mlp
@@ -200,3 +203,67 @@ def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: py
     found = solver(graph, 2)
     assert all(problem.problem.max_extras == 1 for problem in found.of_block)
     assert found.solve(Weights()).value >= free.value
+
+
+class Scan(nn.Module):
+    """A recurrence over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drive, state, states = self.inside(x), torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = torch.tanh(0.5 * state + drive[:, t])
+            states.append(state)
+        return self.outside(torch.stack(states, 1)).square().sum()
+
+
+def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = trace(Scan(), (torch.zeros(4, 6, 8),))
+    free = solver(graph, 2).solve(Weights())
+    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.alike)
+    found = solver(graph, 2).solve(Weights())
+    keys = {name: key for block in graph.blocks for name, key in repeated(graph, block).items()}
+    steps = [o for o in graph.ops if o.target == "aten.tanh.default"]
+    assert len(steps) == 6
+    assert len({keys[o.name] for o in steps}) <= 3, "the first steps begin from zeros"
+    for same in set(keys.values()):
+        assert len({found.typing.strategies[name] for name, key in keys.items() if key == same}) == 1
+    assert free.value <= found.value < float("inf")
+    shard(graph, found.typing)
+
+
+class Again(nn.Module):
+    """One layer, called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for _ in range(3):
+            x = x + self.layer(x)
+        return self.after(x).square().sum()
+
+
+def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = trace(Again(), (torch.zeros(4, 8),))
+    dear = Weights(state_byte=1e-3)
+    free = solver(graph, 2)
+    assert not free.twins
+    best = free.solve(dear)
+    monkeypatch.setattr(chain, "MAX_BOUNDARY_STATES", 100)
+    tied = solver(graph, 2)
+    assert tied.twins
+    assert not any(boundary.shared for boundary in tied.boundaries)
+    found = tied.solve(dear)
+    layers = {i for pair in tied.twins for i in pair}
+    assert len(layers) == 3
+    assert len({(found.blocks[i].strategies, found.blocks[i].parameters) for i in layers}) == 1
+    assert any(kind.is_split for kind in found.typing.parameters.values())
+    assert best.value * (1 - 1e-9) <= found.value < float("inf")
+    shard(graph, found.typing)
