@@ -108,12 +108,14 @@ def _slowed(device: Device, share: float) -> Device:
         )
         for rate in device.matmul
     )
+    table = device.operators
     notes = {key: text + note if key in ("bandwidth", "launch") else text for key, text in device.provenance}
     return replace(
         device,
         matmul=rates,
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
         launch_s=device.launch_s / share,
+        operators=None if table is None else replace(table, scale=table.scale / share),
         provenance=tuple(notes.items()),
     )
 
