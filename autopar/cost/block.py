@@ -141,7 +141,7 @@ class BlockWork:
     operands: tuple[Specs, ...] = ()
 
 
-def block_cost(  # noqa: PLR0913, PLR0917  what is priced, and everything that prices it
+def block_cost(
     graph: Graph,
     block: Block,
     mesh: Mesh,

@@ -112,7 +112,7 @@ def decode(text: str) -> tuple[Op, tuple[TensorSpec, ...]]:
         if kind == "tensor":
             operands.append(_spec(inner))
             return Ref(f"x{len(operands) - 1}")
-        return torch.device(inner) if kind == "device" else getattr(torch, inner)  # type: ignore[no-any-return]
+        return torch.device(inner) if kind == "device" else getattr(torch, inner)
 
     try:
         target, args, kwargs, outputs = json.loads(text)
@@ -230,4 +230,3 @@ def measurement_note(counts: Counter[Source]) -> str:
     parts += [f"{counts['scaled']} scaled from the nearest measured size"] if counts["scaled"] else []
     parts += [f"{counts['roofline']} by roofline"] if counts["roofline"] else []
     return "computation is predicted with " + ", ".join(parts)
-

@@ -71,10 +71,14 @@ def shipped_profile_name(device_name: str) -> str | None:
     return None
 
 
+def device_name() -> str:
+    """The GPU's name, or the processor's where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+
+
 def fingerprint() -> str:
     """What a kept measurement belongs to: machine, processor, cores, torch."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    parts = (platform.node(), device, os.cpu_count(), torch.__version__, _CACHE_VERSION)
+    parts = (platform.node(), device_name(), os.cpu_count(), torch.__version__, _CACHE_VERSION)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
