@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.console import cache_dir, print_json, print_text, progress, warn
+from autopar.cli.job import local_device, start_ranks, torchrun_job, under_torchrun
 from autopar.cli.options import (
     ClusterOption,
     Json,
@@ -56,9 +52,6 @@ Largest = Annotated[int, typer.Option("--max-bytes", min=1024, metavar="N", help
 Timeout = Annotated[float, typer.Option("--timeout", min=1, metavar="S", help="Seconds until a collective has failed.")]
 Nics = Annotated[int | None, typer.Option("--nics", min=1, metavar="N", help="Network cards of a node.")]
 
-GRACE_S = 120.0
-"""Beyond the budget: starting ranks, the last failures."""
-
 
 @app.command("ops")
 def ops(
@@ -98,12 +91,12 @@ def links(
 ) -> None:
     """Time collectives between the ranks of a torchrun job, or of this machine; continues what was begun."""
     _check_output(output)
-    if not _under_torchrun():
-        _start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=nics)
+    if not under_torchrun():
+        start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=nics)
         if as_json:
             _give(_summary_of_links(output), as_json)
         return
-    with _job(max_bytes, budget, timeout) as job:
+    with torchrun_job(max_bytes, budget, timeout) as job:
         found = _measure_links(job, output, nics)
     if found is not None:
         _give(found, as_json)
@@ -133,14 +126,14 @@ def everything(
         "space": space, "global_batch": global_batch, "seq": seq, "precision": precision,
         "pins": split_pins(pin or ()), "opaque": opaque or [],
     }  # fmt: skip
-    if not _under_torchrun():
-        _start_ranks(names["links"], ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=nics)
+    if not under_torchrun():
+        start_ranks(names["links"], ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=nics)
         _write_cluster(output, names)
         machine = _machine()
         calls = _calls(model, str(output), **wish)
         found = _measure_operators(calls, machine, _device(machine), names["device"])
     else:
-        with _job(max_bytes, budget, timeout) as job:
+        with torchrun_job(max_bytes, budget, timeout) as job:
             linked = _measure_links(job, names["links"], nics)
             store, rank, world = job.store, job.rank, job.world
         if linked is not None:
@@ -243,7 +236,7 @@ def _shared_operators(
         raise AutoparError("rank 0 knows what to measure", value="it failed", place=f"rank {rank}")
     mine = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), _identity())
     with progress("timing operators") as advance:
-        mine.measure([c for c in calls[rank::world] if c not in mine.times], _local_device(), progress=advance)
+        mine.measure([c for c in calls[rank::world] if c not in mine.times], local_device(), progress=advance)
     if rank != 0:
         store.set(f"times{rank}", json.dumps([list(mine.times.values()), mine.failed]))
         mine.path.unlink(missing_ok=True)
@@ -286,18 +279,7 @@ def _device(machine: MachineProfile) -> torch.device:
             value=f"'{machine.device.name}', and this machine has no CUDA device",
             remedy="run it there, or name a cluster of this machine ('local')",
         )
-    return torch.device("cpu") if machine.device.kind == "cpu" else _local_device()
-
-
-def _local_device() -> torch.device:
-    import torch
-
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # the clock is the thread's own, and a rank has a core
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return torch.device("cpu") if machine.device.kind == "cpu" else local_device()
 
 
 def _identity() -> str:
@@ -310,36 +292,6 @@ def _identity() -> str:
 
 
 # --- links
-
-
-def _under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-@contextlib.contextmanager
-def _job(max_bytes: int, budget: float, timeout: float) -> Iterator[LinkJob]:
-    """This rank's part of the torchrun job, with a process group whose collectives end after ``timeout``."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    from autopar.profile.links import Limits, LinkJob
-
-    device = _local_device()
-    store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=GRACE_S))))
-    store = PrefixStore("autopar", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=PrefixStore("group", store), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
-    node = int(os.environ.get("GROUP_RANK", "0"))
-    limits = Limits(budget_s=budget, timeout_s=timeout, max_bytes=max_bytes)
-    try:
-        yield LinkJob(store, node=node, device=device, limits=limits)
-    finally:
-        dist.destroy_process_group()
 
 
 def _measure_links(job: LinkJob, output: Path, nics: int | None) -> dict[str, Any] | None:
@@ -396,43 +348,6 @@ def _summary_of_links(output: Path) -> dict[str, Any]:
     from autopar.profile.links_file import Links
 
     return _told(output, Links.load(output), LinkPoints.load(output.with_suffix(".points.json")))
-
-
-def _start_ranks(
-    output: Path, ranks: int | None, *, max_bytes: int, budget: float, timeout: float, nics: int | None
-) -> None:
-    """``autopar profile links`` under torchrun on this machine; killed when it takes far longer than it may.
-
-    Raises:
-        AutoparError: it failed, or had to be killed.
-    """
-    import torch
-
-    count = ranks or max(2, torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
-    command += ["autopar", "profile", "links", "-o", str(output), f"--max-bytes={max_bytes}", f"--budget={budget}"]
-    command += [f"--timeout={timeout}", *([f"--nics={nics}"] if nics else [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    limit_s = budget + 10 * timeout + GRACE_S
-    started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        code = started.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGTERM)  # torchrun ends its ranks
-            try:
-                started.wait(10.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(started.pid, signal.SIGKILL)
-                started.wait()
-    if code != 0:
-        raise AutoparError(
-            f"the links between {count} ranks of this machine are measured within {limit_s:.0f} s",
-            value="no end" if code is None else f"exit code {code}",
-            remedy="what was measured is kept: run it again to go on after the point that failed",
-        )
 
 
 def _write_cluster(output: Path, names: dict[str, Path]) -> None:

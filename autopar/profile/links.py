@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from autopar.errors import AutoparError, UsageError
 from autopar.measured import load_json
+from autopar.profile.detect import device_name
 from autopar.profile.files import write_json
 from autopar.profile.groups import GroupSet, group_sets
 
@@ -179,12 +179,11 @@ class LinkJob:
         self.store.set(f"done{number}.{self.rank}", json.dumps(answer))
 
     def _hello(self, number: int) -> dict[str, Any]:
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor()
         if self.device.type == "cuda":
             room = torch.cuda.mem_get_info(self.device)[0]
         else:
             room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return {"node": self.node, "device": f"{self.device.type} {name}".strip(), "room": room}
+        return {"node": self.node, "device": device_name(), "room": room}
 
     def _open(self, number: int, groups: list[list[int]]) -> None:
         """New groups: those in which something failed cannot be used again."""
