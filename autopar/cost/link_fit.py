@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from autopar.cluster import Cluster, NodeGroup
-from autopar.cost.collectives import CollectiveModel, shapes_of
+from autopar.cost.collectives import CollectiveModel, shapes_of, volume_factor
 from autopar.device import CollectiveLibrary, Device, Link
 from autopar.errors import AutoparError
 from autopar.measured import CollectiveTime
@@ -61,7 +61,7 @@ def fit_link(
         nic: where the fit of the network card begins; ``intra_node`` is known then.
 
     Returns:
-        The link with its new latency and bandwidth, and the median relative distance of the points from it.
+        The link with its new latency and bandwidth (at most twice what any point reached), and the median relative distance of the points from it.
     """
     library = replace(library, measured=())
     start = nic or intra_node
@@ -70,8 +70,11 @@ def fit_link(
         nic=nic or intra_node, nics_per_node=nodes.nics_per_node,
     )  # fmt: skip
 
+    # where no point is large enough to say, the bandwidth must not run away
+    fastest = 2 * max(p.num_bytes * volume_factor(p.kind, len(p.groups[0])) / p.time_s for p in points)
+
     def logs(variables: np.ndarray) -> np.ndarray:
-        link = replace(start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=math.exp(variables[1]))
+        link = replace(start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=min(math.exp(variables[1]), fastest))
         link = replace(link, half_bandwidth_bytes=0.0, step_fraction=1.0)
         own = replace(group, nic=link) if nic else replace(group, intra_node=link, nic=link)
         cluster = Cluster(name="measured", groups=(own,), library=library)
@@ -88,7 +91,7 @@ def fit_link(
 
     begin = np.log([max(start.latency_s, 1e-7), start.bandwidth_bytes_per_s])
     done = minimize(distance, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
-    latency, bandwidth = (math.exp(value) for value in done.x)
+    latency, bandwidth = math.exp(done.x[0]), min(math.exp(done.x[1]), fastest)
     link = replace(
         start, latency_s=latency, bandwidth_bytes_per_s=bandwidth, half_bandwidth_bytes=0.0, step_fraction=1.0
     )
