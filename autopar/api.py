@@ -141,6 +141,37 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     return planner.estimate()
 
 
+def operator_calls(  # noqa: PLR0913  keywords of the public call
+    model: torch.nn.Module | Graph,
+    *,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    cluster: Cluster | str,
+    global_batch_size: int | None = None,
+    pins: Sequence[str] = (),
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    space: str = "default",
+    progress: Progress | None = None,
+    opaque: Sequence[str] = (),
+    name: str = "",
+) -> tuple[str, ...]:
+    """Every operator at every local shape that a search with these arguments can ask the time of, each once.
+
+    Args:
+        global_batch_size: 8 a rank when None; the rest as in :func:`search`.
+
+    Returns:
+        Calls as :class:`autopar.measured.OperatorTime` has them.
+    """
+    from autopar.search.shapes import operator_calls as calls_of
+
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    samples = global_batch_size or SAMPLES_PER_RANK * where.world_size
+    wish = _Wish(
+        example_inputs, samples, tuple(pins), precision, "adamw", space, name, None, None, tuple(opaque)
+    )  # fmt: skip
+    return calls_of(_planner(model, where, wish, progress), progress=progress)
+
+
 def parallelize(  # noqa: PLR0913  keywords of the public call
     model: torch.nn.Module,
     *,

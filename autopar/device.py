@@ -7,10 +7,11 @@ Every number is in SI units (bytes, seconds, FLOP/s) and every group of numbers 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopar.errors import UsageError
+from autopar.measured import CollectiveTime, OperatorTable
 from autopar.table import Table, closest
 
 Kind = Literal["cpu", "cuda"]
@@ -147,6 +148,7 @@ class Device:
         blocking_launch_s: of one operator when the host waits for each (``CUDA_LAUNCH_BLOCKING``); 0: as ``launch_s``.
         fixed_segments: the fraction where the allocator cannot join its segments; 0: as ``fragmentation``.
         memory_uncertainty: half width of the interval of a predicted peak memory, relative to it.
+        operators: whose time was measured at given shapes; None: all are priced by the roofline.
     """
 
     name: str
@@ -164,6 +166,7 @@ class Device:
     blocking_launch_s: float = 0.0
     fixed_segments: float = 0.0
     memory_uncertainty: float = 0.0
+    operators: OperatorTable | None = field(default=None, hash=False)
 
     @property
     def reserved_bytes(self) -> int:
@@ -190,7 +193,9 @@ class Device:
     def to_dict(self) -> dict[str, Any]:
         """The profile's ``[device]`` table, as plain data."""
         notes = dict(self.provenance)
+        measured = {} if self.operators is None else {"operators": self.operators.to_dict()}
         return {
+            **measured,
             "name": self.name,
             "kind": self.kind,
             "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
@@ -259,6 +264,7 @@ class Device:
             reserves=tuple(_reserve(item) for item in table.tables("reserve")),
             matmul=tuple(_rate(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
+            operators=OperatorTable.from_table(table.table("operators")) if table.has("operators") else None,
         )
         for part in parts.values():
             part.finish()
@@ -401,12 +407,14 @@ class CollectiveLibrary:
 
     Attributes:
         implemented_as: (collective, collective): the first costs what the second costs.
+        measured: collectives on groups of given shapes, which go before the algorithms; any may be empty.
     """
 
     name: str
     algorithms: tuple[Algorithm, ...]
     switch_bandwidths: tuple[SwitchBandwidth, ...]
     implemented_as: tuple[tuple[str, str], ...]
+    measured: tuple[CollectiveTime, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The library as plain data."""
@@ -419,6 +427,7 @@ class CollectiveLibrary:
             "switch_bandwidth": [
                 {key: getattr(item, key) for key in item.__dataclass_fields__} for item in self.switch_bandwidths
             ],
+            **({"measured": [item.to_dict() for item in self.measured]} if self.measured else {}),
         }
 
     @classmethod
@@ -430,6 +439,7 @@ class CollectiveLibrary:
             algorithms=tuple(_algorithm(item) for item in table.tables("algorithm")),
             switch_bandwidths=tuple(_switch_bandwidth(item) for item in table.tables("switch_bandwidth")),
             implemented_as=tuple((key, implemented.text(key)) for key in implemented.names()) if implemented else (),
+            measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
         )
         table.finish()
         return library

@@ -73,6 +73,10 @@ class Table:
         place = self._file + (f", line {line}" if line else "") + (f", key '{dotted(keys)}'" if keys else "")
         return UsageError(law, value=value, place=place, remedy=remedy)
 
+    def beside(self, name: str) -> Path:
+        """The path of a file that this one names, beside it."""
+        return Path(self._file).parent / name
+
     def has(self, key: str) -> bool:
         """Whether the key is there."""
         self._read.add(key)

@@ -9,9 +9,9 @@ from math import prod
 from typing import cast
 
 from autopar.cost.collectives import CollectiveModel
-from autopar.cost.compute import time_of_work
+from autopar.cost.compute import OperatorTimes, time_of_work
 from autopar.cost.fusion import chains, fuse, fuse_loss, inner
-from autopar.cost.work import COLLECTIVES, VIEWS, Work, operand_specs, work
+from autopar.cost.work import COLLECTIVES, VIEWS, Specs, Work, operand_specs, work
 from autopar.device import Device, Kind
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.storage import storage_roots
@@ -130,6 +130,7 @@ class BlockWork:
         again: positions of the operators that backward computes once more (selective recompute).
         fan_in: bytes of the gradients that are added up because several operators read a value.
         shape: everything of :class:`BlockCost` that no profile changes.
+        operands: local specs of each operator's operands; empty where operators are fused, so that none is as measured.
     """
 
     ops: tuple[Op, ...]
@@ -137,11 +138,19 @@ class BlockWork:
     again: frozenset[int]
     fan_in: tuple[int, ...]
     shape: BlockCost
+    operands: tuple[Specs, ...] = ()
 
 
-def block_cost(graph: Graph, block: Block, mesh: Mesh, device: Device, collectives: CollectiveModel) -> BlockCost:
+def block_cost(
+    graph: Graph,
+    block: Block,
+    mesh: Mesh,
+    device: Device,
+    collectives: CollectiveModel,
+    measured: OperatorTimes | None = None,
+) -> BlockCost:
     """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply``)."""
-    return price_block(block_work(graph, block, device.kind), mesh, device, collectives)
+    return price_block(block_work(graph, block, device.kind), mesh, device, collectives, measured=measured)
 
 
 def price_block(
@@ -152,6 +161,7 @@ def price_block(
     *,
     quantized: str | None = None,
     overlapped: bool = False,
+    measured: OperatorTimes | None = None,
 ) -> BlockCost:
     """The cost of a block's work on a device and its links.
 
@@ -159,8 +169,11 @@ def price_block(
         quantized: see :func:`time_of_work`.
         overlapped: collectives of the block run beside the products that make or read their values, in parts
             (Transformer Engine's user buffers); the device's interference is what they cost.
+        measured: times of operators that go before the roofline, unless they are fused or quantized.
     """
     times = [time_of_work(w, op, device, quantized=quantized) for w, op in zip(done.works, done.ops, strict=True)]
+    if measured is not None and quantized is None and done.operands:
+        times = [measured.time(op, own, t) for op, own, t in zip(done.ops, done.operands, times, strict=True)]
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
     exposed = device.interference if overlapped else 1.0
@@ -198,7 +211,8 @@ def block_work(
         again: operators whose outputs are not kept but made once more in backward (selective recompute).
     """
     ops = graph.block_ops(block)
-    works = [work(op, operand_specs(op, graph.spec), kind) for op in ops]
+    operands = tuple(operand_specs(op, graph.spec) for op in ops)
+    works = [work(op, own, kind) for op, own in zip(ops, operands, strict=True)]
     repeated = frozenset(i for i, op in enumerate(ops) if again is not None and again(op))
     if fused_loss:
         works = [fuse_loss(op, graph.spec(op.operands[0]).num_bytes if op.operands else 0, done)
@@ -241,7 +255,8 @@ def block_work(
     if fused:
         works = fuse(graph, ops, works)
     fan_in = tuple(_fan_in_bytes(graph, ops))
-    return BlockWork(ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape)
+    operands = () if fused or fused_loss else operands
+    return BlockWork(ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands)
 
 
 def messages(op: Op, graph: Graph) -> Iterator[Message]:

@@ -9,6 +9,7 @@ same time share them as well: a group of m ranks a node, beside k - 1 siblings o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from autopar.cluster import Cluster
 from autopar.device import Algorithm, Link
 from autopar.errors import UsageError
+from autopar.measured import CollectiveTime
 from autopar.mesh import Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -45,6 +47,11 @@ class GroupShape:
     egress_bytes_per_s: float = math.inf
     inter_latency_s: float = 0.0
     half_bandwidth_bytes: float = 0.0
+
+
+def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupShape, ...]:
+    """The different shapes of groups of ranks that communicate at the same time."""
+    return _shapes(np.array(groups), cluster)
 
 
 def group_shape(mesh: Mesh, axes: tuple[str, ...], cluster: Cluster) -> tuple[GroupShape, ...]:
@@ -180,6 +187,7 @@ class CollectiveModel:
         self.cluster = cluster
         self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
         self._lines: dict[tuple[str, GroupShape], tuple[_Line, ...]] = {}
+        self._measured = _measured_on(cluster)
 
     def time_s(self, kind: str, num_bytes: float, mesh: Mesh, axes: tuple[str, ...]) -> float:
         """Time of a collective over ``axes`` of the mesh while all its groups do the same.
@@ -209,6 +217,10 @@ class CollectiveModel:
         """Time of a collective of one group."""
         if shape.size == 1 or num_bytes == 0:
             return 0.0
+        if self._measured:
+            found = self._measured.get((kind, shape.size, shape.num_nodes, shape.ranks_per_node))
+            if found is not None:
+                return found.time_s(num_bytes)
         lines = self._lines.get((kind, shape))
         if lines is None:
             lines = self._lines[kind, shape] = self._options(kind, shape)
@@ -251,6 +263,20 @@ class CollectiveModel:
         switch = self._switch(kind, shape) if algorithm.name == "nvls" else None
         link = shape.intra_node
         return (switch or link.bandwidth_bytes_per_s) * link.step_fraction * algorithm.bandwidth_fraction
+
+
+def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], CollectiveTime]:
+    """The library's measured collectives that hold on the cluster.
+
+    They were taken with all ranks of each node busy, on equal nodes; across nodes nothing is known of other switches.
+    """
+    if not cluster.is_homogeneous:
+        return {}
+    return {
+        (entry.kind, entry.size, entry.num_nodes, entry.ranks_per_node): entry
+        for entry in cluster.library.measured
+        if entry.devices_per_node == cluster.devices_per_node and (entry.num_nodes == 1 or not cluster.tiers)
+    }
 
 
 def collective_time_s(kind: str, num_bytes: float, shape: GroupShape, cluster: Cluster) -> float:

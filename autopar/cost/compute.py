@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from autopar.cost.work import LINEAR, Product, Specs, Work, work
 from autopar.device import Device, MatmulRate
@@ -17,18 +18,27 @@ class OpTime:
     backward_s: float
 
 
-def op_time(op: Op, operands: Specs, device: Device) -> OpTime:
-    """``max(flops / rate, bytes / bandwidth) + launches``, forward and backward.
+class OperatorTimes(Protocol):
+    """Times that go before the roofline; see :class:`autopar.cost.measured.Measured`."""
+
+    def time(self, op: Op, operands: Specs, roofline: OpTime) -> OpTime:
+        """Seconds of an operator; ``roofline`` where nothing else is known."""
+
+
+def op_time(op: Op, operands: Specs, device: Device, measured: OperatorTimes | None = None) -> OpTime:
+    """``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, unless it was measured.
 
     Args:
         op: with local output specs.
         operands: local specs of its operands.
         device: whose profile gives rate, bandwidth and launch time.
+        measured: times of the device's operators, where there are any.
 
     Raises:
         UsageError: the profile has no matmul rate for the dtype.
     """
-    return time_of_work(work(op, operands, device.kind), op, device)
+    roofline = time_of_work(work(op, operands, device.kind), op, device)
+    return roofline if measured is None else measured.time(op, operands, roofline)
 
 
 def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = None) -> OpTime:

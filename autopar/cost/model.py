@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, block_cost
 from autopar.cost.collectives import CollectiveModel
-from autopar.cost.compute import OpTime, op_time
+from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
+from autopar.cost.measured import Measured
 from autopar.cost.memory import StageCost, State, kept_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, StageTimes, simulate
@@ -93,6 +94,8 @@ class CostModel:
         self.optimizer = optimizer_cost(optimizer)
         self.device = min(cluster.devices, key=lambda device: device.rate(precision.compute).ceiling_flops_per_s)
         self.collectives = CollectiveModel(cluster)
+        table = self.device.operators
+        self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._units: dict[tuple[int, DataParallel], tuple[BlockCost, Unit]] = {}
 
     # --- parts
@@ -103,7 +106,7 @@ class CostModel:
         Raises:
             UsageError: the device's profile has no matmul rate for the dtype.
         """
-        return op_time(op, operands, self.device)
+        return op_time(op, operands, self.device, self.measured)
 
     def conversion_time_s(self, source: Type, target: Type, spec: TensorSpec, axis: str, mesh: Mesh) -> OpTime | None:
         """Seconds of a change of type on one axis, forward and backward; None where there is none.
@@ -132,7 +135,7 @@ class CostModel:
 
     def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
         """The cost of a block of one rank's graph (``rules.apply.shard`` on all axes) for one micro-batch."""
-        return block_cost(graph, block, mesh, self.device, self.collectives)
+        return block_cost(graph, block, mesh, self.device, self.collectives, self.measured)
 
     def prelude_time_s(self, graph: Graph) -> float:
         """Seconds of the operators that every stage repeats for each micro-batch."""

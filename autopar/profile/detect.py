@@ -17,6 +17,7 @@ import torch
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.profile.files import write_toml
 from autopar.profile.store import MachineProfile, known_devices, load_library, load_profile, profile_from_table
 from autopar.table import Table
 
@@ -43,7 +44,7 @@ def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> 
     folder = cache_dir or Path.home() / ".cache" / "autopar"
     path = folder / f"machine-{fingerprint()}.toml"
     if refresh or not path.is_file():
-        _write(path, profile_dict(_measure()))
+        write_toml(path, profile_dict(_measure()))
     return profile_from_table(Table.load(path))
 
 
@@ -70,10 +71,14 @@ def shipped_profile_name(device_name: str) -> str | None:
     return None
 
 
+def device_name() -> str:
+    """The GPU's name, or the processor's where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+
+
 def fingerprint() -> str:
     """What a kept measurement belongs to: machine, processor, cores, torch."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    parts = (platform.node(), device, os.cpu_count(), torch.__version__, _CACHE_VERSION)
+    parts = (platform.node(), device_name(), os.cpu_count(), torch.__version__, _CACHE_VERSION)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -194,13 +199,3 @@ def _start_worker(rank: int, folder: Path) -> subprocess.Popen[bytes]:
             stderr=log,
             env=environment,
         )
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    """Whole or not at all: another process may read the file at any time."""
-    import tomli_w  # a GPU machine that only measures ('make gpu') may not have it
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
-        tomli_w.dump(data, file)
-    Path(file.name).rename(path)

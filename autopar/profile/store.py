@@ -11,6 +11,7 @@ from autopar import resources
 from autopar.cluster import Cluster, NodeGroup, Tier
 from autopar.device import CollectiveLibrary, Device, Link
 from autopar.errors import UsageError
+from autopar.profile.links_file import Links
 from autopar.table import Table, closest
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)$")
@@ -20,7 +21,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for kind, base in (("b", 1000), ("ib", 1024))
     for power, letter in enumerate("kmgt")
 }
-_OPTIONS = ("memory", "nics", "nic_bandwidth", "cores", "ranks")
+_OPTIONS = ("memory", "nics", "nic_bandwidth", "cores", "ranks", "links")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +109,14 @@ def _slowed(device: Device, share: float) -> Device:
         )
         for rate in device.matmul
     )
+    table = device.operators
     notes = {key: text + note if key in ("bandwidth", "launch") else text for key, text in device.provenance}
     return replace(
         device,
         matmul=rates,
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
         launch_s=device.launch_s / share,
+        operators=None if table is None else replace(table, scale=table.scale / share),
         provenance=tuple(notes.items()),
     )
 
@@ -190,7 +193,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
         libraries.append(library)
         item.finish()
     if not groups:
-        for key in ("name", "tier", "library"):
+        for key in ("name", "tier", "library", "links"):
             table.has(key)
         table.finish()  # a misspelt [[group]] is named, with its line
         raise table.fault("group", "a cluster has at least one [[group]] of nodes", value="none")
@@ -201,8 +204,15 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
         tiers=tiers,
         library=_library(table, libraries),
     )
+    if table.has("links"):
+        cluster = _with_links(cluster, (folder or Path()) / table.text("links"))
     table.finish()
     return cluster
+
+
+def _with_links(cluster: Cluster, path: Path) -> Cluster:
+    links = Links.load(path)
+    return links.on(cluster, load_library(links.library))
 
 
 def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
@@ -286,7 +296,37 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
     return _overridden(found, text, options)
 
 
+def machine_of(text: str, *, cache_dir: Path | None = None) -> MachineProfile:
+    """The machine that a cluster's description names, at full speed and with all of its memory.
+
+    Raises:
+        UsageError: as :func:`parse_cluster`; of a cluster's file the first group counts.
+    """
+    base = text.partition("?")[0]
+    if base == "local":
+        from autopar.profile import detect
+
+        return detect.machine_profile(cache_dir=cache_dir)
+    if shape := _SHAPE.match(base):
+        return load_profile(shape["device"])
+    cluster = parse_cluster(text, cache_dir=cache_dir)
+    group = cluster.groups[0]
+    return MachineProfile(
+        device=group.device,
+        intra_node=group.intra_node,
+        nic=group.nic,
+        num_devices=group.devices_per_node,
+        num_nics=group.nics_per_node,
+        num_cores=None,
+        shares_memory=False,
+        library=cluster.library.name,
+        node_provenance=f"the first group of {cluster.name}",
+    )
+
+
 def _overridden(cluster: Cluster, text: str, options: dict[str, str]) -> Cluster:
+    if "links" in options:
+        cluster = _with_links(cluster, Path(options["links"]))
     nics = _whole(text, options, "nics")
     if nics is not None:
         cluster = replace(cluster, groups=tuple(replace(group, nics_per_node=nics) for group in cluster.groups))

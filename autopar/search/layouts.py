@@ -342,6 +342,7 @@ class Layouts:
             collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
             state_bytes_per_element=storage * (1 + self.model.optimizer.states) + reduce + copies,
             gradient_itemsize=storage,
+            measured=self.model.measured,
         )
 
     def mesh(self, split: Split) -> Mesh:

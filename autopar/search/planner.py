@@ -23,6 +23,7 @@ from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
 from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
+from autopar.search.shapes import measured_note
 from autopar.search.space import Space
 
 MAX_CONFLICT_TRIALS = 24
@@ -219,6 +220,7 @@ class Planner:
                 *_mixing_note(self.mixing),
                 *self.evaluator.layouts.mixtures(best.option),
                 *_precision_note(task),
+                *measured_note(self.evaluator, best),
             ),
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.collectives import CollectiveModel
-from autopar.cost.compute import time_of_work
+from autopar.cost.compute import OperatorTimes, time_of_work
 from autopar.cost.work import work
 from autopar.device import Device
 from autopar.graph.ir import Op, Ref, TensorSpec
@@ -20,6 +20,7 @@ class AxisPricing:
 
     ``state_bytes_per_element``: of a parameter with gradient and optimizer states, on one rank of the data axes.
     ``gradient_itemsize``: bytes of an element of a gradient sum.
+    ``measured``: times of operators that go before the roofline.
     ``collective_weight``: what a second of a collective counts beside a second of work.
     """
 
@@ -30,11 +31,14 @@ class AxisPricing:
     state_bytes_per_element: float
     gradient_itemsize: int
     collective_weight: float = 1.0
+    measured: OperatorTimes | None = None
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """See :class:`autopar.search.intra.Pricing`."""
         done = work(op, operands, self.device.kind)
         time = time_of_work(done, op, self.device)
+        if self.measured is not None:
+            time = self.measured.time(op, operands, time)
         return Cost(time_s=time.forward_s + time.backward_s, saved_bytes=done.saved_bytes)
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:

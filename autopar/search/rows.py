@@ -75,13 +75,15 @@ class RowMaker:
         """
         mesh = candidate.mesh
         ranks = mesh.cp * mesh.tp
+        # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
+        share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         prices = []
         for k, cost in enumerate([whole.costs[0], *(self._without_shared(cost) for cost in whole.costs[1:])]):
             modes = self.modes[k]
-            time_s = (cost.forward_s + cost.backward_s) / ranks
+            time_s = (cost.forward_s + cost.backward_s) * share
             if least_s is not None:
                 time_s = max(time_s, least_s[k])
-            again_s = cost.forward_s / ranks
+            again_s = cost.forward_s * share
             prices.append(
                 BlockPrice(
                     time_s=time_s + (again_s if "none" not in modes else 0.0),
