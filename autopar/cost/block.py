@@ -6,20 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import cast
 
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, time_of_work
 from autopar.cost.fusion import chains, fuse, fuse_loss, inner
-from autopar.cost.work import COLLECTIVES, VIEWS, Specs, Work, operand_specs, work
+from autopar.cost.messages import Message, messages
+from autopar.cost.storages import Storages
+from autopar.cost.work import Specs, Work, operand_specs, work
 from autopar.device import Device, Kind
 from autopar.graph.ir import Block, Graph, Op, Ref
-from autopar.graph.storage import storage_roots
-from autopar.layout import parse_type
-from autopar.mesh import DATA_AXES, Mesh
-from autopar.rules.apply import OVER_DATA
-from autopar.rules.conversions import conversion
-from autopar.rules.sharded import ring_messages
+from autopar.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +50,6 @@ class ParameterCost:
         if not self.shape or ranks == 1 or self.spread:
             return self.numel
         return -(-self.shape[0] // ranks) * (self.numel // self.shape[0] if self.shape[0] else 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.conversions.collective_bytes` counts."""
-
-    kind: str
-    axis: str
-    num_bytes: int
-    backward: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +204,7 @@ def block_work(
         works = [fuse_loss(op, graph.spec(op.operands[0]).num_bytes if op.operands else 0, done)
                  for op, done in zip(ops, works, strict=True)]  # fmt: skip
     unkept = repeated.union(*(inner(graph, ops, chain) for chain in chains(graph, ops))) if fused else repeated
-    storages = _Storages(graph, block, works, unkept)
+    storages = Storages(graph, block, works, unkept)
     works = [storages.copied(op, done) for op, done in zip(ops, works, strict=True)]
     inputs = storages.inputs()
     across = graph.live_across(block.stop)
@@ -259,86 +245,6 @@ def block_work(
     return BlockWork(ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands)
 
 
-def messages(op: Op, graph: Graph) -> Iterator[Message]:
-    """The collectives that an operator of a local graph runs, forward and backward."""
-    if op.target == "autopar.cross_entropy_vocabulary":
-        axis, smoothing = str(op.args[2]), op.args[4] if len(op.args) > 4 else 0.0
-        logits, target = (graph.spec(ref) for ref in op.operands[:2])
-        token_bytes = target.numel * max(4, logits.dtype.itemsize)
-        for count in (1, 3 if smoothing else 2):
-            yield Message(kind="all_reduce", axis=axis, num_bytes=count * token_bytes, backward=False)
-        return
-    if op.target in ("autopar.experts_dispatch", "autopar.experts_dispatch_split"):
-        yield from _travels(op, graph)
-        return
-    if op.target == "autopar.attention_ring":
-        known = dict(op.kwargs)
-        whole = sum(graph.spec(ref).num_bytes for ref in op.operands[1:3]) * cast("int", known["ranks"])
-        for inside in ring_messages(whole, backward=op.spec.requires_grad):
-            yield Message(kind=inside.kind, axis=str(known["axis"]), num_bytes=whole, backward=inside.backward)
-        return
-    if op.target == OVER_DATA:
-        yield from _over_data(op, graph)
-        return
-    if op.target not in COLLECTIVES:
-        return
-    name, axis = op.target.removeprefix("autopar.").removeprefix("zigzag_"), str(op.args[1])
-    before, after = graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes
-    forward, backward = _directions(name, op)
-    size = before if name == "all_to_all" else max(before, after)
-    if forward:
-        yield Message(kind=forward, axis=axis, num_bytes=size, backward=False)
-    if backward and op.spec.requires_grad:
-        yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
-
-
-def _over_data(op: Op, graph: Graph) -> Iterator[Message]:
-    """A change of type over all data ranks: whole tensors, over one data axis after the other.
-
-    A gather over both axes moves less on the one inside.
-    """
-    before, after = (parse_type(str(op.args[i])) for i in (1, 2))
-    change = conversion(before, after, requires_grad=op.spec.requires_grad)
-    if change is None:
-        return
-    whole = max(graph.spec(op.operands[0]).num_bytes, op.spec.num_bytes)
-    for axis in DATA_AXES:
-        for kind, is_backward in ((change.forward, False), (change.backward, True)):
-            if kind:
-                yield Message(kind=kind, axis=axis, num_bytes=whole, backward=is_backward)
-
-
-def _travels(op: Op, graph: Graph) -> Iterator[Message]:
-    """Rows to their experts and back, as if routing were even."""
-    hidden, weights = (graph.spec(ref) for ref in op.operands[:2])
-    sent = hidden.num_bytes * weights.shape[-1]
-    if op.target == "autopar.experts_dispatch_split":
-        sent //= cast("int", op.args[10])
-    for is_backward, count in ((False, 2), (True, 2 if hidden.requires_grad else 1)):
-        message = Message(kind="all_to_all", axis=str(op.args[7]), num_bytes=sent, backward=is_backward)
-        yield from (message,) * count
-
-
-def _directions(name: str, op: Op) -> tuple[str, str]:
-    """Collectives forward and backward of an emitted change of type; the table of ``rules.conversions``."""
-    end = op.args[-1]
-    match name:
-        case "all_reduce":
-            return "all_reduce", "all_reduce" if end == "R" else ""
-        case "all_gather":
-            return "all_gather", "reduce_scatter" if end == "R" else ""
-        case "reduce_scatter":
-            return "reduce_scatter", "all_gather"
-        case "all_to_all":
-            return "all_to_all", "all_to_all"
-        case "shard":
-            return "", "all_gather" if end == "I" else ""
-        case "invariant_to_replicate":
-            return "", "all_reduce"
-        case _:
-            return "", ""
-
-
 def _fan_in_bytes(graph: Graph, ops: tuple[Op, ...]) -> Iterator[int]:
     """Adding up the gradients of values that several operators of the block read: bytes of each sum."""
     uses = Counter(ref for op in ops if any(s.requires_grad for s in op.outputs) for ref in dict.fromkeys(op.operands))
@@ -346,114 +252,3 @@ def _fan_in_bytes(graph: Graph, ops: tuple[Op, ...]) -> Iterator[int]:
         spec = graph.spec(ref)
         if count > 1 and spec.requires_grad and not graph.is_parameter(ref):
             yield from (3 * spec.num_bytes,) * (count - 1)
-
-
-class _Storages:
-    """Lifetimes of the storages that a block makes, keeps and reads."""
-
-    def __init__(self, graph: Graph, block: Block, works: list[Work], again: frozenset[int] = frozenset()) -> None:
-        self.graph, self.block, self.works = graph, block, works
-        self.ops = graph.block_ops(block)
-        self.operands = [op.operands for op in self.ops]
-        self._roots = storage_roots(self.ops, graph._index.specs)
-        self.saved: dict[Ref, int] = {}
-        """Kept storages by the position of the first operator that keeps them."""
-        for i, (op, done) in enumerate(zip(self.ops, works, strict=True)):
-            kept = [op.operands[k] for k in done.saved] + ([Ref(op.name)] if done.saves_output else [])
-            for root in map(self.root, kept):
-                if not graph.is_parameter(root) and not graph.is_prelude(root):
-                    self.saved.setdefault(root, i)
-        self._inner = [done.saved_bytes for done in works]
-        self.again_bytes = self._drop(again)
-        self.saved_bytes = sum(map(self.size, self.saved)) + sum(self._inner)
-
-    def _drop(self, again: frozenset[int]) -> int:
-        """Forget what the operators at these positions make; keep what they read. Bytes that are made once more."""
-        makers = {self.ops[i].name: i for i in again}
-        made = {root for root in self.saved if root.name in makers}
-        dropped = sum(map(self.size, made)) + sum(self._inner[i] for i in again)
-        needed = [makers[root.name] for root in made] + [i for i in again if self._inner[i]]
-        for root in made:
-            del self.saved[root]
-        seen: set[int] = set()
-        while needed:  # what the dropped values are made of, as far as it is dropped too
-            i = needed.pop()
-            if i in seen:
-                continue
-            seen.add(i)
-            self._inner[i] = 0
-            for root in map(self.root, self.operands[i]):
-                if root.name in makers:
-                    needed.append(makers[root.name])
-                elif not self.graph.is_parameter(root) and not self.graph.is_prelude(root):
-                    self.saved.setdefault(root, i)
-        return dropped
-
-    def root(self, ref: Ref) -> Ref:
-        """The value whose storage ``ref`` lies in, as far back as the block goes."""
-        return self._roots.get(ref, ref)
-
-    def copies(self, op: Op) -> bool:
-        """Whether a view is none: strides do not allow it, so that it copies."""
-        return op.target in VIEWS and self.root(Ref(op.name)) == Ref(op.name)
-
-    def copied(self, op: Op, done: Work) -> Work:
-        """The work of ``op`` when it is a view that copies, else ``done``."""
-        return replace(done, launches=1, num_bytes=2 * op.spec.num_bytes) if self.copies(op) else done
-
-    def size(self, ref: Ref) -> int:
-        return self.graph.spec(ref).num_bytes
-
-    def inputs(self) -> dict[Ref, int]:
-        """Storages of earlier blocks that this one reads."""
-        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_inputs(self.block))
-        return {root: self.size(root) for root in roots if not self.graph.is_parameter(root)}
-
-    def prelude(self) -> tuple[tuple[str, int], ...]:
-        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_prelude(self.block))
-        constants = {buffer.name for buffer in self.graph.buffers}
-        return tuple((root.name, self.size(root)) for root in roots if root.name not in constants)
-
-    def forward_peak(self) -> int:
-        """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
-        last: dict[Ref, int] = {}
-        for i, op in enumerate(self.ops):
-            for ref in (*self.operands[i], *(Ref(op.name, k) for k in range(len(op.outputs)))):
-                last[self.root(ref)] = i
-        outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
-        alive: dict[Ref, int] = {}
-        kept = peak = 0
-        keeps: dict[int, int] = {}
-        position = {op.name: i for i, op in enumerate(self.ops)}
-        for ref, i in self.saved.items():
-            made_at = position.get(ref.name, i)
-            keeps[made_at] = keeps.get(made_at, 0) + self.size(ref)
-        for i, op in enumerate(self.ops):
-            if op.target not in VIEWS or self.copies(op):
-                made = (Ref(op.name, k) for k in range(len(op.outputs)))
-                alive |= {ref: self.size(ref) for ref in made if ref not in self.saved}
-            kept += keeps.get(i, 0) + self._inner[i]
-            peak = max(peak, kept + sum(alive.values()) + self.works[i].workspace_bytes)
-            for ref in [ref for ref in alive if last[ref] <= i and ref not in outputs]:
-                del alive[ref]
-        return peak
-
-    def backward_peak(self) -> int:
-        """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
-        outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
-        gradients = {root: self.size(root) for root in outputs if self.graph.spec(root).requires_grad}
-        kept, peak = self.saved_bytes, 0
-        frees: dict[int, int] = {}
-        for ref, first in self.saved.items():
-            frees[first] = frees.get(first, 0) + self.size(ref)
-        for i in reversed(range(len(self.ops))):
-            op = self.ops[i]
-            if op.target not in VIEWS or self.copies(op):
-                for root in map(self.root, self.operands[i]):
-                    if self.graph.spec(root).requires_grad and not self.graph.is_parameter(root):
-                        gradients.setdefault(root, self.size(root))
-                peak = max(peak, kept + sum(gradients.values()) + self.works[i].backward_workspace_bytes)
-                for k in range(len(op.outputs)):
-                    gradients.pop(Ref(op.name, k), None)
-            kept -= frees.get(i, 0) + self._inner[i]
-        return peak

@@ -7,79 +7,17 @@ scores again (five products where forward has two: Dao et al. 2022, FlashAttenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
+from autopar.cost.amounts import FLOAT, Product, Specs, Work, total, with_grad
+from autopar.cost.products import PRODUCTS
 from autopar.device import Kind
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.opaque_ops import region_of
 
-Specs = Sequence[TensorSpec]
-
-_FLOAT = 4
-"""Bytes of the type in which torch computes the losses of half precision logits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """``count`` products of matrices [rows, depth] and [depth, columns] in one kernel."""
-
-    count: int
-    rows: int
-    columns: int
-    depth: int
-
-    @property
-    def flops(self) -> float:
-        """Two for each multiply-add."""
-        return 2.0 * self.count * self.rows * self.columns * self.depth
-
-    @property
-    def gradients(self) -> tuple[Product, Product]:
-        """Those that give the gradients of the left and of the right matrix."""
-        return (
-            Product(self.count, self.rows, self.depth, self.columns),
-            Product(self.count, self.depth, self.columns, self.rows),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One operator, forward and backward.
-
-    Attributes:
-        flops, backward_flops: of matrix products; elementwise work counts as bytes alone.
-        products, backward_products: where their shapes are known; their flops add up to those above.
-        smallest_dim: of the products' m, n, k; where efficiency curves are read.
-        is_attention: the products are those of fused attention, which has a rate of its own.
-        num_bytes, backward_bytes: read and written.
-        beside_bytes: read and written in backward by kernels other than the products' (sums for a bias).
-        launches, backward_launches: kernels; 0 for a view.
-        saved: positions of the operands that backward needs.
-        saves_output: backward needs the output.
-        saved_bytes: what backward needs besides.
-        workspace_bytes, backward_workspace_bytes: temporaries inside the operator.
-    """
-
-    flops: float = 0.0
-    backward_flops: float = 0.0
-    products: tuple[Product, ...] = ()
-    backward_products: tuple[Product, ...] = ()
-    smallest_dim: int = 1
-    is_attention: bool = False
-    num_bytes: int = 0
-    backward_bytes: int = 0
-    beside_bytes: int = 0
-    launches: int = 1
-    backward_launches: int = 0
-    saved: tuple[int, ...] = ()
-    saves_output: bool = False
-    saved_bytes: int = 0
-    workspace_bytes: int = 0
-    backward_workspace_bytes: int = 0
-
+__all__ = ["COLLECTIVES", "LINEAR", "VIEWS", "Product", "Specs", "Work", "operand_specs", "work"]
 
 _VIEW_NAMES = (
     "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim"
@@ -156,6 +94,8 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     if op.target in VIEWS:
         return _view(op, operands)
     maker = _SPECIAL.get(op.target)
+    if op.target == "aten.einsum.default" and len(operands) != 2:
+        maker = None  # no product of two matrices
     found = maker(op, operands, kind) if maker else _elementwise(op, operands)
     if any(spec.requires_grad for spec in op.outputs):
         return found
@@ -163,14 +103,6 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
         found, backward_flops=0.0, backward_products=(), backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(), saves_output=False, saved_bytes=0,
         backward_workspace_bytes=0,
     )  # fmt: skip
-
-
-def _total(specs: Specs) -> int:
-    return sum(spec.num_bytes for spec in specs)
-
-
-def _with_grad(operands: Specs) -> list[TensorSpec]:
-    return [spec for spec in operands if spec.requires_grad]
 
 
 def _view(op: Op, operands: Specs) -> Work:
@@ -188,15 +120,15 @@ def _view(op: Op, operands: Specs) -> Work:
 def _elementwise(op: Op, operands: Specs) -> Work:
     target = op.target
     if target.startswith(_FACTORIES):
-        return Work(num_bytes=_total(op.outputs))
+        return Work(num_bytes=total(op.outputs))
     if target in ("aten.to.dtype", "aten._to_copy.default") and operands and operands[0].dtype == op.spec.dtype:
         return Work(launches=0)
-    gradients = _with_grad(operands)
+    gradients = with_grad(operands)
     saved, saves_output = _saved(op, operands)
     needed = sum(operands[i].num_bytes for i in saved) + (op.spec.num_bytes if saves_output else 0)
     return Work(
-        num_bytes=_total(operands) + _total(op.outputs),
-        backward_bytes=_total(op.outputs) + needed + _total(gradients),
+        num_bytes=total(operands) + total(op.outputs),
+        backward_bytes=total(op.outputs) + needed + total(gradients),
         backward_launches=len(gradients),
         saved=saved,
         saves_output=saves_output,
@@ -225,125 +157,11 @@ def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
     return tuple(i for i, spec in enumerate(operands) if spec.dtype.is_floating_point), op.spec.dtype.is_floating_point
 
 
-def _product(
-    op: Op, operands: Specs, flops: float, smallest: int, left: int, right: int, shape: Product | None = None
-) -> Work:
-    """A product of operands ``left`` and ``right``; further operands (a bias) are added."""
-    a, b = operands[left], operands[right]
-    saved = tuple(i for i, other in ((left, b), (right, a)) if other.requires_grad)
-    gradients = _with_grad(operands)
-    products = [spec for spec in (a, b) if spec.requires_grad]
-    reads = sum((b if spec is a else a).num_bytes + op.spec.num_bytes for spec in products)
-    back = tuple(g for g, spec in zip(shape.gradients, (a, b), strict=True) if spec.requires_grad) if shape else ()
-    return Work(
-        flops=flops,
-        products=(shape,) if shape else (),
-        backward_products=back,
-        backward_flops=flops * len(products),
-        smallest_dim=max(smallest, 1),
-        num_bytes=_total(operands) + op.spec.num_bytes,
-        backward_bytes=reads + _total(gradients),
-        beside_bytes=op.spec.num_bytes if len(gradients) > len(products) else 0,
-        backward_launches=len(gradients),
-        saved=saved,
-    )
-
-
-def _linear(op: Op, operands: Specs, kind: Kind) -> Work:
-    contracted = operands[0].shape[-1]
-    out = op.spec.numel
-    width = max(op.spec.shape[-1], 1)
-    shape = Product(1, out // width, width, contracted)
-    return _product(op, operands, 2.0 * out * contracted, min(out // width, width, contracted), 0, 1, shape)
-
-
-def _matmul(op: Op, operands: Specs, kind: Kind) -> Work:
-    left, right = (1, 2) if len(operands) == 3 else (0, 1)
-    contracted = operands[left].shape[-1]
-    sides = (operands[left].shape[-2:-1] or (1,))[0], (operands[right].shape[-1:] or (1,))[0]
-    count = op.spec.numel // max(sides[0] * sides[1], 1)
-    shape = Product(count, *sides, contracted)
-    return _product(op, operands, 2.0 * op.spec.numel * contracted, min(contracted, *sides), left, right, shape)
-
-
-def _einsum(op: Op, operands: Specs, kind: Kind) -> Work:
-    terms = cast("str", op.args[0]).replace(" ", "").partition("->")[0].split(",")
-    sizes = {c: n for term, spec in zip(terms, operands, strict=True) for c, n in zip(term, spec.shape, strict=True)}
-    if len(operands) != 2:
-        return _elementwise(op, operands)
-    return _product(op, operands, 2.0 * prod(sizes.values()), min(sizes.values()), 0, 1)
-
-
-def _convolution(op: Op, operands: Specs, kind: Kind) -> Work:
-    weight = operands[1]
-    contracted = weight.numel // weight.shape[0]
-    out = op.spec.numel
-    smallest = min(weight.shape[0], contracted, out // weight.shape[0])
-    shape = Product(1, out // weight.shape[0], weight.shape[0], contracted)
-    return _product(op, operands, 2.0 * out * contracted, smallest, 0, 1, shape)
-
-
-def _transposed(op: Op, operands: Specs, kind: Kind) -> Work:
-    """Every element of the input meets a window of the weight [in, out / groups, ...]."""
-    source, weight = operands[0], operands[1]
-    contracted = weight.numel // weight.shape[0]
-    smallest = min(weight.shape[0], contracted, source.numel // weight.shape[0])
-    return _product(op, operands, 2.0 * source.numel * contracted, smallest, 0, 1)
-
-
-def _argument(op: Op, position: int, name: str, default: object) -> object:
-    if position < len(op.args):
-        return op.args[position]
-    return dict(op.kwargs).get(name, default)
-
-
-def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
-    """Fused attention keeps q, k, v, the output and a row statistic; a causal mask halves the work.
-
-    Of a sequence split over an axis the slowest rank counts: gathered, the last one sees all keys; in a ring, whose
-    order is balanced, each sees half.
-
-    On a CPU there is no fused kernel with dropout: probabilities, noise and their product are kept in fp32 then.
-    """
-    query, key = operands[0], operands[1]
-    rows, columns = query.shape[-2], key.shape[-2] * cast("int", _argument(op, 99, "ranks", 1))
-    scores = query.numel // query.shape[-1] * columns
-    flops = 2.0 * scores * (query.shape[-1] + op.spec.shape[-1])
-    if op.target == "autopar.attention_ring":
-        flops *= 0.5 if _argument(op, 5, "is_causal", False) else 1.0
-    elif _argument(op, 5, "is_causal", False) and rows == columns:
-        flops *= (rows + 1) / (2 * rows)
-    statistic = query.numel // query.shape[-1] * _FLOAT
-    passes = (_total(operands) + op.spec.num_bytes, 3 * _total(operands) + 2 * op.spec.num_bytes)
-    common = Work(
-        flops=flops, smallest_dim=min(rows, columns, query.shape[-1]), is_attention=True, num_bytes=passes[0], backward_bytes=passes[1],
-        backward_launches=2, saved=tuple(range(len(operands))), saves_output=True, saved_bytes=statistic,
-    )  # fmt: skip
-    if op.target == "autopar.attention_ring":  # not fused: scores of one rank's columns at a time, in fp32
-        whole = scores * _FLOAT
-        block = rows * whole // columns if rows < columns else whole
-        return replace(
-            common, is_attention=False, backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
-            workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
-        )  # fmt: skip
-    if op.target == "autopar.attention_gathered":  # the mask, and as it is added to the scores
-        mask = rows * columns * (1 + query.dtype.itemsize)
-        common = replace(common, workspace_bytes=mask, backward_workspace_bytes=mask)
-    if kind == "cpu" and _argument(op, 4, "dropout_p", 0.0):
-        whole = scores * _FLOAT
-        kept = 3 * whole + sum(spec.numel for spec in operands[:3]) * _FLOAT
-        return replace(
-            common, is_attention=False, backward_flops=2 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 6 * whole,
-            launches=8, backward_launches=8, saved=(), saves_output=False, saved_bytes=kept, workspace_bytes=whole,
-        )  # fmt: skip
-    return replace(common, backward_flops=2.5 * flops)
-
-
 def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
     """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values."""
     logits = operands[0]
-    whole = logits.numel * max(_FLOAT, logits.dtype.itemsize)
-    cast_bytes = 0 if logits.dtype.itemsize >= _FLOAT else logits.num_bytes + whole
+    whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
+    cast_bytes = 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
     return Work(
         num_bytes=cast_bytes + 2 * whole,
         backward_bytes=cast_bytes + 4 * whole,
@@ -358,8 +176,8 @@ def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
 def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
     """cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
     logits = operands[0]
-    whole = logits.numel * max(_FLOAT, logits.dtype.itemsize)
-    cast_bytes = 0 if logits.dtype.itemsize >= _FLOAT else logits.num_bytes + whole
+    whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
+    cast_bytes = 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
     return Work(
         num_bytes=2 * logits.num_bytes + 4 * whole,
         backward_bytes=2 * whole + cast_bytes,
@@ -372,14 +190,14 @@ def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
 
 def _norm(op: Op, operands: Specs, kind: Kind) -> Work:
     x, out = operands[0], op.spec
-    gradients = _with_grad(operands)
+    gradients = with_grad(operands)
     rows = x.numel // max(x.shape[-1], 1)
     return Work(
         num_bytes=x.num_bytes + out.num_bytes,
         backward_bytes=2 * x.num_bytes + out.num_bytes + (x.num_bytes if x.requires_grad else 0),
         backward_launches=min(len(gradients), 2),
         saved=(0,),
-        saved_bytes=2 * rows * _FLOAT,
+        saved_bytes=2 * rows * FLOAT,
     )
 
 
@@ -398,39 +216,6 @@ def _embedding(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
-    """Rows sorted by expert, two or three products for each expert, a weighted sum over each token's choices.
-
-    The rows of a rank are those of even routing: all choices of its tokens, or the share of its experts in all
-    where it has some of them and every token (``experts_split``, and ``_dispatch_split`` on its inner axis). Kept: rows and what lies between the products.
-    """
-    hidden, weights, _, *held = operands
-    num_experts, wide, width = held[-2].shape
-    rows = float(weights.numel)
-    if op.target == "autopar.experts_split":
-        rows *= num_experts / cast("int", op.args[8])
-    elif op.target == "autopar.experts_dispatch_split":
-        rows /= cast("int", op.args[10])
-    flops = 2.0 * rows * wide * width * len(held)
-    row_bytes, inner_bytes = (int(rows * n * held[-1].dtype.itemsize) for n in (width, wide))
-    gated = len(held) == 3
-    products = 1 + sum(spec.requires_grad for spec in held) / len(held)  # of the rows, and of the weights
-    moved = 5 * row_bytes + (6 if gated else 3) * inner_bytes
-    return Work(
-        flops=flops,
-        backward_flops=flops * products,
-        smallest_dim=max(min(int(rows / num_experts), wide, width), 1),
-        num_bytes=moved + _total(held) + hidden.num_bytes,
-        backward_bytes=2 * moved + 2 * _total(held) + hidden.num_bytes,
-        launches=12 + (len(held) + 2) * num_experts,
-        backward_launches=12 + (2 * len(held) + 2) * num_experts,
-        saved=(1,),
-        saved_bytes=2 * row_bytes + (4 if gated else 2) * inner_bytes + 3 * 8 * int(rows),
-        workspace_bytes=2 * row_bytes,
-        backward_workspace_bytes=2 * row_bytes + 2 * inner_bytes,
-    )
-
-
 def _over_data(op: Op, operands: Specs, kind: Kind) -> Work:
     """A change of type over the data axes: a copy into or out of rank order."""
     whole = max(operands[0].num_bytes, op.spec.num_bytes)
@@ -441,7 +226,7 @@ def _opaque(op: Op, operands: Specs, kind: Kind) -> Work:
     """A region of unknown code: what one run of it counted, scaled by its input; elementwise beside that."""
     region = region_of(str(op.args[0]))
     share = max(1, sum(spec.numel for spec in operands[: len(cast("tuple[object, ...]", op.args[1]))])) / region.numel
-    moved = _total(operands) + _total(op.outputs)
+    moved = total(operands) + total(op.outputs)
     return Work(
         flops=region.flops * share,
         backward_flops=region.backward_flops * share,
@@ -486,30 +271,13 @@ def _mean(op: Op, operands: Specs, kind: Kind) -> Work:
 
 
 _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
-    **dict.fromkeys(("aten.linear.default", "autopar.linear_t"), _linear),
-    **dict.fromkeys(
-        ("aten.mm.default", "aten.bmm.default", "aten.matmul.default", "aten.addmm.default", "aten.baddbmm.default"), _matmul
-    ),
-    "aten.einsum.default": _einsum,
-    **dict.fromkeys(
-        (*(f"aten.conv{n}d.{form}" for n in (1, 2, 3) for form in ("default", "padding")), "aten.convolution.default"),
-        _convolution,
-    ),
-    **dict.fromkeys(
-        ("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _transposed
-    ),
-    **dict.fromkeys(
-        ("aten.scaled_dot_product_attention.default", "autopar.attention", "autopar.attention_gathered", "autopar.attention_ring"), _attention
-    ),
+    **PRODUCTS,
     **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
     "autopar.cross_entropy_vocabulary": _split_softmax_loss,
     **dict.fromkeys(
         ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "autopar.batch_norm", "autopar.batch_norm_running"), _norm
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
-    **dict.fromkeys(
-        ("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"), _experts
-    ),
     "autopar.opaque": _opaque,
     "autopar.change_over_data": _over_data,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.cluster import Cluster
-from autopar.cost.block import Message, block_cost, messages
+from autopar.cost.block import block_cost
 from autopar.cost.collectives import CollectiveModel
+from autopar.cost.messages import Message, messages
 from autopar.cost.work import work
 from autopar.graph import trace
 from autopar.graph.ir import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec

@@ -36,7 +36,7 @@ def test_backward_flops_are_those_of_torchs_counter_without_attention() -> None:
     assert total == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "vit", "handwritten"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "vit", "t5", "handwritten"])
 def test_what_backward_keeps_is_what_autograd_saves(kind: str) -> None:
     model, batch = subject(kind)
     graph = trace(model, (), batch)
@@ -67,7 +67,7 @@ def _saved_by_count(graph: Graph) -> int:
     kept: set[Ref] = set()
     inner = 0
     for op in graph.ops:
-        done = work(op, [graph.spec(ref) for ref in op.operands])
+        done = work(op, [graph.spec(ref) for ref in op.operands], "cpu")
         refs = [op.operands[i] for i in done.saved] + ([Ref(op.name)] if done.saves_output else [])
         kept |= {roots.get(ref, ref) for ref in refs}
         inner += done.saved_bytes

@@ -1,0 +1,120 @@
+"""Lifetimes of the storages of one block: what it keeps for backward, and the most that is alive at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.cost.work import VIEWS, Work
+from autopar.graph.ir import Block, Graph, Op, Ref
+from autopar.graph.storage import storage_roots
+
+
+class Storages:
+    """Lifetimes of the storages that a block makes, keeps and reads."""
+
+    def __init__(self, graph: Graph, block: Block, works: list[Work], again: frozenset[int] = frozenset()) -> None:
+        self.graph, self.block, self.works = graph, block, works
+        self.ops = graph.block_ops(block)
+        self.operands = [op.operands for op in self.ops]
+        self._roots = storage_roots(self.ops, graph._index.specs)
+        self.saved: dict[Ref, int] = {}
+        """Kept storages by the position of the first operator that keeps them."""
+        for i, (op, done) in enumerate(zip(self.ops, works, strict=True)):
+            kept = [op.operands[k] for k in done.saved] + ([Ref(op.name)] if done.saves_output else [])
+            for root in map(self.root, kept):
+                if not graph.is_parameter(root) and not graph.is_prelude(root):
+                    self.saved.setdefault(root, i)
+        self._inner = [done.saved_bytes for done in works]
+        self.again_bytes = self._drop(again)
+        self.saved_bytes = sum(map(self.size, self.saved)) + sum(self._inner)
+
+    def _drop(self, again: frozenset[int]) -> int:
+        """Forget what the operators at these positions make; keep what they read. Bytes that are made once more."""
+        makers = {self.ops[i].name: i for i in again}
+        made = {root for root in self.saved if root.name in makers}
+        dropped = sum(map(self.size, made)) + sum(self._inner[i] for i in again)
+        needed = [makers[root.name] for root in made] + [i for i in again if self._inner[i]]
+        for root in made:
+            del self.saved[root]
+        seen: set[int] = set()
+        while needed:  # what the dropped values are made of, as far as it is dropped too
+            i = needed.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            self._inner[i] = 0
+            for root in map(self.root, self.operands[i]):
+                if root.name in makers:
+                    needed.append(makers[root.name])
+                elif not self.graph.is_parameter(root) and not self.graph.is_prelude(root):
+                    self.saved.setdefault(root, i)
+        return dropped
+
+    def root(self, ref: Ref) -> Ref:
+        """The value whose storage ``ref`` lies in, as far back as the block goes."""
+        return self._roots.get(ref, ref)
+
+    def copies(self, op: Op) -> bool:
+        """Whether a view is none: strides do not allow it, so that it copies."""
+        return op.target in VIEWS and self.root(Ref(op.name)) == Ref(op.name)
+
+    def copied(self, op: Op, done: Work) -> Work:
+        """The work of ``op`` when it is a view that copies, else ``done``."""
+        return replace(done, launches=1, num_bytes=2 * op.spec.num_bytes) if self.copies(op) else done
+
+    def size(self, ref: Ref) -> int:
+        return self.graph.spec(ref).num_bytes
+
+    def inputs(self) -> dict[Ref, int]:
+        """Storages of earlier blocks that this one reads."""
+        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_inputs(self.block))
+        return {root: self.size(root) for root in roots if not self.graph.is_parameter(root)}
+
+    def prelude(self) -> tuple[tuple[str, int], ...]:
+        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_prelude(self.block))
+        constants = {buffer.name for buffer in self.graph.buffers}
+        return tuple((root.name, self.size(root)) for root in roots if root.name not in constants)
+
+    def forward_peak(self) -> int:
+        """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
+        last: dict[Ref, int] = {}
+        for i, op in enumerate(self.ops):
+            for ref in (*self.operands[i], *(Ref(op.name, k) for k in range(len(op.outputs)))):
+                last[self.root(ref)] = i
+        outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
+        alive: dict[Ref, int] = {}
+        kept = peak = 0
+        keeps: dict[int, int] = {}
+        position = {op.name: i for i, op in enumerate(self.ops)}
+        for ref, i in self.saved.items():
+            made_at = position.get(ref.name, i)
+            keeps[made_at] = keeps.get(made_at, 0) + self.size(ref)
+        for i, op in enumerate(self.ops):
+            if op.target not in VIEWS or self.copies(op):
+                made = (Ref(op.name, k) for k in range(len(op.outputs)))
+                alive |= {ref: self.size(ref) for ref in made if ref not in self.saved}
+            kept += keeps.get(i, 0) + self._inner[i]
+            peak = max(peak, kept + sum(alive.values()) + self.works[i].workspace_bytes)
+            for ref in [ref for ref in alive if last[ref] <= i and ref not in outputs]:
+                del alive[ref]
+        return peak
+
+    def backward_peak(self) -> int:
+        """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
+        outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
+        gradients = {root: self.size(root) for root in outputs if self.graph.spec(root).requires_grad}
+        kept, peak = self.saved_bytes, 0
+        frees: dict[int, int] = {}
+        for ref, first in self.saved.items():
+            frees[first] = frees.get(first, 0) + self.size(ref)
+        for i in reversed(range(len(self.ops))):
+            op = self.ops[i]
+            if op.target not in VIEWS or self.copies(op):
+                for root in map(self.root, self.operands[i]):
+                    if self.graph.spec(root).requires_grad and not self.graph.is_parameter(root):
+                        gradients.setdefault(root, self.size(root))
+                peak = max(peak, kept + sum(gradients.values()) + self.works[i].backward_workspace_bytes)
+                for k in range(len(op.outputs)):
+                    gradients.pop(Ref(op.name, k), None)
+            kept -= frees.get(i, 0) + self._inner[i]
+        return peak
