@@ -164,7 +164,9 @@ def binary(b: Builder) -> None:
     kind = b.choose(9)
     if kind < 5:
         name = ("add.Tensor", "mul.Tensor", "sub.Tensor", "rsub.Tensor", "atan2.default")[kind]
-        if name == "atan2.default":  # at zero the sign of zero counts, which dropout by a product and by a choice differ in
+        if (
+            name == "atan2.default"
+        ):  # at zero the sign of zero counts, which dropout by a product and by a choice differ in
             b.away_from(x, 0.0)
             b.away_from(y, 0.0)
         extra = {"alpha": 2} if name.startswith(("add", "sub")) and b.flip(4) else {}
