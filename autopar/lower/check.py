@@ -25,16 +25,16 @@ from typing import Any, cast
 import spmd_types
 import torch
 import torch.distributed as dist
-from spmd_types import _checker
 from spmd_types.checker import typecheck as checking
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import ops, sequence_ops, sharded_ops
+from autopar import ops
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.ir import Layout, TensorSpec
 from autopar.layout import Type
-from autopar.lower.emit import SEED, TARGETS, layout_of, str_name
+from autopar.lower.emit import SEED, layout_of, str_name
+from autopar.lower.pending import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
 from autopar.opaque_ops import opaque
@@ -150,11 +150,11 @@ class _Check:
     def call(self, node: fx.Node, env: dict[fx.Node, Any], place: str) -> Any:
         args, kwargs = _arguments(node, env)
         operands = [n for n in node.all_input_nodes if "types" in n.meta]
-        changed = node.args[1] if node.target in _CHANGES else ""
+        changed = node.args[1] if node.target in CHANGES else ""
         pending = [axis for axis in self.axes if axis != changed and any(self.kind(n, axis) == "P" for n in operands)]
         stated = [node] if "types" in node.meta else list(node.users)  # several outputs: each getitem states its own
         partial = bool(pending) and all(self.kind(n, axis) in ("P", None) for n in stated for axis in pending)
-        call = _linear(node.target) if partial else cast("Callable[..., Any]", node.target)
+        call = linear_call(node.target) if partial else cast("Callable[..., Any]", node.target)
         if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
             self.count += 1
             made = cast("Callable[..., Any]", node.target)(*args, **kwargs)
@@ -166,11 +166,7 @@ class _Check:
             self.operands(node, operands, place)
             parts = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
             return [parts.get(i) for i in range(1 + max(parts, default=-1))]
-        passes = partial and (
-            not _is_known(call)
-            or node.target is ops.dropout  # of a sum: all summands lose the same elements
-            or node.target in _CHANGES
-        )
+        passes = partial and passes_by(node.target, call)
         if node.target is operator.getitem or passes:
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
@@ -279,23 +275,6 @@ class _Check:
         return None if found is None else found.kind
 
 
-_CHANGES = frozenset(
-    (
-        ops.all_gather,
-        ops.all_reduce,
-        ops.all_to_all,
-        ops.invariant_to_replicate,
-        ops.keep_on_first,
-        ops.reduce_scatter,
-        ops.shard,
-        sequence_ops.zigzag_all_gather,
-        sequence_ops.zigzag_all_to_all,
-        sequence_ops.zigzag_reduce_scatter,
-        sequence_ops.zigzag_shard,
-    )
-)
-"""Changes of type on one axis: linear, so that a pending sum on another one may pass; the checker does not know it."""
-
 _LOCAL = {"I": spmd_types.I, "R": spmd_types.R, "S": spmd_types.V, "P": spmd_types.P}
 
 
@@ -317,51 +296,6 @@ def _has_global_rule(node: fx.Node) -> bool:
     return target in GLOBAL and not beyond and not thin and not truth
 
 
-def _is_known(call: Callable[..., Any]) -> bool:
-    """Whether the checker can tell that a pending sum may pass."""
-    return call in _checker._OP_REGISTRY or call.__module__ in (
-        "autopar.ops",
-        "autopar.sharded_ops",
-        "autopar.sequence_ops",
-        __name__,
-    )
-
-
-def _linear(target: Any) -> Callable[..., Any]:
-    """What the checker knows as linear in place of ``target``: it knows functions of torch, not overloads."""
-    name = _target_name(target)
-    if name in ("aten.linear.default", "autopar.linear_t"):
-        return _product_t if name == "autopar.linear_t" else _product
-    if target is sharded_ops.embedding_vocabulary:
-        return _looked_up
-    if isinstance(target, torch._ops.OpOverload):
-        public = getattr(torch, target._schema.name.partition("::")[2], None)
-        if public in _checker._OP_REGISTRY:
-            return cast("Callable[..., Any]", public)
-    return cast("Callable[..., Any]", target)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return _product_t(x, torch.t(weight), bias)
-
-
-def _product_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A product, and the addition of a bias of which each rank has a summand."""
-    y = torch.matmul(x, weight)
-    if bias is None:
-        return y
-    for axis, kind in spmd_types.get_local_type(bias).items():
-        if kind is spmd_types.P and spmd_types.get_axis_local_type(y, axis) is spmd_types.V:
-            spmd_types.mutate_type(y, axis, src=spmd_types.V, dst=spmd_types.P)
-    return torch.add(y, bias)
-
-
-def _looked_up(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
-    """A look-up as the product of who is chosen and the table, of which each rank of another axis may have a summand."""
-    chosen = ids.unsqueeze(-1).expand(*ids.shape, weight.shape[0]).to(weight.dtype)
-    return sharded_ops._pending(torch.matmul(chosen, weight), ops.group(axis))
-
-
 def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args = fx.node.map_arg(node.args, lambda n: values[n])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
@@ -381,15 +315,7 @@ def _plain(result: torch.Tensor) -> torch.Tensor:
 
 
 def _target(node: fx.Node) -> str:
-    return _target_name(node.target)
-
-
-def _target_name(target: Any) -> str:
-    if target in TARGETS:
-        return TARGETS[target]
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)  # as graphs name it
-    return f"autopar.{target.__name__}" if callable(target) else str(target)
+    return target_name(node.target)
 
 
 @contextmanager
