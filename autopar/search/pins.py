@@ -150,14 +150,8 @@ def parse_pin(text: str) -> Pin:
         return _choice(text, name, relation, value)
     if relation not in ("=", "=="):
         raise UsageError(f"'{relation}' is for numbers and choices", value=repr(text), remedy="write =")
-    if name == "recompute":
-        return _recompute(text, value)
-    if name == "opaque":
-        return OpaquePin(text=text, name=value)
-    if name.startswith("stage@"):
-        if not value.isdecimal():
-            raise UsageError("a stage is counted from 0", value=repr(value), place=f"pin '{text}'")
-        return StagePin(text=text, selector=name.removeprefix("stage@"), stage=int(value))
+    if name in ("recompute", "opaque") or name.startswith("stage@"):
+        return _of_modules(text, name, value)
     if ":" in value:
         axis, _, type_text = value.partition(":")
         if axis not in _AXES:
@@ -177,6 +171,17 @@ def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
     if value.lower() not in by_lower:
         raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, known))
     return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
+
+
+def _of_modules(text: str, name: str, value: str) -> Pin:
+    """A pin on blocks or modules."""
+    if name == "recompute":
+        return _recompute(text, value)
+    if name == "opaque":
+        return OpaquePin(text=text, name=value)
+    if not value.isdecimal():
+        raise UsageError("a stage is counted from 0", value=repr(value), place=f"pin '{text}'")
+    return StagePin(text=text, selector=name.removeprefix("stage@"), stage=int(value))
 
 
 def _recompute(text: str, value: str) -> RecomputePin:

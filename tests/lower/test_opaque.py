@@ -81,9 +81,9 @@ def test_a_module_is_pinned_as_opaque() -> None:
     named = autopar.estimate(model, pins=["tp=2"], opaque=["Sequential"], **options)
     assert (pinned.opaque, pinned.notes, pinned.layouts) == (named.opaque, named.notes, named.layouts)
     assert pinned.opaque == ("Sequential",)
-    with pytest.raises(UsageError, match="'inner'.*give the model instead of its graph"):
+    with pytest.raises(UsageError, match=r"'inner'.*give the model instead of its graph"):
         autopar.estimate(trace(model, (), u.batch()), cluster="cpu:1x2", global_batch_size=8, pins=["opaque=inner"])
-    with pytest.raises(UsageError, match="'innner'.*Sequential"):
+    with pytest.raises(UsageError, match=r"'innner'.*Sequential"):
         autopar.estimate(model, pins=["opaque=innner"], **options)
 
 
@@ -104,7 +104,7 @@ def test_a_region_that_changes_its_buffers_is_refused() -> None:
     with pytest.raises(TraceError, match=BUFFERS) as caught:
         trace(u.Around(Counting), (), u.batch())
     assert "\n" not in str(caught.value)
-    with pytest.raises(TraceError, match="inner.*buffer"):
+    with pytest.raises(TraceError, match=r"inner.*buffer"):
         trace(u.Around(lambda: nn.Sequential(nn.BatchNorm1d(8))), (), u.batch(), opaque=["inner"])
 
 
