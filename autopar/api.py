@@ -363,9 +363,14 @@ class _Wish:
             self.recipe,
             name=self.name,
             loss_fn=self.loss_fn,
-            opaque=self.opaque,
+            opaque=self.modules,
             global_batch_size=self.global_batch_size,
         )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Those that run as they are written, the pinned ones among them."""
+        return tuple(dict.fromkeys((*self.opaque, *Pins.parse(self.pins).opaque)))
 
 
 def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Planner:
@@ -386,6 +391,6 @@ def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish
         pins=pins,
         space=space,
         cache_dir=wish.cache_dir,
-        opaque=wish.opaque,
+        opaque=wish.modules,
     )
     return Planner(task)

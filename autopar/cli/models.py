@@ -252,7 +252,9 @@ def _from_model(
     found = with_free_links(parse_cluster(cluster))
     with progress("tracing the model") as advance:
         from autopar import api
+        from autopar.search.pins import Pins
 
+        opaque = [*opaque, *Pins.parse(pins).opaque]
         source = resolve_model(name, sequence_length=seq)
         tokens = source.example_inputs.get("input_ids")
         if seq is None and not is_factory(name) and tokens is not None and tokens.shape[1] > DEFAULT_TOKENS:

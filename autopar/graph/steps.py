@@ -122,7 +122,7 @@ def check(
             for number in range(3):
                 fresh = pytree.tree_map_only(Tensor, torch.empty_like, dict(batch))
                 given = {id(leaf): leaf for leaf in pytree.tree_leaves(fresh) if isinstance(leaf, Tensor)}
-                past = {key: tensor for key, tensor in (watch.made | watch.sources).items() if key not in state}
+                past = {key: tensor for key, tensor in {**watch.made, **watch.sources}.items() if key not in state}
                 before = watch.calls
                 watch = _Watch(state | given, past, before if number == 2 else None)
                 with watch:

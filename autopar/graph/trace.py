@@ -124,10 +124,18 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
             if path in job.opaque:  # what fails is not inside of it but done to it
                 path = around(job.model, path)
             if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
-                raise cause from error
+                raise _without_region(cause, error) from error
             causes[path] = cause
             reason = f"{cause.place}: {cause.law}, but found {cause.value} ({cause.remedy})"
             job = replace(job, opaque=outermost((*job.opaque, path)), reasons={**job.reasons, path: reason})
+
+
+def _without_region(cause: TraceError, error: TraceError) -> TraceError:
+    """Why a line cannot be traced, and why the module around it cannot run as it is written either."""
+    if error is cause or not isinstance(error, RegionError):
+        return cause
+    remedy = f"{cause.remedy} (the module does not run as it is written: {error.value})"
+    return TraceError(cause.law, value=cause.value, place=cause.place, remedy=remedy)
 
 
 def _traced(job: _Job, times: int = 1) -> Graph:

@@ -10,6 +10,7 @@
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
 | ``stage@layers.0-7=0``                          | the pipeline stage of the selected blocks          |
 | ``model.layers.*.mlp.up_proj.weight=tp:S(0)``   | the type at rest of parameters, by a name pattern  |
+| ``opaque=encoder.router``                       | a module runs as it is written (path, pattern, class) |
 
 A selector is a dotted path whose parts may be ``*`` or a range: it selects the blocks whose label contains it.
 """
@@ -57,7 +58,7 @@ _NUMBERS = {
 }
 _AXES = ("tp",)
 _CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16", "fp64"), "cp_attention": KINDS}
-_KEYS = (*_NUMBERS, "schedule", "cp_attention", "recompute", "precision", "stage@BLOCKS", "PARAMETER=tp:TYPE")
+_KEYS = (*_NUMBERS, *_CHOICES, "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,15 @@ class ParameterPin:
         return any(fnmatchcase(name, self.pattern) for name in names)
 
 
-Pin = NumberPin | ChoicePin | RecomputePin | StagePin | ParameterPin
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpaquePin:
+    """Modules that are not looked into, by path, pattern or class name: the model is traced with it."""
+
+    text: str
+    name: str
+
+
+Pin = NumberPin | ChoicePin | RecomputePin | StagePin | ParameterPin | OpaquePin
 
 
 def parse_pin(text: str) -> Pin:
@@ -141,12 +150,8 @@ def parse_pin(text: str) -> Pin:
         return _choice(text, name, relation, value)
     if relation not in ("=", "=="):
         raise UsageError(f"'{relation}' is for numbers and choices", value=repr(text), remedy="write =")
-    if name == "recompute":
-        return _recompute(text, value)
-    if name.startswith("stage@"):
-        if not value.isdecimal():
-            raise UsageError("a stage is counted from 0", value=repr(value), place=f"pin '{text}'")
-        return StagePin(text=text, selector=name.removeprefix("stage@"), stage=int(value))
+    if name in ("recompute", "opaque") or name.startswith("stage@"):
+        return _of_modules(text, name, value)
     if ":" in value:
         axis, _, type_text = value.partition(":")
         if axis not in _AXES:
@@ -166,6 +171,17 @@ def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
     if value.lower() not in by_lower:
         raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, known))
     return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
+
+
+def _of_modules(text: str, name: str, value: str) -> Pin:
+    """A pin on blocks or modules."""
+    if name == "recompute":
+        return _recompute(text, value)
+    if name == "opaque":
+        return OpaquePin(text=text, name=value)
+    if not value.isdecimal():
+        raise UsageError("a stage is counted from 0", value=repr(value), place=f"pin '{text}'")
+    return StagePin(text=text, selector=name.removeprefix("stage@"), stage=int(value))
 
 
 def _recompute(text: str, value: str) -> RecomputePin:
@@ -248,6 +264,11 @@ class Pins:
     def parameters(self) -> tuple[ParameterPin, ...]:
         return tuple(pin for pin in self.pins if isinstance(pin, ParameterPin))
 
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Names of the modules that run as they are written."""
+        return tuple(pin.name for pin in self.pins if isinstance(pin, OpaquePin))
+
     def recompute(self, graph: Graph) -> dict[int, Recompute]:
         """The pinned recompute by block index; later pins win over earlier ones."""
         found: dict[int, Recompute] = {}
@@ -279,6 +300,11 @@ class Pins:
             raise UsageError(
                 "ep splits the experts of a model", value="none that trace as one operator", place=graph.name,
                 remedy="drop the pin of ep, or write the experts with autopar.nn.experts",
+            )  # fmt: skip
+        if self.opaque and not any(op.target == "autopar.opaque" for op in (*graph.prelude, *graph.ops)):
+            raise UsageError(
+                "a pin of opaque holds for a model that is traced with it", value=repr(self.opaque[0]), place=graph.name,
+                remedy="give the model instead of its graph, or trace it with opaque=[...]",
             )  # fmt: skip
         for pin in self.parameters:
             if not pin.matches(names):

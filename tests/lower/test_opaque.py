@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.graph import trace
 from autopar.plan_io import load_plan, save_plan
@@ -70,6 +72,40 @@ def test_modules_are_named_and_a_plan_keeps_the_names(tmp_path: Path) -> None:
     assert named.fingerprint == plan.model.fingerprint != trace(model, (), u.batch()).fingerprint
     with pytest.raises(UsageError, match=r"'router'.*Sequential"):
         trace(model, (), u.batch(), opaque=["router"])
+
+
+def test_a_module_is_pinned_as_opaque() -> None:
+    model = u.Around(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    options = {"example_inputs": u.batch(), "cluster": "cpu:1x2", "global_batch_size": 8}
+    pinned = autopar.estimate(model, pins=["tp=2", "opaque=Sequential"], **options)
+    named = autopar.estimate(model, pins=["tp=2"], opaque=["Sequential"], **options)
+    assert (pinned.opaque, pinned.notes, pinned.layouts) == (named.opaque, named.notes, named.layouts)
+    assert pinned.opaque == ("Sequential",)
+    with pytest.raises(UsageError, match=r"'inner'.*give the model instead of its graph"):
+        autopar.estimate(trace(model, (), u.batch()), cluster="cpu:1x2", global_batch_size=8, pins=["opaque=inner"])
+    with pytest.raises(UsageError, match=r"'innner'.*Sequential"):
+        autopar.estimate(model, pins=["opaque=innner"], **options)
+
+
+class Counting(nn.Module):
+    """A buffer that each forward pass changes, next to a branch on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x if x.sum().item() > 0 else x / self.steps
+
+
+def test_a_region_that_changes_its_buffers_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(steps\)") as caught:
+        trace(u.Around(Counting), (), u.batch())
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TraceError, match=r"inner \(Sequential\): .*it changes buffers \(0.running_mean, .*around it"):
+        trace(u.Around(lambda: nn.Sequential(nn.BatchNorm1d(8))), (), u.batch(), opaque=["inner"])
 
 
 LOCAL = type("Local", (u.StraightThrough,), {"__qualname__": "function.<locals>.Local"})
