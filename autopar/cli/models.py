@@ -156,7 +156,8 @@ class VerifiedModel:
             global_batch_size: at which the model is traced where samples meet; without it they must be apart.
             opaque: modules that are not looked into.
             as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
-                is traced without dropping anything, because what two processes draw cannot be compared.
+                is traced without dropping anything: what two processes draw cannot be compared, and one device, in
+                float64 as well, runs without.
         """
         from autopar.graph import trace as trace_model
         from autopar.graph.random import draws_random
@@ -175,7 +176,7 @@ class VerifiedModel:
             return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
 
         graph = trace_one()
-        if as_trained or not any(draws_random(op.target) and op.target != "autopar.dropout" for op in graph.ops):
+        if as_trained or not any(draws_random(op.target) or op.target == "autopar.dropout" for op in graph.ops):
             return graph
         model = copy.deepcopy(self.source.model)
         without_dropout(model)

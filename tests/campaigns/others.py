@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import pickle
 import re
+import subprocess
 import sys
 import time
 import traceback
@@ -50,6 +51,7 @@ class Outcome:
         whole: targets of operators that no strategy splits.
         notes: of the plans: opaque regions, samples that meet.
         wall_s: seconds that it all took.
+        version: the commit that it ran at.
     """
 
     error: str = ""
@@ -62,6 +64,7 @@ class Outcome:
     results: dict[str, Result] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     wall_s: float = 0.0
+    version: str = ""
 
 
 def spec_of(kind: str) -> str:
@@ -229,8 +232,13 @@ def summary(outcomes: Mapping[str, Outcome]) -> str:
         if what in kinds
     ]
     missing = [kind for kind in TYPES if kind not in outcomes]
+    versions: dict[str, list[str]] = {}
+    for kind, found in outcomes.items():
+        versions.setdefault(found.version or "unknown", []).append(kind)
     if missing:
         lines.append(f"- not run: {len(missing)} ({', '.join(missing)})\n")
+    lines.append("\nThe commit of the code that they ran at:\n\n")
+    lines += [f"- {version}: {', '.join(kinds)}\n" for version, kinds in versions.items()]
     return "".join(lines)
 
 
@@ -266,7 +274,7 @@ def _loaded(path: Path) -> dict[str, Outcome]:
 
 
 def _saved(outcomes: Mapping[str, Outcome], path: Path) -> None:
-    kept = ("error", "traceback", "num_operators", "num_split", "whole", "notes", "wall_s")
+    kept = ("error", "traceback", "num_operators", "num_split", "whole", "notes", "wall_s", "version")
     entries = {
         kind: {name: getattr(found, name) for name in kept}
         | {"results": {layout: asdict(result) for layout, result in found.results.items()}}
@@ -330,11 +338,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         PAGE.write_text(page(outcomes), encoding="utf-8")
         return 0
+    version = _version()
     with nullcontext() if options.plan else WorkerPool(RANKS, preload=PRELOAD) as pool:
         for kind in options.types or [kind for kind in TYPES if kind not in outcomes]:
             start = time.perf_counter()
             found = outcomes[kind] = run_type(kind, pool)
-            found.graph, found.wall_s = None, time.perf_counter() - start
+            found.graph, found.wall_s, found.version = None, time.perf_counter() - start, version
             sys.stdout.write(shown(kind, found))
             sys.stdout.flush()
             if options.results and not options.plan:
@@ -342,6 +351,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.results and not options.types and not options.plan:
         PAGE.write_text(page(outcomes), encoding="utf-8")
     return int(any(standing(o) in (_BROKEN, _WRONG) for o in outcomes.values()))
+
+
+def _version() -> str:
+    """The commit of the checkout; empty where git does not know."""
+    call = ("git", "-C", str(PAGE.parent), "rev-parse", "--short=7", "HEAD")
+    return subprocess.run(call, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def shown(kind: str, found: Outcome) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph.ir import Block, Graph, Ref
+from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.trace import trace
-from autopar.layout import P, R, S
+from autopar.layout import I, P, R, S
 from autopar.rules.apply import shard
+from autopar.rules.types import Strategy
+from autopar.search import batch
 from autopar.search.batch import solve_batch
 from autopar.search.classes import compact
+from autopar.search.problem import Cost
 
 from .graphs import mlp, op
 
@@ -79,3 +83,28 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
 def test_parameters_stay_whole() -> None:
     typing = solve_batch(compact(mlp()))
     assert all(s.inputs[1] == R for name, s in typing.strategies.items() if name in ("start", "a0", "b0"))
+
+
+def test_where_samples_meet_no_trained_parameter_is_read_as_if_its_gradient_were_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ordered(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.linear = torch.nn.Parameter(torch.ones(8, 4)), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order = torch.sort(x[:, 0])[1]
+            return (self.linear(x)[order] + self.bias[order]).sin().sum()
+
+    graph = replace(trace(Ordered(), (torch.zeros(8, 4),), exact=True), mixing="sort")
+    usual = batch._BatchCosts.operator
+
+    def operator(self: batch._BatchCosts, op: Op, strategy: Strategy, saved: Sequence[Ref]) -> Cost:
+        return Cost() if strategy.name == "invariant" else usual(self, op, strategy, saved)
+
+    monkeypatch.setattr(batch._BatchCosts, "operator", operator)
+    typing = solve_batch(compact(graph), parts=2)
+    for one in graph.ops:
+        for ref, kind in zip(one.operands, typing.strategies[one.name].inputs, strict=True):
+            assert kind != I or not graph.is_parameter(ref), f"{one.name} reads {ref}"

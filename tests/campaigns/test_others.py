@@ -1,0 +1,71 @@
+"""What the page of further model types says, and that a run goes on where it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.campaigns import others
+from tests.campaigns.models import Result
+from tests.campaigns.others import PAGE, USED, Outcome, page, standing
+from tests.campaigns.types import TYPES
+
+GOOD = Result(mesh="tp=2", loss=1e-7, gradient=2e-7, parameter=3e-7)
+PAST = replace(GOOD, gradient=2e-2)
+ROUNDED = replace(PAST, double=3e-13, alone="1e-07, 1e-02, 1e-06", verdict="rounding: the same plan agrees")
+REFUSED = Result(error="tp divides 1 attention heads")
+
+
+def outcome(*results: Result, traceback: str = "") -> Outcome:
+    return Outcome(results=dict(zip(USED, results, strict=True)), num_operators=4, num_split=3, traceback=traceback)
+
+
+OUTCOMES = {
+    "opt": outcome(GOOD, GOOD, GOOD),
+    "phi": outcome(GOOD, ROUNDED, GOOD),
+    "phi3": outcome(GOOD, GOOD, REFUSED),
+    "qwen2": Outcome(error="no inputs at /somewhere/site-packages/transformers/qwen2.py:3; give a factory"),
+    "gemma2": outcome(GOOD, GOOD, GOOD, traceback="KeyError"),
+    "olmo": outcome(GOOD, replace(PAST, verdict="wrong: the parallel program DIFFERS"), GOOD),
+}
+
+
+def test_the_summary_counts_each_type_once_by_its_worst_layout() -> None:
+    text = page(OUTCOMES)
+    head = text.split("| type ")[0]
+    assert f"6 of {len(TYPES)} types were run" in head
+    assert "within the limits in float32: 1\n" in head
+    for kind, what in (
+        ("phi", "shown in float64"),
+        ("phi3", "some layouts"),
+        ("gemma2", "no answer"),
+        ("olmo", "wrong"),
+    ):
+        (line,) = (line for line in head.splitlines() if line.startswith("- ") and f"({kind})" in line)
+        assert what in line
+    assert "refused with a reason: 1 (qwen2)" in head
+    assert f"not run: {len(TYPES) - 6} (" in head
+
+
+def test_the_page_shows_float64_and_no_path_of_a_machine() -> None:
+    text = page(OUTCOMES)
+    assert "2e-02, 3e-07; f64 3e-13 |" in text
+    assert "one device alone, float32 against float64, is off by 1e-07, 1e-02, 1e-06. Rounding" in text
+    assert "**wrong** 1e-07, 2e-02, 3e-07" in text
+    assert "transformers/qwen2.py:3" in text
+    assert "site-packages" not in text
+
+
+def test_what_is_kept_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    others._saved(OUTCOMES, path)
+    again = others._loaded(path)
+    assert page(again) == page(OUTCOMES)
+    assert [standing(o) for o in again.values()] == [standing(o) for o in OUTCOMES.values()]
+    assert not others._loaded(tmp_path / "none.json")
+
+
+def test_the_published_page_has_no_wrong_numbers() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert "**wrong" not in text
+    assert "Traceback" not in text
