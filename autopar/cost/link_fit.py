@@ -74,7 +74,9 @@ def fit_link(
     fastest = 2 * max(p.num_bytes * volume_factor(p.kind, len(p.groups[0])) / p.time_s for p in points)
 
     def logs(variables: np.ndarray) -> np.ndarray:
-        link = replace(start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=min(math.exp(variables[1]), fastest))
+        link = replace(
+            start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=min(math.exp(variables[1]), fastest)
+        )
         link = replace(link, half_bandwidth_bytes=0.0, step_fraction=1.0)
         own = replace(group, nic=link) if nic else replace(group, intra_node=link, nic=link)
         cluster = Cluster(name="measured", groups=(own,), library=library)

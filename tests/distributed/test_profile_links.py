@@ -1,0 +1,82 @@
+"""Links between two local ranks: points of every collective, failures that end, a run that continues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+from autopar.profile.links import COLLECTIVES, Limits, LinkJob, LinkPoints, measure_links
+from autopar.runtime.workers import WorkerPool
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+LARGEST = 16 * 1024
+
+
+def measure(path: str, wrong: str, timeout_s: float) -> tuple[list[list[object]], list[list[object]]] | None:
+    """One rank's part; ``wrong``: a collective that rank 1 refuses while rank 0 waits for it."""
+
+    def refuse(x: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> object:
+        if dist.get_rank() == 1:
+            raise ValueError("refused")
+        return COLLECTIVES[wrong](x, ranks, group)
+
+    collectives = {kind: refuse if kind == wrong else run for kind, run in COLLECTIVES.items()}
+    store = dist.distributed_c10d._get_default_store()
+    limits = Limits(budget_s=30.0, timeout_s=timeout_s, max_bytes=LARGEST)
+    job = LinkJob(store, node=0, device=torch.device("cpu"), limits=limits, collectives=collectives)
+    found = measure_links(job, Path(path))
+    return None if found is None else (found.points, found.failed)
+
+
+def leave(path: str) -> str:
+    """Rank 1 does not take part at all."""
+    if dist.get_rank() == 1:
+        return ""
+    limits = Limits(budget_s=1.0, timeout_s=1.0, max_bytes=LARGEST)
+    job = LinkJob(dist.distributed_c10d._get_default_store(), node=0, device=torch.device("cpu"), limits=limits)
+    try:
+        measure_links(job, Path(path))
+    except AutoparError as error:
+        return str(error)
+    return "no error"
+
+
+def test_every_collective_is_timed_and_a_second_run_adds_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "points.json"
+    (points, failed), other = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=60.0)
+    assert (other, failed) == (None, [])
+    assert {(kind, size) for _, kind, size, _, _ in points} == {
+        (k, n) for k in COLLECTIVES for n in (1024, 4096, LARGEST)
+    }
+    assert all(time_s > 0 for *_, time_s, _ in points)
+    kept = LinkPoints.load(path)
+    assert kept.points == points
+    assert kept.job["nodes"] == [0, 0]
+    data = json.loads(path.read_text(encoding="utf-8"))
+    dropped = data["points"].pop(4)
+    data["trying"] = [dropped[0], "broadcast", 65536]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    (again, lost), _ = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=60.0)
+    assert [p for p in again if p[:3] != dropped[:3]] == data["points"]
+    assert [p[:3] for p in again if p not in data["points"]] == [dropped[:3]]
+    assert lost == [[*data["trying"], "the job ended while this was measured"]]
+
+
+def test_a_collective_that_fails_is_told_and_skipped(pool: WorkerPool, tmp_path: Path) -> None:
+    (points, failed), _ = pool.run(measure, str(tmp_path / "points.json"), "all_gather", 2.0, size=2, timeout_s=60.0)
+    ((_, kind, size, reason),) = failed
+    assert (kind, size) == ("all_gather", 1024)
+    assert "rank 1: ValueError: refused" in reason
+    assert "rank 0: " in reason  # waited until the time limit of the collective
+    assert {p[1] for p in points} == set(COLLECTIVES) - {"all_gather"}
+
+
+def test_a_rank_that_is_gone_is_an_error_not_a_wait(pool: WorkerPool, tmp_path: Path) -> None:
+    text, _ = pool.run(leave, str(tmp_path / "points.json"), size=2, timeout_s=60.0)
+    assert "rank 1 answers" in text
+    assert "no answer within" in text
