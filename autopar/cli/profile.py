@@ -128,7 +128,7 @@ def everything(
     }  # fmt: skip
     if not under_torchrun():
         start_ranks(names["links"], ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=nics)
-        _write_cluster(output, names)
+        _write_cluster(output, names, nics)
         machine = _machine()
         calls = _calls(model, str(output), **wish)
         found = _measure_operators(calls, machine, _device(machine), names["device"])
@@ -137,7 +137,7 @@ def everything(
             linked = _measure_links(job, names["links"], nics)
             store, rank, world = job.store, job.rank, job.world
         if linked is not None:
-            _write_cluster(output, names)
+            _write_cluster(output, names, nics)
 
         def plan() -> list[str]:
             return _calls(model, str(output), **wish)
@@ -308,12 +308,11 @@ def _write_links(found: LinkPoints, path: Path, output: Path, nics: int | None) 
     from autopar.cost.link_fit import links_of
     from autopar.profile.files import write_toml
 
-    machine = _link_start(found.job["backend"])
     where = f"measured {time.strftime('%Y-%m-%d')} on {len(found.job['nodes'])} ranks of {found.job['device']}, "
     where += f"{found.job['backend']}, torch {found.job['torch']}"
     fitted = links_of(
         found.sets, found.points, nodes=found.job["nodes"], where=where, points_name=path.name,
-        machine=machine if nics is None else replace(machine, num_nics=nics), library=found.job["backend"],
+        machine=_link_start(found.job["backend"]), nics_per_node=nics, library=found.job["backend"],
     )  # fmt: skip
     write_toml(
         output, fitted.to_dict(), comment="Written by 'autopar profile links'; use it as --cluster NAME?links=FILE."
@@ -350,7 +349,7 @@ def _summary_of_links(output: Path) -> dict[str, Any]:
     return _told(output, Links.load(output), LinkPoints.load(output.with_suffix(".points.json")))
 
 
-def _write_cluster(output: Path, names: dict[str, Path]) -> None:
+def _write_cluster(output: Path, names: dict[str, Path], nics: int | None) -> None:
     """A cluster file that names the links and, once it is there, the device's profile."""
     from autopar.profile.files import write_toml
     from autopar.profile.links import LinkPoints
@@ -363,6 +362,7 @@ def _write_cluster(output: Path, names: dict[str, Path]) -> None:
         "device": names["device"].name,
         "num_nodes": len(set(nodes)),
         "devices_per_node": len(nodes) // len(set(nodes)),
+        **({"nics_per_node": nics} if nics else {}),
     }
     data = {"name": output.stem, "links": names["links"].name, "group": [group]}
     write_toml(output, data, comment="Written by 'autopar profile all'; use it as --cluster FILE.")

@@ -91,7 +91,9 @@ def fit_link(
     def distance(variables: np.ndarray) -> float:
         return float(np.sum(np.sqrt(1.0 + (logs(variables) / ROBUST) ** 2) - 1.0))
 
-    begin = np.log([max(start.latency_s, 1e-7), start.bandwidth_bytes_per_s])
+    quickest = min(point.time_s for point in points)
+    # where the bandwidth is cut off it has no effect, so the fit begins below
+    begin = np.log([quickest / 4, fastest / 2])
     done = minimize(distance, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
     latency, bandwidth = math.exp(done.x[0]), min(math.exp(done.x[1]), fastest)
     link = replace(
@@ -109,6 +111,7 @@ def links_of(
     library: str,
     where: str,
     points_name: str,
+    nics_per_node: int | None = None,
 ) -> Links:
     """The file of measured links: a fit of every kind on every shape of groups, and the links behind them.
 
@@ -120,6 +123,7 @@ def links_of(
         library: name of the collective library that ran.
         where: device, software, date: for the provenance.
         points_name: file of the raw points.
+        nics_per_node: cards of a node; as many as the machine has for so many devices when None.
 
     Raises:
         AutoparError: no collective inside a node and none across nodes has two points.
@@ -129,7 +133,8 @@ def links_of(
     measured = _collectives(by_name, points, per_node, where)
     if not measured:
         raise AutoparError("at least two sizes of a collective are measured", value="none", remedy="allow more time")
-    layout = Nodes(num_nodes=len(set(nodes)), devices_per_node=per_node, nics_per_node=machine.num_nics)
+    cards = nics_per_node or max(1, per_node * machine.num_nics // machine.num_devices)
+    layout = Nodes(num_nodes=len(set(nodes)), devices_per_node=per_node, nics_per_node=cards)
     shipped, links = load_library(library), {"intra_node": machine.intra_node, "nic": machine.nic}
     for tier, name in (("node", "intra_node"), ("network", "nic")):
         own = [

@@ -123,11 +123,13 @@ class Limits:
         budget_s: of the whole measurement.
         timeout_s: of one collective.
         max_bytes: of one; the memory of the fullest node may allow less.
+        grace_s: how much longer than all of this a rank may take to answer before it counts as gone.
     """
 
     budget_s: float = 120.0
     timeout_s: float = 30.0
     max_bytes: int = 2**30
+    grace_s: float = 10.0
 
 
 class LinkJob:
@@ -337,7 +339,7 @@ class LinkJob:
         number, task = self._number, {"do": do, "with": arguments}
         self.store.set(f"task{number}", json.dumps(task))
         self._answer(task)
-        patience = 2 * self.limits.timeout_s + self.limits.budget_s + 10.0
+        patience = 2 * self.limits.timeout_s + self.limits.budget_s + self.limits.grace_s
         answers = [
             json.loads(self._wait(f"done{number}.{rank}", patience, f"rank {rank} answers"))
             for rank in range(self.world)

@@ -1,0 +1,42 @@
+"""Jobs of the tests of ``autopar profile links``: what workers run must be importable by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+from autopar.profile.links import COLLECTIVES, Limits, LinkJob, measure_links
+
+LARGEST = 16 * 1024
+
+
+def measure(path: str, wrong: str, timeout_s: float) -> tuple[list[list[object]], list[list[object]]] | None:
+    """One rank's part; ``wrong``: a collective that rank 1 refuses while rank 0 waits for it."""
+
+    def refuse(x: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> object:
+        if dist.get_rank() == 1:
+            raise ValueError("refused")
+        return COLLECTIVES[wrong](x, ranks, group)
+
+    collectives = {kind: refuse if kind == wrong else run for kind, run in COLLECTIVES.items()}
+    store = dist.distributed_c10d._get_default_store()
+    limits = Limits(budget_s=30.0, timeout_s=timeout_s, max_bytes=LARGEST)
+    job = LinkJob(store, node=0, device=torch.device("cpu"), limits=limits, collectives=collectives)
+    found = measure_links(job, Path(path))
+    return None if found is None else (found.points, found.failed)
+
+
+def leave(path: str) -> str:
+    """Rank 1 does not take part at all."""
+    if dist.get_rank() == 1:
+        return ""
+    limits = Limits(budget_s=1.0, timeout_s=0.5, max_bytes=LARGEST, grace_s=0.5)
+    job = LinkJob(dist.distributed_c10d._get_default_store(), node=0, device=torch.device("cpu"), limits=limits)
+    try:
+        measure_links(job, Path(path))
+    except AutoparError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,50 @@
+"""Links between two local ranks: points of every collective, failures that end, a run that continues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.profile.links import COLLECTIVES, LinkPoints
+from autopar.runtime.workers import WorkerPool
+from tests.distributed.linking import LARGEST, leave, measure
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+
+def test_every_collective_is_timed_and_a_second_run_adds_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "points.json"
+    (points, failed), other = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=60.0)
+    assert (other, failed) == (None, [])
+    assert {(kind, size) for _, kind, size, _, _ in points} == {
+        (k, n) for k in COLLECTIVES for n in (1024, 4096, LARGEST)
+    }
+    assert all(time_s > 0 for *_, time_s, _ in points)
+    kept = LinkPoints.load(path)
+    assert kept.points == points
+    assert kept.job["nodes"] == [0, 0]
+    data = json.loads(path.read_text(encoding="utf-8"))
+    dropped = data["points"].pop(4)
+    data["trying"] = [dropped[0], "broadcast", 65536]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    (again, lost), _ = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=60.0)
+    assert [p for p in again if p[:3] != dropped[:3]] == data["points"]
+    assert [p[:3] for p in again if p not in data["points"]] == [dropped[:3]]
+    assert lost == [[*data["trying"], "the job ended while this was measured"]]
+
+
+def test_a_collective_that_fails_is_told_and_skipped(pool: WorkerPool, tmp_path: Path) -> None:
+    (points, failed), _ = pool.run(measure, str(tmp_path / "points.json"), "all_gather", 2.0, size=2, timeout_s=60.0)
+    ((_, kind, size, reason),) = failed
+    assert (kind, size) == ("all_gather", 1024)
+    assert "rank 1: ValueError: refused" in reason
+    assert "rank 0: " in reason  # waited until the time limit of the collective
+    assert {p[1] for p in points} == set(COLLECTIVES) - {"all_gather"}
+
+
+def test_a_rank_that_is_gone_is_an_error_not_a_wait(pool: WorkerPool, tmp_path: Path) -> None:
+    text, _ = pool.run(leave, str(tmp_path / "points.json"), size=2, timeout_s=60.0)
+    assert "rank 1 answers" in text
+    assert "no answer within" in text
