@@ -2,7 +2,7 @@
 
 | what        | ZeRO 0, one dtype | ZeRO 0 mixed, 1, 2                 | ZeRO 3                |
 |-------------|-------------------|------------------------------------|-----------------------|
-| parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing |
+| parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing, in a pipeline all |
 | gradients   | whole             | whole while they accumulate, else shard + one block in passing | likewise |
 | optimizer   | whole             | shard                              | shard                 |
 
@@ -98,6 +98,10 @@ def rank_memory(
     transient = max(
         passing_bytes(stage, own, data, num_micro_batches) for stage, own in zip(stages, units, strict=True)
     )
+    if (
+        data.gathers_always and data.is_pipelined
+    ):  # from a backward on to the next forward all of a stage stays gathered
+        transient += sum(unit.numel for stage in units for unit in stage) * itemsize(data.precision.compute)
     # activations are gone when gradients are summed and parameters stepped
     after = _after_backward(units, data, optimizer, device)
     transient = max(transient, after - activations)
@@ -137,7 +141,7 @@ def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, n
     for i in reversed(range(len(rows))):
         block, recompute, unit = rows[i]
         here = block.passing_bytes(recompute) - later
-        if data.gathers_always:
+        if data.gathers_always and not data.is_pipelined:
             before = rows[i - 1][2].numel if i else 0
             here += (unit.numel + before) * compute
         if buffers:  # its gradients, those of the block after on their way

@@ -181,6 +181,7 @@ class Evaluator:
             flops_per_sample=self.flops_per_sample,
             tokens_per_sample=self.tokens_per_sample,
             prelude_s=option.prelude_s,
+            totals=option.totals,
         )
 
     def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | _Failure:

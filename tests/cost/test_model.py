@@ -57,7 +57,7 @@ def test_one_device_adds_up_its_blocks() -> None:
 
 
 def test_recompute_adds_the_forward_again() -> None:
-    blocks = layers(4, communication_forward_s=1e-4, **SMALL)
+    blocks = layers(4, communication_forward_s=1e-4, communication_again_s=1e-4, **SMALL)
     plain, again = (predict([stage(*blocks, recompute=r)], Mesh(), count=2).breakdown for r in (False, True))
     assert plain.recompute_s == 0
     assert again.recompute_s == pytest.approx(2 * 4 * F)
@@ -67,7 +67,7 @@ def test_recompute_adds_the_forward_again() -> None:
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_a_pipeline_of_equal_stages_has_the_known_bubble(schedule: str) -> None:
     pp, count = 4, 8
-    stages = [stage(b) for b in layers(pp, send_bytes=0, send_gradient_bytes=0, **SMALL)]
+    stages = [stage(b) for b in layers(pp, sends=(), send_gradients=(), **SMALL)]
     found = predict(stages, Mesh(pp=pp), schedule=schedule, count=count)
     assert found.breakdown.compute_s == pytest.approx(count * (F + B))
     assert found.breakdown.bubble_s == pytest.approx((pp - 1) * (F + B))
@@ -75,7 +75,7 @@ def test_a_pipeline_of_equal_stages_has_the_known_bubble(schedule: str) -> None:
 
 
 def test_messages_between_stages_are_exposed_in_part() -> None:
-    stages = [stage(b) for b in layers(4, send_bytes=10**7, send_gradient_bytes=10**7, **SMALL)]
+    stages = [stage(b) for b in layers(4, sends=(10**7,), send_gradients=(10**7,), **SMALL)]
     found = predict(stages, Mesh(pp=4, dp_replicate=8), schedule="1F1B", count=8)
     alone = predict(stages, Mesh(pp=4, dp_replicate=1), schedule="1F1B", count=8)
     assert found.breakdown.pipeline_s > alone.breakdown.pipeline_s > 0  # across nodes, then within one
@@ -133,7 +133,7 @@ def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None
 
 
 def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
-    first, last = layers(2, send_bytes=0, send_gradient_bytes=0)
+    first, last = layers(2, sends=(), send_gradients=())
     tied = replace(first.parameters[0], shared=True)
     stages = [stage(replace(first, parameters=(tied,))), stage(replace(last, parameters=(tied,)))]
     mesh = Mesh(pp=2)
