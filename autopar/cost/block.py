@@ -45,6 +45,12 @@ class ParameterCost:
         """Local elements."""
         return prod(self.shape)
 
+    def shard_shape(self, ranks: int) -> tuple[int, ...]:
+        """Of the largest shard; see :meth:`shard_numel`."""
+        if not self.shape or ranks == 1 or self.spread:
+            return self.shape
+        return (-(-self.shape[0] // ranks), *self.shape[1:])
+
     def shard_numel(self, ranks: int) -> int:
         """Elements of the largest shard when dim 0 (FSDP2's choice) is split, the last ranks' parts being smaller."""
         if not self.shape or ranks == 1 or self.spread:

@@ -50,6 +50,7 @@ class Unit:
     Attributes:
         numel, trained_numel: elements before dp_shard splits them; without experts over data ranks.
         shard_numel, trained_shard_numel: elements that the fullest rank of dp_shard keeps; with them.
+        trained_shard_shapes: of each of these.
         spread_numel: trained elements of experts over data ranks, which nobody gathers or shards again.
         num_trained: parameters with a gradient.
         gather_s: making the whole parameters in the compute dtype.
@@ -61,6 +62,7 @@ class Unit:
     trained_numel: int
     shard_numel: int
     trained_shard_numel: int
+    trained_shard_shapes: tuple[tuple[int, ...], ...]
     spread_numel: int
     num_trained: int
     gather_s: float
@@ -129,6 +131,7 @@ class DataParallel:
             trained_numel=trained_numel,
             shard_numel=sum(p.shard_numel(shards) for p in parameters),
             trained_shard_numel=trained_shard + spread_numel,
+            trained_shard_shapes=tuple(p.shard_shape(shards) for p in trained),
             spread_numel=spread_numel,
             num_trained=len(trained),
             gather_s=gather_s,
@@ -163,11 +166,11 @@ class DataParallel:
         reduces = self.uses_fsdp and not self.is_pipelined and (is_last or self.zero_stage >= 2)
         if not reduces and not self.gathers_always:
             return 0.0
-        # backward meets the blocks from the last to the first; the last one's parameters are still there
+        # backward meets the blocks from the last to the first; FSDP2 has freed the last one's parameters too
         order, none = list(reversed(units)), [0.0] * len(units)
         gathers = [unit.gather_s for unit in order] if self.gathers_always else none
         reductions = [unit.reduce_s + (unit.replicate_s if is_last else 0.0) for unit in order] if reduces else none
-        total = 0.0
+        total = gathers[0]
         for i, time_s in enumerate(reversed(times)):
             beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)
             hidden = min(beside, time_s)

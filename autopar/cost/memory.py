@@ -59,9 +59,8 @@ def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_mi
     else:
         gradients = (unit.trained_shard_numel - unit.spread_numel) * storage
     gradients += unit.spread_numel * storage
-    return State(
-        parameters=parameters, gradients=gradients, optimizer=unit.trained_shard_numel * storage * optimizer.states
-    )
+    kept = sum(optimizer.state_bytes(shape, storage) for shape in unit.trained_shard_shapes)
+    return State(parameters=parameters, gradients=gradients, optimizer=kept)
 
 
 def rank_memory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,6 +135,21 @@ class CostModel:
 
     # --- whole plans
 
+    @property
+    def memory_limit_bytes(self) -> int:
+        """What the smallest device has."""
+        return min(device.memory_bytes for device in self.cluster.devices)
+
+    @property
+    def memory_spread(self) -> float:
+        """Upper end of a predicted peak's interval over the prediction: the widest of the devices' profiles."""
+        return 1 + max(device.memory_uncertainty for device in self.cluster.devices)
+
+    @property
+    def fitting_bytes(self) -> int:
+        """The largest predicted peak that fits: the upper end of its interval is the limit."""
+        return math.floor(self.memory_limit_bytes / self.memory_spread)
+
     def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:
         """Peak memory of each pipeline rank.
 
@@ -209,13 +225,14 @@ class CostModel:
         self, parts: Breakdown, sums: Sequence[_StageSums], memory: tuple[Memory, ...], step: Step
     ) -> Prediction:
         time_s = parts.total_s
-        width = self.device.uncertainty
+        width, peak = self.device.uncertainty, max(m.total for m in memory)
         peak_flops = self.device.rate(self.precision.compute).datasheet_flops_per_s * step.mesh.world_size
         return Prediction(
             step_time_s=time_s,
             step_time_interval_s=(time_s / (1 + width), time_s * (1 + width)),
-            peak_memory_bytes=max(m.total for m in memory),
-            memory_limit_bytes=min(device.memory_bytes for device in self.cluster.devices),
+            peak_memory_bytes=peak,
+            peak_memory_interval_bytes=(round(peak / self.memory_spread), round(peak * self.memory_spread)),
+            memory_limit_bytes=self.memory_limit_bytes,
             mfu=step.flops_per_sample * step.global_batch_size / (time_s * peak_flops),
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,

@@ -342,7 +342,7 @@ class Layouts:
             mesh=self.mesh(split),
             axis=axis,
             collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
-            state_bytes_per_element=storage * (1 + self.model.optimizer.states) + reduce + copies,
+            state_bytes_per_element=storage + self.model.optimizer.bytes_per_element(storage) + reduce + copies,
             gradient_itemsize=storage,
         )
 

@@ -109,9 +109,11 @@ def test_zero_stages_communicate_as_often_as_the_runtime() -> None:
     model = CostModel(CPU, FP32, "sgd")
     data = model._data(step(mesh, zero=3))
     unit = model._unit(blocks[0].blocks[0], data)
+    loss = model.collectives.time_s("all_reduce", 4, mesh, ("dp_shard",))
+    found = {zero: seconds - loss for zero, seconds in found.items()}
     assert found[1] == pytest.approx(unit.gather_s + unit.reduce_s)
     assert found[2] == pytest.approx(unit.gather_s + count * unit.reduce_s)
-    assert found[3] == pytest.approx(count * (unit.gather_s + unit.reduce_s))  # the last block stays gathered
+    assert found[3] == pytest.approx(count * (2 * unit.gather_s + unit.reduce_s))
 
 
 def test_replicas_sum_their_gradients_once() -> None:
@@ -129,7 +131,9 @@ def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None
     mesh = Mesh(tp=4)
     plain, more = (predict([stage(*bs)], mesh).breakdown.tensor_parallel_s for bs in (blocks, summed))
     model = CostModel(H100, FP32, "sgd")
-    assert more - plain == pytest.approx(model.collectives.time_s("all_reduce", 2 * 4 * 2**20, mesh, ("tp",)))
+    size = 2 * 4 * 2**20  # one bucket, which leaves after the last backward, copied in and out
+    copies = 2 * size / model.device.memory_bandwidth_bytes_per_s
+    assert more - plain == pytest.approx(model.collectives.time_s("all_reduce", size, mesh, ("tp",)) + copies)
 
 
 def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
@@ -139,7 +143,8 @@ def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
     mesh = Mesh(pp=2)
     with_tie = predict(stages, mesh, schedule="1F1B").breakdown.data_parallel_s
     model = CostModel(H100, FP32, "sgd")
-    assert with_tie == pytest.approx(model.collectives.send_time_s(4 * 2**20, mesh))
+    tie, loss = (model.collectives.time_s("all_reduce", size, mesh, ("pp",)) for size in (4 * 2**20, 4))
+    assert with_tie == pytest.approx(tie + loss)
 
 
 def test_changes_of_type_cost_what_the_table_says() -> None:
