@@ -63,7 +63,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         global_batch_size: samples of one optimizer step.
         pins: constraints, as ``tp<=4`` (see ``autopar.search.pins``).
         precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp64``: all in float64.
-        optimizer: ``adamw``, ``adam``, ``momentum`` or ``sgd``.
+        optimizer: ``adamw``, ``adam``, ``momentum``, ``sgd`` or ``adafactor``; ``adamw:bytes=2`` declares the bytes of
+            states for each element (8-bit optimizers).
         space: what may be chosen: a name or a TOML file.
         trials, timeout_s: stop after so many evaluations or seconds.
         storage: an Optuna URL, in which every trial is recorded.

@@ -161,7 +161,11 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model says of the plan; ``interval`` bounds the step time."""
+    """What the cost model says of the plan.
+
+    ``step_time_interval_s`` and ``peak_memory_interval_bytes`` bound the two predictions, by the spread that the
+    profiles state.
+    """
 
     step_time_s: float
     step_time_interval_s: tuple[float, float]
@@ -173,6 +177,20 @@ class Prediction:
     memory: tuple[Memory, ...]
     stage_times: tuple[tuple[float, float], ...] = ()
     """For each stage the seconds of one micro-batch's forward and backward (recompute included); may be empty."""
+    peak_memory_interval_bytes: tuple[int, ...] = ()
+    """Lower and upper end; empty in plans of older versions."""
+
+    @property
+    def memory_spread(self) -> float:
+        """Upper end of the memory interval over the prediction; 1 where no interval is known."""
+        if not self.peak_memory_interval_bytes or not self.peak_memory_bytes:
+            return 1.0
+        return max(self.peak_memory_interval_bytes[1] / self.peak_memory_bytes, 1.0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the upper end of the memory interval stays under the limit."""
+        return max((self.peak_memory_bytes, *self.peak_memory_interval_bytes)) <= self.memory_limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

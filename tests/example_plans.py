@@ -133,6 +133,7 @@ def llama_plan() -> Plan:
             step_time_s=0.45,
             step_time_interval_s=(0.41, 0.52),
             peak_memory_bytes=31 * _GIB,
+            peak_memory_interval_bytes=(27 * _GIB, 36 * _GIB),
             memory_limit_bytes=74 * _GIB,
             mfu=0.4873,
             tokens_per_s=582_542.2,
@@ -186,6 +187,7 @@ def single_plan() -> Plan:
     predicted = replace(
         base.predicted,
         peak_memory_bytes=29 * _GIB,
+        peak_memory_interval_bytes=(),
         memory_limit_bytes=28 * _GIB,
         memory=base.predicted.memory[:1],
         stage_times=(),

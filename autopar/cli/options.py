@@ -33,7 +33,9 @@ Sequence_ = Annotated[
     typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; the model's own length if not given."),
 ]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp64.")]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw, momentum or sgd: for memory and time.")]
+Optimizer = Annotated[
+    str, typer.Option("--optimizer", help="adamw, momentum, sgd, adafactor, adamw:bytes=2: for memory and time.")
+]
 Pin = Annotated[
     list[str] | None,
     typer.Option(

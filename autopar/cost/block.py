@@ -45,6 +45,12 @@ class ParameterCost:
         """Local elements."""
         return prod(self.shape)
 
+    def shard_shape(self, ranks: int) -> tuple[int, ...]:
+        """Of the largest shard; see :meth:`shard_numel`."""
+        if not self.shape or ranks == 1 or self.spread:
+            return self.shape
+        return (-(-self.shape[0] // ranks), *self.shape[1:])
+
     def shard_numel(self, ranks: int) -> int:
         """Elements of the largest shard when dim 0 (FSDP2's choice) is split, the last ranks' parts being smaller."""
         if not self.shape or ranks == 1 or self.spread:
@@ -60,13 +66,15 @@ class BlockCost:
         key: equal for blocks of equal cost.
         forward_s, backward_s: computation.
         communication_forward_s, communication_backward_s: collectives of the block's own axes, exposed.
+        communication_again_s: what of the forward ones runs again under recompute.
         context_forward_s, context_backward_s: what of these belongs to the axis ``cp``.
+        context_again_s: likewise.
         saved_bytes: what backward needs of the block's own and its inputs' values; shared storages once.
         input_bytes: values that come from earlier blocks; what recompute keeps instead.
         saved_input_bytes: the part of ``saved_bytes`` that ``input_bytes`` counts too.
         prelude: name and bytes of the inputs and prelude values that it reads; a stage has them once.
         forward_transient_bytes, backward_transient_bytes: the most that is alive at once, over ``saved_bytes``.
-        send_bytes, send_gradient_bytes: what a stage that ends here sends on, and gets back.
+        sends, send_gradients: bytes of each tensor that a stage that ends here sends on, and gets back.
         flops, backward_flops: of matrix products.
         messages: its collectives.
         parameters: that it reads.
@@ -83,19 +91,31 @@ class BlockCost:
     prelude: tuple[tuple[str, int], ...]
     forward_transient_bytes: int
     backward_transient_bytes: int
-    send_bytes: int
-    send_gradient_bytes: int
+    sends: tuple[int, ...]
+    send_gradients: tuple[int, ...]
     flops: float
     backward_flops: float
     messages: tuple[Message, ...]
     parameters: tuple[ParameterCost, ...]
     context_forward_s: float = 0.0
     context_backward_s: float = 0.0
+    communication_again_s: float = 0.0
+    context_again_s: float = 0.0
+
+    @property
+    def send_bytes(self) -> int:
+        """Of all that is sent on."""
+        return sum(self.sends)
+
+    @property
+    def send_gradient_bytes(self) -> int:
+        """Of all that comes back."""
+        return sum(self.send_gradients)
 
     @property
     def recompute_s(self) -> float:
         """What a recomputation in backward adds: the forward with its collectives."""
-        return self.forward_s + self.communication_forward_s
+        return self.forward_s + self.communication_again_s
 
     def kept_bytes(self, recompute: bool) -> int:
         """Bytes kept from forward to backward."""
@@ -164,10 +184,15 @@ def price_block(
     fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
     exposed = device.interference if overlapped else 1.0
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+    again_s = context_again_s = 0.0
     for message in done.shape.messages:
         time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+        in_context = time_s if message.axis == "cp" else 0.0
         seconds[message.backward] += time_s
-        context[message.backward] += time_s if message.axis == "cp" else 0.0
+        context[message.backward] += in_context
+        if message.repeated and not message.backward:
+            again_s += time_s
+            context_again_s += in_context
     return replace(
         done.shape,
         forward_s=sum(time.forward_s for time in times),
@@ -176,6 +201,8 @@ def price_block(
         communication_backward_s=seconds[True],
         context_forward_s=context[False],
         context_backward_s=context[True],
+        communication_again_s=again_s,
+        context_again_s=context_again_s,
     )
 
 
@@ -208,6 +235,8 @@ def block_work(
     works = [storages.copied(op, done) for op, done in zip(ops, works, strict=True)]
     inputs = storages.inputs()
     across = graph.live_across(block.stop)
+    keeping = (i for i, done in enumerate(works) if done.saved or done.saves_output or done.saved_bytes)
+    last_kept = max(keeping, default=-1)
     shape = BlockCost(
         key=block.hash,
         forward_s=0.0,
@@ -220,11 +249,15 @@ def block_work(
         prelude=storages.prelude(),
         forward_transient_bytes=max(storages.forward_peak() - storages.saved_bytes, 0),
         backward_transient_bytes=max(storages.backward_peak() - storages.saved_bytes, 0) + storages.again_bytes,
-        send_bytes=sum(graph.spec(ref).num_bytes for ref in across),
-        send_gradient_bytes=sum(graph.spec(ref).num_bytes for ref in across if graph.spec(ref).requires_grad),
+        sends=tuple(graph.spec(ref).num_bytes for ref in across),
+        send_gradients=tuple(graph.spec(ref).num_bytes for ref in across if graph.spec(ref).requires_grad),
         flops=sum(done.flops for done in works),
         backward_flops=sum(done.backward_flops for done in works),
-        messages=tuple(message for op in ops for message in messages(op, graph)),
+        messages=tuple(
+            message if i <= last_kept else replace(message, repeated=False)
+            for i, op in enumerate(ops)
+            for message in messages(op, graph)
+        ),
         parameters=tuple(
             ParameterCost(
                 name=p.name,

@@ -208,10 +208,14 @@ class CollectiveModel:
 
     def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
         """Time of the slowest message between neighbouring pipeline ranks, all of them sending at once."""
+        return self.pair_time_s("send", num_bytes, mesh)
+
+    def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
+        """Time of a collective of two neighbouring pipeline ranks, the first and the last counted as such."""
         key = (mesh, ("send",))
         if key not in self._groups:
             self._groups[key] = send_shape(mesh, self.cluster)
-        return max((self.shape_time_s("send", num_bytes, shape) for shape in self._groups[key]), default=0.0)
+        return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._groups[key]), default=0.0)
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
         """Time of a collective of one group."""

@@ -2,7 +2,7 @@
 
 | ZeRO | gathered                                  | reduced                                             |
 |------|-------------------------------------------|-----------------------------------------------------|
-| 0    | never (once a step when precision is mixed) | summed in buckets beside the last backward        |
+| 0    | never (once a step when precision is mixed) | summed in buckets beside the last backward: `gradients.py` |
 | 1    | at the step's first forward               | at the last micro-batch                             |
 | 2    | at the step's first forward               | at every micro-batch                                |
 | 3    | at every forward and every backward       | at every micro-batch; with a pipeline after the last |
@@ -50,25 +50,24 @@ class Unit:
     Attributes:
         numel, trained_numel: elements before dp_shard splits them; without experts over data ranks.
         shard_numel, trained_shard_numel: elements that the fullest rank of dp_shard keeps; with them.
+        trained_shard_shapes: of each of these.
         spread_numel: trained elements of experts over data ranks, which nobody gathers or shards again.
         num_trained: parameters with a gradient.
         gather_s: making the whole parameters in the compute dtype.
-        reduce_s: of gradients over dp_shard, or over dp_replicate where there are no shards.
-        replicate_s: of shards of gradients over dp_replicate, and of spread experts over the ranks with the same ones,
-            once a step.
-        sum_bytes: of gradients that are summed over each further axis once a step, by axis.
+        reduce_s: of gradients over dp_shard.
+        replicate_s: of shards of gradients over dp_replicate, once a step.
     """
 
     numel: int
     trained_numel: int
     shard_numel: int
     trained_shard_numel: int
+    trained_shard_shapes: tuple[tuple[int, ...], ...]
     spread_numel: int
     num_trained: int
     gather_s: float
     reduce_s: float
     replicate_s: float
-    sum_bytes: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,11 @@ class DataParallel:
         """Whether parameters are freed between forward and backward."""
         return self.uses_fsdp and self.zero_stage == 3
 
+    @property
+    def reduces_always(self) -> bool:
+        """Whether FSDP reduces the gradients of every micro-batch."""
+        return self.uses_fsdp and self.zero_stage >= 2 and not self.is_pipelined
+
     def accumulates(self, num_micro_batches: int) -> bool:
         """Whether whole gradients are kept from one micro-batch to the next."""
         if not self.uses_fsdp:
@@ -110,40 +114,35 @@ class DataParallel:
         numel = sum(p.numel for p in parameters if not p.spread)
         trained_numel = sum(p.numel for p in trained if not p.spread)
         trained_shard = sum(p.shard_numel(shards) for p in trained if not p.spread)
-        reduced = itemsize(self.precision.reduce if self.uses_fsdp else self.precision.storage)
         gather_s = reduce_s = replicate_s = 0.0
         bandwidth = device.memory_bandwidth_bytes_per_s
         if self.uses_fsdp:
-            whole = numel * itemsize(self.precision.compute)
+            compute, reduced = itemsize(self.precision.compute), itemsize(self.precision.reduce)
+            whole = self._padded(parameters) * compute
             # the gathered buffer is copied into the parameters, gradients into the buffer that is reduced
             gather_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",)) + 2 * whole / bandwidth
-            into = trained_numel * (itemsize(self.precision.compute) + reduced)
-            reduce_s = collectives.time_s("reduce_scatter", trained_numel * reduced, self.mesh, ("dp_shard",))
-            reduce_s += into / bandwidth
-            replicate_s = collectives.time_s("all_reduce", trained_shard * reduced, self.mesh, ("dp_replicate",))
-        elif self.mesh.dp_replicate > 1:
-            reduce_s = collectives.time_s("all_reduce", trained_numel * reduced, self.mesh, ("dp_replicate",))
-            reduce_s += 2 * trained_numel * reduced / bandwidth
-        if spread_numel and self.mesh.ep_outer > 1:
-            spread_bytes = spread_numel * itemsize(self.precision.storage)
-            replicate_s += collectives.time_s("all_reduce", spread_bytes, self.mesh, ("ep_outer",))
-            replicate_s += 2 * spread_bytes / bandwidth
-        sums: dict[str, int] = {}
-        for parameter in trained:
-            for axis in parameter.gradient_sum_axes:
-                sums[axis] = sums.get(axis, 0) + parameter.shard_numel(shards) * itemsize(self.precision.storage)
+            padded = self._padded(trained)
+            reduce_s = collectives.time_s("reduce_scatter", padded * reduced, self.mesh, ("dp_shard",))
+            reduce_s += padded * (compute + reduced) / bandwidth
+            shard_bytes = padded // shards * reduced
+            replicate_s = collectives.time_s("all_reduce", shard_bytes, self.mesh, ("dp_replicate",))
         return Unit(
             numel=numel,
             trained_numel=trained_numel,
             shard_numel=sum(p.shard_numel(shards) for p in parameters),
             trained_shard_numel=trained_shard + spread_numel,
+            trained_shard_shapes=tuple(p.shard_shape(shards) for p in trained),
             spread_numel=spread_numel,
             num_trained=len(trained),
             gather_s=gather_s,
             reduce_s=reduce_s,
             replicate_s=replicate_s,
-            sum_bytes=tuple(sums.items()),
         )
+
+    def _padded(self, parameters: Sequence[ParameterCost]) -> int:
+        """Elements that FSDP moves: shards of equal size; neither experts over data ranks nor scalars are its own."""
+        shards = self.mesh.dp_shard
+        return sum(p.shard_numel(shards) * shards for p in parameters if p.shape and not p.spread)
 
     # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
 
@@ -164,14 +163,14 @@ class DataParallel:
 
         With a pipeline under FSDP reductions wait until the schedule's end: see :meth:`tail_s`.
         """
-        reduces = not (self.is_pipelined and self.uses_fsdp) and (is_last or (self.uses_fsdp and self.zero_stage >= 2))
+        reduces = self.uses_fsdp and not self.is_pipelined and (is_last or self.zero_stage >= 2)
         if not reduces and not self.gathers_always:
             return 0.0
-        # backward meets the blocks from the last to the first; the last one's parameters are still there
+        # backward meets the blocks from the last to the first; FSDP2 has freed the last one's parameters too
         order, none = list(reversed(units)), [0.0] * len(units)
         gathers = [unit.gather_s for unit in order] if self.gathers_always else none
         reductions = [unit.reduce_s + (unit.replicate_s if is_last else 0.0) for unit in order] if reduces else none
-        total = 0.0
+        total = gathers[0]
         for i, time_s in enumerate(reversed(times)):
             beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)
             hidden = min(beside, time_s)

@@ -2,7 +2,7 @@
 
 | what        | ZeRO 0, one dtype | ZeRO 0 mixed, 1, 2                 | ZeRO 3                |
 |-------------|-------------------|------------------------------------|-----------------------|
-| parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing |
+| parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing, in a pipeline all |
 | gradients   | whole             | whole while they accumulate, else shard + one block in passing | likewise |
 | optimizer   | whole             | shard                              | shard                 |
 
@@ -59,9 +59,8 @@ def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_mi
     else:
         gradients = (unit.trained_shard_numel - unit.spread_numel) * storage
     gradients += unit.spread_numel * storage
-    return State(
-        parameters=parameters, gradients=gradients, optimizer=unit.trained_shard_numel * storage * optimizer.states
-    )
+    kept = sum(optimizer.state_bytes(shape, storage) for shape in unit.trained_shard_shapes)
+    return State(parameters=parameters, gradients=gradients, optimizer=kept)
 
 
 def rank_memory(
@@ -98,6 +97,10 @@ def rank_memory(
     transient = max(
         passing_bytes(stage, own, data, num_micro_batches) for stage, own in zip(stages, units, strict=True)
     )
+    if (
+        data.gathers_always and data.is_pipelined
+    ):  # from a backward on to the next forward all of a stage stays gathered
+        transient += sum(unit.numel for stage in units for unit in stage) * itemsize(data.precision.compute)
     # activations are gone when gradients are summed and parameters stepped
     after = _after_backward(units, data, optimizer, device)
     transient = max(transient, after - activations)
@@ -137,7 +140,7 @@ def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, n
     for i in reversed(range(len(rows))):
         block, recompute, unit = rows[i]
         here = block.passing_bytes(recompute) - later
-        if data.gathers_always:
+        if data.gathers_always and not data.is_pipelined:
             before = rows[i - 1][2].numel if i else 0
             here += (unit.numel + before) * compute
         if buffers:  # its gradients, those of the block after on their way

@@ -17,12 +17,17 @@ from autopar.rules.sharded import ring_messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.conversions.collective_bytes` counts."""
+    """A collective of one block; ``num_bytes`` as :func:`autopar.rules.conversions.collective_bytes` counts.
+
+    ``repeated``: a forward one that runs again when the block is recomputed; torch's checkpoint stops after the last
+    operator that keeps something.
+    """
 
     kind: str
     axis: str
     num_bytes: int
     backward: bool
+    repeated: bool = True
 
 
 def messages(op: Op, graph: Graph) -> Iterator[Message]:

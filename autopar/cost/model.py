@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
@@ -10,10 +11,13 @@ from autopar.cost.block import BlockCost, block_cost
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
+from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
 from autopar.cost.measured import Measured
 from autopar.cost.memory import StageCost, State, kept_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, StageTimes, simulate
+from autopar.cost.step import Step
+from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.errors import UsageError
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.layout import Type
@@ -23,40 +27,6 @@ from autopar.rules.conversions import collective_bytes, conversion
 from autopar.schedule import check_schedule
 
 __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """How one optimizer step is run: what a prediction needs besides the stages.
-
-    Attributes:
-        mesh: degrees of the axes.
-        schedule: its name.
-        num_micro_batches: of each data rank.
-        zero_stage: 0 to 3.
-        global_batch_size: samples of the step.
-        flops_per_sample: of the model, forward and backward, for the utilisation.
-        tokens_per_sample: for the throughput.
-        prelude_s: the operators that every stage repeats for each micro-batch.
-        blocking_sends: messages between stages occupy both ranks, as when they stand in the stream of computation
-            (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
-        partitioned_sends: each rank of ``tp`` sends its part of a message that all of them hold, and the receivers gather
-            it (DeepSpeed's ``is_pipe_partitioned``, Megatron's scatter and gather); the runtime of autopar sends it whole.
-        overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
-            ``overlap_grad_reduce`` and ``overlap_param_gather``); the runtime of autopar waits for them.
-    """
-
-    mesh: Mesh
-    schedule: str
-    num_micro_batches: int
-    zero_stage: int
-    global_batch_size: int
-    flops_per_sample: float
-    tokens_per_sample: int
-    prelude_s: float = 0.0
-    blocking_sends: bool = False
-    partitioned_sends: bool = False
-    overlapped_reductions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +120,7 @@ class CostModel:
         units, interference = [unit, unit], self.device.interference
         extra_f = data.every_forward_s(units, [forward_s, forward_s], interference)
         extra_f -= data.every_forward_s([unit], [forward_s], interference)
+        extra_f *= not data.is_pipelined  # a bound: the forward after a backward gathers nothing
         extra_b = data.backward_s(units, [backward_s] * 2, interference, is_last=False)
         extra_b -= data.backward_s([unit], [backward_s], interference, is_last=False)
         return OpTime(forward_s + extra_f, backward_s + extra_b)
@@ -166,6 +137,21 @@ class CostModel:
         return self._moved_s([unit]) + data.tail_s([unit])
 
     # --- whole plans
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        """What the smallest device has."""
+        return min(device.memory_bytes for device in self.cluster.devices)
+
+    @property
+    def memory_spread(self) -> float:
+        """Upper end of a predicted peak's interval over the prediction: the widest of the devices' profiles."""
+        return 1 + max(device.memory_uncertainty for device in self.cluster.devices)
+
+    @property
+    def fitting_bytes(self) -> int:
+        """The largest predicted peak that fits: the upper end of its interval is the limit."""
+        return math.floor(self.memory_limit_bytes / self.memory_spread)
 
     def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:
         """Peak memory of each pipeline rank.
@@ -189,6 +175,22 @@ class CostModel:
             for rank in range(pp)
         )
 
+    def traffic(self, stages: Sequence[StageCost], step: Step) -> tuple[Traffic, ...]:
+        """The collectives of a step, by pipeline rank: what :meth:`predict` prices."""
+        self._virtual_stages(stages, step)
+        return tuple(
+            rank_traffic(
+                stages,
+                self._data(step),
+                schedule=step.schedule,
+                num_micro_batches=step.num_micro_batches,
+                pp_rank=rank,
+                totals=step.totals,
+                clips=step.clips,
+            )
+            for rank in range(step.mesh.pp)
+        )
+
     def stage_kept_bytes(self, stage: StageCost, *, receives: bool, sends: bool) -> int:
         """Bytes that one micro-batch keeps on a stage from forward to backward."""
         return kept_bytes(stage, receives=receives, sends=sends)
@@ -204,16 +206,21 @@ class CostModel:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
         self._virtual_stages(stages, step)
-        data = self._data(step)
+        data, count = self._data(step), step.num_micro_batches
         units = [self._stage_units(stage, data) for stage in stages]
-        sums = [self._stage_sums(stage, own, data, step) for stage, own in zip(stages, units, strict=True)]
+        sums = [
+            self._stage_sums(stage, own, data, step, gathering_share(data, step.schedule, len(stages), count, s))
+            for s, (stage, own) in enumerate(zip(stages, units, strict=True))
+        ]
         times = self._stage_times(stages, sums, step)
-        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
-        ties = self._tied_s(stages, data, step)
+        pipeline = simulate(step.schedule, step.mesh.pp, count, times)
+        once = self._once_s(data, step)
         best: tuple[float, Breakdown] | None = None
         for rank in range(step.mesh.pp):
-            waits = 2 * step.num_micro_batches * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
-            parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, (ties, waits))
+            sent = self._gradients_s(stages, data, step, rank)
+            sent["data"] += once
+            sent["pp"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
+            parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
             if best is None or parts.total_s > best[0]:
                 best = (parts.total_s, parts)
         assert best is not None
@@ -223,13 +230,14 @@ class CostModel:
         self, parts: Breakdown, sums: Sequence[_StageSums], memory: tuple[Memory, ...], step: Step
     ) -> Prediction:
         time_s = parts.total_s
-        width = self.device.uncertainty
+        width, peak = self.device.uncertainty, max(m.total for m in memory)
         peak_flops = self.device.rate(self.precision.compute).datasheet_flops_per_s * step.mesh.world_size
         return Prediction(
             step_time_s=time_s,
             step_time_interval_s=(time_s / (1 + width), time_s * (1 + width)),
-            peak_memory_bytes=max(m.total for m in memory),
-            memory_limit_bytes=min(device.memory_bytes for device in self.cluster.devices),
+            peak_memory_bytes=peak,
+            peak_memory_interval_bytes=(round(peak / self.memory_spread), round(peak * self.memory_spread)),
+            memory_limit_bytes=self.memory_limit_bytes,
             mfu=step.flops_per_sample * step.global_batch_size / (time_s * peak_flops),
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,
@@ -245,28 +253,27 @@ class CostModel:
         pipeline: PipelineTimes,
         data: DataParallel,
         step: Step,
-        beside: tuple[float, float],
+        sent: Mapping[str, float],
     ) -> Breakdown:
         """Where the step goes if this rank is the last one to finish; all its parts, idle time included.
 
-        ``beside``: seconds of tied parameters' sums, and of messages that hold up the rank.
+        ``sent``: seconds by axis of what is summed once a step, and of messages that hold up the rank.
         """
-        ties, waits = beside
         pp, count = step.mesh.pp, step.num_micro_batches
         own = sums[rank::pp]
         flat = [unit for stage in units[rank::pp] for unit in stage]
         tail = sum(data.tail_s(stage) for stage in units[rank::pp]) + sum(s.data_last_s for s in own)
         if step.overlapped_reductions:
             tail *= self.device.interference
-        tail += ties if rank in (0, pp - 1) else 0.0
+        tail += sent["data"]
         every = sum(s.data_forward_s + s.data_backward_s for s in own)
         return Breakdown(
             compute_s=count * sum(s.compute_s for s in own),
             recompute_s=count * sum(s.recompute_s for s in own),
-            tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + self._sums_s(flat, step, "tp"),
-            context_parallel_s=count * sum(s.context_parallel_s for s in own) + self._sums_s(flat, step, "cp"),
+            tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + sent["tp"],
+            context_parallel_s=count * sum(s.context_parallel_s for s in own) + sent["cp"],
             data_parallel_s=count * every + sum(s.data_first_s for s in own) + tail,
-            pipeline_s=pipeline.exposed_send_s[rank] + waits,
+            pipeline_s=pipeline.exposed_send_s[rank] + sent["pp"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
             optimizer_s=self._optimizer_s(flat, data),
         )
@@ -297,16 +304,19 @@ class CostModel:
             units.append(self._unit(block, data) if whole else data.unit(own, self.collectives, self.device))
         return units
 
-    def _stage_sums(self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step) -> _StageSums:
+    def _stage_sums(
+        self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step, share: float
+    ) -> _StageSums:
+        """``share``: of the forwards that gather parameters anew."""
         forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
         backward = [_own_times(block, mode)[1] for block, mode in zip(stage.blocks, stage.recompute, strict=True)]
         interference = self.device.interference
         again = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode]
         sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks)
-        sent += sum(b.communication_forward_s for b in again)
+        sent += sum(b.communication_again_s for b in again)
         context = sum(b.context_forward_s + b.context_backward_s for b in stage.blocks)
-        context += sum(b.context_forward_s for b in again)
-        data_forward = data.every_forward_s(units, forward, interference)
+        context += sum(b.context_again_s for b in again)
+        data_forward = share * data.every_forward_s(units, forward, interference)
         data_backward = data.backward_s(units, backward, interference, is_last=False)
         return _StageSums(
             compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + step.prelude_s,
@@ -351,25 +361,48 @@ class CostModel:
 
     # --- once a step
 
-    def _sums_s(self, units: Sequence[Unit], step: Step, axis: str) -> float:
-        """Summing the gradients of parameters that are whole on ``axis``, which is split."""
-        total = sum(num_bytes for unit in units for name, num_bytes in unit.sum_bytes if name == axis)
-        return self.collectives.time_s("all_reduce", total, step.mesh, (axis,)) if total else 0.0
+    def _gradients_s(self, stages: Sequence[StageCost], data: DataParallel, step: Step, rank: int) -> dict[str, float]:
+        """Exposed sums of gradients that FSDP does not do, on one pipeline rank: of data axes, ``tp`` and ``cp``."""
+        seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
+        own, size = stages[rank :: step.mesh.pp], itemsize(self.precision.storage)
+        blocks = [stage.blocks for stage in own]
+        leaving: dict[int, list[Bucket]] = {}
+        for bucket in buckets(blocks, step.mesh, data.uses_fsdp, size):
+            leaving.setdefault(bucket.stage, []).append(bucket)
+        exposed = self.device.interference if step.overlapped_reductions else 1.0
+        for turn, some in leaving.items():
+            stage = own[turn]
+            times = [_own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
+            costs = [self._sum_s(bucket.axes, bucket.num_bytes, step.mesh) for bucket in some]
+            total = sum(costs)
+            after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
+            rest = exposed * after + self.device.interference * (total - after)
+            for bucket, cost in zip(some, costs, strict=True):
+                seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
+        for axes, num_bytes in late_sums(blocks, step.mesh, data.uses_fsdp, step.mesh.dp_shard, size).items():
+            seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh)
+        for ranks, num_bytes in tied(stages, data).items():
+            if rank in ranks:
+                axes = ("pp",)
+                whole = len(ranks) == step.mesh.pp
+                seconds["data"] += (
+                    self.collectives.time_s("all_reduce", num_bytes, step.mesh, axes)
+                    if whole
+                    else self.collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
+                )
+        return seconds
 
-    def _tied_s(self, stages: Sequence[StageCost], data: DataParallel, step: Step) -> float:
-        """Summing the gradients of parameters that the first and the last pipeline rank share."""
-        if step.mesh.pp == 1:
-            return 0.0
-        holders: dict[str, set[int]] = {}
-        sizes: dict[str, int] = {}
-        for i, stage in enumerate(stages):
-            for block in (stage.blocks[0], stage.blocks[-1]) if stage.blocks else ():
-                for p in block.parameters:
-                    if p.shared and p.trained:
-                        holders.setdefault(p.name, set()).add(i % step.mesh.pp)
-                        sizes[p.name] = p.shard_numel(step.mesh.dp_shard) * itemsize(self.precision.storage)
-        tied = sum(sizes[name] for name, ranks in holders.items() if len(ranks) > 1)
-        return self.collectives.send_time_s(tied, step.mesh) if tied else 0.0
+    def _sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh) -> float:
+        """One all-reduce of gradients, which are copied into its buffer and out of it."""
+        copies = 2 * num_bytes / self.device.memory_bandwidth_bytes_per_s
+        return self.collectives.time_s("all_reduce", num_bytes, mesh, axes) + copies
+
+    def _once_s(self, data: DataParallel, step: Step) -> float:
+        """The scalars that a step sums: counts of the batch, the loss, the norm."""
+        return sum(
+            count * self.collectives.time_s(c.kind, c.num_bytes, step.mesh, c.axes)
+            for c, count in scalars(data, step.totals, step.clips).items()
+        )
 
     def _optimizer_s(self, units: Sequence[Unit], data: DataParallel) -> float:
         groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
@@ -380,6 +413,13 @@ class CostModel:
         numel = sum(unit.trained_shard_numel for unit in units)
         moved = self.optimizer.passes * numel * itemsize(self.precision.storage)
         return moved / self.device.memory_bandwidth_bytes_per_s
+
+
+def _owner(axes: tuple[str, ...]) -> str:
+    """Which part of the breakdown a sum of gradients belongs to."""
+    if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
+        return "data"
+    return "cp" if "cp" in axes else "tp"
 
 
 def _own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:

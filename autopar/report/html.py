@@ -13,6 +13,7 @@ from autopar.report.units import (
     count,
     fits,
     memory_parts,
+    memory_text,
     num_bytes,
     ranges,
     schedule_text,
@@ -65,7 +66,6 @@ def render_html(plan: Plan) -> str:
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     predicted, search = plan.predicted, plan.search
     low, high = predicted.step_time_interval_s
-    memory = f"{num_bytes(predicted.peak_memory_bytes)} of {num_bytes(predicted.memory_limit_bytes)}"
     verdict = "fits" if fits(plan) else '<span class="no">does not fit</span>'
     bound = f"bound {seconds(search.lower_bound_s)}, gap {share(search.gap, 1)}"
     return [
@@ -79,7 +79,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("pins", escape(", ".join(plan.pins) or "none")),
         ("step time", f"<b>{seconds(predicted.step_time_s)}</b> ({seconds(low)} to {seconds(high)})"),
         ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
-        ("peak memory", f"{memory}: {verdict}"),
+        ("peak memory", f"{memory_text(plan)}: {verdict}"),
         ("search", f"{search.evaluated:,} of {search.candidates:,} candidates, {seconds(search.wall_time_s)}, {bound}"),
     ]
 
@@ -94,7 +94,9 @@ def _memory(plan: Plan) -> str:
     text = ""
     for memory in plan.predicted.memory:
         parts = [(name, value, num_bytes(value)) for name, value in memory_parts(memory)]
-        verdict = "" if memory.total <= limit else ' <span class="no">does not fit</span>'
+        verdict = (
+            "" if memory.total * plan.predicted.memory_spread <= limit else ' <span class="no">does not fit</span>'
+        )
         text += f"<div>pipeline rank {memory.pp_rank}: {num_bytes(memory.total)} of {num_bytes(limit)}{verdict}"
         text += _bar(parts, max(limit, memory.total)) + _legend(parts) + "</div>"
     return text

@@ -41,6 +41,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             "step_time_s": predicted.step_time_s,
             "step_time_interval_s": list(predicted.step_time_interval_s),
             "peak_memory_bytes": predicted.peak_memory_bytes,
+            "peak_memory_interval_bytes": list(predicted.peak_memory_interval_bytes),
             "memory_limit_bytes": predicted.memory_limit_bytes,
             "fits": fits(plan),
             "mfu": predicted.mfu,

@@ -11,6 +11,7 @@ from autopar.report.units import (
     batch_text,
     count,
     fits,
+    memory_text,
     num_bytes,
     printable,
     ranges,
@@ -92,12 +93,11 @@ def _head(plan: Plan) -> str:
 def _prediction(plan: Plan) -> str:
     predicted = plan.predicted
     low, high = predicted.step_time_interval_s
-    limit = num_bytes(predicted.memory_limit_bytes)
     verdict = "fits" if fits(plan) else "does not fit"
     rows = [
         ("step time", f"{seconds(predicted.step_time_s)} (between {seconds(low)} and {seconds(high)})"),
         ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
-        ("peak memory", f"{num_bytes(predicted.peak_memory_bytes)} of {limit} on the largest rank: {verdict}"),
+        ("peak memory", f"{memory_text(plan)} on the largest rank: {verdict}"),
     ]
     return "Predicted\n" + _fields(rows)
 
@@ -134,7 +134,7 @@ def _memory(plan: Plan) -> str:
             str(memory.pp_rank),
             *(num_bytes(getattr(memory, name)) for name in MEMORY_PARTS),
             num_bytes(memory.total),
-            "yes" if memory.total <= plan.predicted.memory_limit_bytes else "no",
+            "yes" if memory.total * plan.predicted.memory_spread <= plan.predicted.memory_limit_bytes else "no",
         )
         for memory in plan.predicted.memory
     ]

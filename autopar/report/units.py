@@ -152,8 +152,18 @@ def schedule_text(plan: Plan) -> str:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether the largest rank stays under the limit."""
-    return plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
+    """Whether the upper end of the largest rank's memory stays under the limit."""
+    return plan.predicted.fits
+
+
+def memory_text(plan: Plan) -> str:
+    """Peak memory with its interval, and the limit."""
+    predicted = plan.predicted
+    of = f"of {num_bytes(predicted.memory_limit_bytes)}"
+    if not predicted.peak_memory_interval_bytes:
+        return f"{num_bytes(predicted.peak_memory_bytes)} {of}"
+    low, high = map(num_bytes, predicted.peak_memory_interval_bytes)
+    return f"{num_bytes(predicted.peak_memory_bytes)} (between {low} and {high}) {of}"
 
 
 def _digits(value: float) -> str:

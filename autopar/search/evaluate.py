@@ -68,8 +68,7 @@ class Evaluator:
         self.tokens_per_sample = tokens_per_sample(graph)
         self._shapes: dict[tuple[int, ...], CutShape] = {}
         self._done: dict[Candidate, Evaluation | Misfit] = {}
-        devices = model.cluster.devices
-        self.limit_bytes = min(d.memory_bytes for d in devices)
+        self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes
         )
@@ -147,8 +146,12 @@ class Evaluator:
         if cut_short:
             return Misfit(candidate=candidate, reason="slower than the best plan by a bound")
         least_bytes = min(failure.needs_bytes for failure in failures)
-        reason = f"memory: needs {readable(least_bytes)} of {readable(self.limit_bytes)}"
+        reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+
+    def _needs(self, predicted_bytes: int) -> str:
+        """The upper end of a predicted peak, which has to fit, and what there is."""
+        return f"{readable(predicted_bytes * self.model.memory_spread)} of {readable(self.model.memory_limit_bytes)}"
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
@@ -159,7 +162,7 @@ class Evaluator:
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
         if needs <= self.limit_bytes:
             return None
-        reason = f"memory: needs at least {readable(needs)} of {readable(self.limit_bytes)}"
+        reason = f"memory: needs at least {self._needs(needs)}"
         return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
     def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
@@ -181,6 +184,7 @@ class Evaluator:
             flops_per_sample=self.flops_per_sample,
             tokens_per_sample=self.tokens_per_sample,
             prelude_s=option.prelude_s,
+            totals=option.totals,
         )
 
     def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | _Failure:

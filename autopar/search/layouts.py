@@ -72,6 +72,7 @@ class Option:
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
         padding: of vocabularies, where the typing on ``tp`` splits them.
+        totals: bytes of each count of the global batch that the loss divides by.
     """
 
     sequence: AxisSolution | None
@@ -82,6 +83,7 @@ class Option:
     keys: tuple[int, ...]
     prelude_s: float
     padding: tuple[PaddedParameter, ...] = ()
+    totals: tuple[int, ...] = ()
 
 
 class Layouts:
@@ -340,7 +342,7 @@ class Layouts:
             mesh=self.mesh(split),
             axis=axis,
             collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
-            state_bytes_per_element=storage * (1 + self.model.optimizer.states) + reduce + copies,
+            state_bytes_per_element=storage + self.model.optimizer.bytes_per_element(storage) + reduce + copies,
             gradient_itemsize=storage,
             measured=self.model.measured,
         )
@@ -383,6 +385,7 @@ class Layouts:
                 keys=tuple(keys),
                 prelude_s=self.model.prelude_time_s(graph),
                 padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in padding.items()),
+                totals=tuple(graph.spec(ref).num_bytes for ref in graph.sums),
             )
         return self._options[key]
 

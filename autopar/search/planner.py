@@ -253,7 +253,9 @@ class Planner:
                 left = without
         more = replace(self.problem, global_batch_size=self.task.global_batch_size * self.problem.world_size)
         least = min(m.needs_bytes for m in found)
-        memory = f"{readable(self.evaluator.limit_bytes)} of memory a device (the leanest plan needs {readable(least)})"
+        model = self.evaluator.model
+        has, needs = readable(model.memory_limit_bytes), readable(least * model.memory_spread)
+        memory = f"{has} of memory a device (the leanest plan needs {needs})"
         batch = f"a global batch of {self.task.global_batch_size}"
         samples = (batch,) if self._anything_fits(left, more) else ()
         world = f"{self.problem.world_size} devices"

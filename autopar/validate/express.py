@@ -201,8 +201,12 @@ def _predict(run: Run, structure: Structure, model: CostModel, site: Site) -> Pr
     made: dict[int, BlockCost] = {}
     costs: list[BlockCost] = []
     for i, (done, count) in enumerate(zip(structure.works, structure.members, strict=True)):
-        made[i] = price_block(
+        priced = price_block(
             done, mesh, model.device, model.collectives, quantized=quantized, overlapped=site.overlapped_tensor_parallel
+        )
+        # the checkpoints of those programs run the whole forward again; torch's stops when nothing is left to keep
+        made[i] = replace(
+            priced, communication_again_s=priced.communication_forward_s, context_again_s=priced.context_forward_s
         )
         costs += [made[i]] * count
     stops = stage_stops(run.layers, run.pp * run.virtual_stages, len(costs))

@@ -73,6 +73,40 @@ def test_states_of_optimizers(name: str, states: int) -> None:
     assert state(FP32, 0, 1, optimizer=name).optimizer == 4 * N * states
 
 
+def test_adafactor_keeps_a_row_and_a_column() -> None:
+    rows, columns = N // 16, 16
+    assert state(FP32, 0, 1, optimizer="adafactor").optimizer == 4 * (rows + columns)
+    assert state(FP32, 3, 8, optimizer="adafactor").optimizer == 4 * (rows // 8 + columns)
+    assert optimizer_cost("adafactor").state_bytes((7,), 4) == 4 * 7
+
+
+def test_states_of_torchs_optimizers_are_those_that_they_keep() -> None:
+    made = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "adafactor": torch.optim.Adafactor,
+        "sgd": torch.optim.SGD,
+        "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    }
+    for name, make in made.items():
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in ((6, 5), (3, 4, 5), (7,), (1,))]
+        optimizer = make(parameters)
+        sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        kept = [
+            v for s in optimizer.state.values() for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"
+        ]
+        predicted = sum(optimizer_cost(name).state_bytes(tuple(p.shape), 4) for p in parameters)
+        assert sum(v.numel() * v.element_size() for v in kept) == predicted, name
+
+
+def test_8_bit_states_are_declared() -> None:
+    assert state(FP32, 0, 1, optimizer="adamw:bytes=2").optimizer == 2 * N
+    assert state(FP32, 3, 8, optimizer="AdamW:bytes=2.03125").optimizer == round(2.03125 * N / 8)
+    with pytest.raises(UsageError, match="a number from 0 on"):
+        optimizer_cost("adamw:bytes=few")
+
+
 def test_an_unknown_optimizer_is_named() -> None:
     with pytest.raises(UsageError, match=r"lion.*known: adamw"):
         optimizer_cost("lion")

@@ -1,0 +1,42 @@
+"""How an optimizer step is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """How one optimizer step is run: what a prediction needs besides the stages.
+
+    Attributes:
+        mesh: degrees of the axes.
+        schedule: its name.
+        num_micro_batches: of each data rank.
+        zero_stage: 0 to 3.
+        global_batch_size: samples of the step.
+        flops_per_sample: of the model, forward and backward, for the utilisation.
+        tokens_per_sample: for the throughput.
+        prelude_s: the operators that every stage repeats for each micro-batch.
+        blocking_sends: messages between stages occupy both ranks, as when they stand in the stream of computation
+            (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
+        totals: bytes of each count of the global batch that the loss divides by.
+        clips: the norm of all gradients is taken in the step; training does so by a call of its own.
+        overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
+            ``overlap_grad_reduce`` and ``overlap_param_gather``); the runtime of autopar waits for them.
+    """
+
+    mesh: Mesh
+    schedule: str
+    num_micro_batches: int
+    zero_stage: int
+    global_batch_size: int
+    flops_per_sample: float
+    tokens_per_sample: int
+    prelude_s: float = 0.0
+    blocking_sends: bool = False
+    overlapped_reductions: bool = False
+    totals: tuple[int, ...] = ()
+    clips: bool = False

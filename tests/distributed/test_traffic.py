@@ -1,0 +1,134 @@
+"""Predicted collectives are those that a step runs on every rank: kind, bytes, group and count, exactly.
+
+Not compared: experts that travel (routing decides how many rows) and attention round a ring, which the cost model lists
+as the collectives of equal volume.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.cost.gradients import BUCKET_BYTES
+from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.traffic import Collective
+from autopar.graph import Graph
+from autopar.lower.program import lower
+from autopar.mesh import Mesh
+from autopar.plan import BF16, Plan
+from autopar.runtime import gradients
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import recording
+from tests.distributed.plans import make_plan
+from tests.distributed.test_layouts import LAYOUTS, traced
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+GLOBAL_BATCH = 16
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "dp4", {}),
+    ("gpt2", "dp4 ZeRO 1", {}),
+    ("llama", "dp4 ZeRO 2", {}),
+    ("llama", "dp4 ZeRO 3", {}),
+    ("llama-untied", "HSDP 2x2", {}),
+    ("gpt2", "HSDP 2x2 ZeRO 2", {"precision": BF16}),
+    ("llama", "tp2 whole parameters", {}),
+    ("gpt2", "tp2 x dp2", {}),
+    ("llama", "tp2 x dp2 whole parameters", {}),
+    ("gpt2", "tp2 x dp2 ZeRO 1", {}),
+    ("llama", "tp2 x dp2 ZeRO 3", {}),
+    ("gpt2", "pp2 x dp2", {}),
+    ("llama", "pp2 x dp2 ZeRO 1", {}),
+    ("gpt2", "pp2 x dp2 ZeRO 3", {}),
+    ("llama-untied", "pp2 x dp2 ZeRO 3", {"schedule": "GPipe"}),
+    ("llama", "pp2 x tp2", {}),
+    ("gpt2", "pp4", {}),
+    ("llama", "pp2 GPipe", {}),
+    ("gpt2", "pp2 two virtual stages", {}),
+    ("llama", "dp2 ZeRO 3 recomputed", {}),
+    ("gpt2", "tp2 recomputed", {}),
+]
+
+
+def stages_of(model: CostModel, plan: Plan, graph: Graph) -> list[StageCost]:
+    """The plan's stages as the cost model sees them."""
+    local = lower(plan, graph).graph
+    costs = [model.block_cost(local, block, plan.mesh) for block in local.blocks]
+    again = [block.recompute == "full" for block in plan.blocks]
+    return [
+        StageCost(blocks=tuple(costs[s.start : s.stop]), recompute=tuple(again[s.start : s.stop])) for s in plan.stages
+    ]
+
+
+def step_of(plan: Plan, graph: Graph, *, clips: bool) -> Step:
+    local = lower(plan, graph).graph
+    return Step(
+        mesh=plan.mesh,
+        schedule=plan.schedule,
+        num_micro_batches=plan.num_micro_batches,
+        zero_stage=plan.zero_stage,
+        global_batch_size=plan.global_batch_size,
+        flops_per_sample=plan.model.flops_per_sample,
+        tokens_per_sample=plan.model.tokens_per_sample,
+        totals=tuple(local.spec(ref).num_bytes for ref in local.sums),
+        clips=clips,
+    )
+
+
+def as_recorded(found: Counter[Collective], mesh: Mesh, rank: int) -> dict[recording.Recorded, int]:
+    """By the ranks of each group."""
+    counts: Counter[recording.Recorded] = Counter()
+    for collective, count in found.items():
+        ranks = mesh.group(rank, collective.axes)
+        if collective.pp_ranks:
+            ranks = tuple(r for r in ranks if mesh.coordinate(r)["pp"] in collective.pp_ranks)
+        counts[collective.kind, ranks, collective.num_bytes] += count
+    return dict(counts)
+
+
+def compare(pool: WorkerPool, kind: str, plan: Plan, graph: Graph) -> None:
+    subject, _ = traced(kind)
+    model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
+    predicted = model.traffic(stages_of(model, plan, graph), step_of(plan, graph, clips=True))
+    batch = subject.make_batch(GLOBAL_BATCH, seed=0)
+    rows = pool.run(recording.one_step, subject, plan, graph, batch, True, size=plan.mesh.world_size, timeout_s=60.0)
+    for rank, row in enumerate(rows):
+        assert row
+        assert as_recorded(predicted[plan.mesh.coordinate(rank)["pp"]], plan.mesh, rank) == row
+
+
+@pytest.mark.parametrize(("kind", "layout", "options"), CASES, ids=[f"{k} {n}" for k, n, _ in CASES])
+def test_a_step_runs_the_collectives_that_are_priced(
+    pool: WorkerPool, kind: str, layout: str, options: dict[str, Any]
+) -> None:
+    _, graph = traced(kind)
+    mesh, given = LAYOUTS[layout]
+    plan = make_plan(graph, mesh, global_batch_size=GLOBAL_BATCH, micro_batch_size=2, **(given | options))
+    compare(pool, kind, plan, graph)
+
+
+@pytest.mark.parametrize("attention", ["gather", "ulysses"])
+def test_a_split_sequence_runs_the_collectives_that_are_priced(pool: WorkerPool, attention: str) -> None:
+    _, graph = traced("gpt2")
+    pins = f"dp_shard=2 cp=2 zero=2 num_micro_batches=2 cp_attention={attention}".split()
+    compare(pool, "gpt2", api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins), graph)
+
+
+def test_the_prices_are_those_of_the_plan() -> None:
+    """What is compared here is what the search priced: the same stages give the plan's own prediction."""
+    _, graph = traced("gpt2")
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=["tp=2", "dp_shard=2", "zero=3"])
+    model = CostModel(Cluster.parse("cpu:1x4"), plan.precision, plan.optimizer)
+    again = model.predict(stages_of(model, plan, graph), step_of(plan, graph, clips=False))
+    assert again.breakdown.data_parallel_s == pytest.approx(plan.predicted.breakdown.data_parallel_s, rel=1e-9)
+    assert again.breakdown.tensor_parallel_s == pytest.approx(plan.predicted.breakdown.tensor_parallel_s, rel=1e-9)
+    assert again.memory == plan.predicted.memory
+
+
+def test_buckets_have_one_size() -> None:
+    assert BUCKET_BYTES == gradients.BUCKET_BYTES
