@@ -184,7 +184,7 @@ class Device:
             "the device's profile gives a matmul rate for every dtype that is computed in",
             value=dtype,
             place=f"device '{self.name}'",
-            remedy=closest(dtype, known),
+            remedy=f"choose another precision, or add [device.matmul.{dtype}] to the profile; it has {', '.join(known)}",
         )
 
     def to_dict(self) -> dict[str, Any]:
