@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.errors import UsageError
-from autopar.table import Table, closest
+from autopar.table import Table
 
 Kind = Literal["cpu", "cuda"]
 
