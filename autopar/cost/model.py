@@ -209,12 +209,14 @@ class CostModel:
             self._stage_sums(stage, own, data, step, gathering_share(data, step.schedule, len(stages), count, s))
             for s, (stage, own) in enumerate(zip(stages, units, strict=True))
         ]
-        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, self._stage_times(stages, sums, step))
+        times = self._stage_times(stages, sums, step)
+        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         once = self._once_s(data, step)
         best: tuple[float, Breakdown] | None = None
         for rank in range(step.mesh.pp):
             sent = self._gradients_s(stages, data, step, rank)
             sent["data"] += once
+            sent["pipeline"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
             parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
             if best is None or parts.total_s > best[0]:
                 best = (parts.total_s, parts)
@@ -250,7 +252,10 @@ class CostModel:
         step: Step,
         sent: Mapping[str, float],
     ) -> Breakdown:
-        """Where the step goes if this rank is the last one to finish; all its parts, idle time included."""
+        """Where the step goes if this rank is the last one to finish; all its parts, idle time included.
+
+        ``sent``: seconds of sums of gradients by the part that they belong to, and of messages that hold up the rank.
+        """
         pp, count = step.mesh.pp, step.num_micro_batches
         own = sums[rank::pp]
         flat = [unit for stage in units[rank::pp] for unit in stage]
@@ -265,7 +270,7 @@ class CostModel:
             tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + sent["tp"],
             context_parallel_s=count * sum(s.context_parallel_s for s in own) + sent["cp"],
             data_parallel_s=count * every + sum(s.data_first_s for s in own) + tail,
-            pipeline_s=pipeline.exposed_send_s[rank],
+            pipeline_s=pipeline.exposed_send_s[rank] + sent["pipeline"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
             optimizer_s=self._optimizer_s(flat, data),
         )
@@ -330,8 +335,7 @@ class CostModel:
             forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
             before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
             backward_send = before.send_gradient_bytes if before is not None else 0
-            sent = self.collectives.send_time_s(forward_send, step.mesh)
-            sent_back = self.collectives.send_time_s(backward_send, step.mesh)
+            sent, sent_back = self._send_s(forward_send, step), self._send_s(backward_send, step)
             waits = sent + received if step.blocking_sends else 0.0
             received = sent
             times.append(
@@ -341,9 +345,16 @@ class CostModel:
                     send_forward_s=0.0 if step.blocking_sends else sent,
                     send_backward_s=0.0 if step.blocking_sends else sent_back,
                     first_forward_s=own.data_first_s,
+                    waits_s=waits,
                 )
             )
         return times
+
+    def _send_s(self, num_bytes: int, step: Step) -> float:
+        if not step.partitioned_sends:
+            return self.collectives.send_time_s(num_bytes, step.mesh)
+        sent = self.collectives.send_time_s(num_bytes / step.mesh.tp, step.mesh)
+        return sent + self.collectives.time_s("all_gather", num_bytes, step.mesh, ("tp",))
 
     # --- once a step
 

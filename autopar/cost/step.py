@@ -22,6 +22,8 @@ class Step:
         prelude_s: the operators that every stage repeats for each micro-batch.
         blocking_sends: messages between stages occupy both ranks, as when they stand in the stream of computation
             (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
+        partitioned_sends: each rank of ``tp`` sends its part of a message that all of them hold, and the receivers gather
+            it (DeepSpeed's ``is_pipe_partitioned``, Megatron's scatter and gather); the runtime of autopar sends it whole.
         totals: bytes of each count of the global batch that the loss divides by.
         clips: the norm of all gradients is taken in the step; training does so by a call of its own.
         overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
@@ -37,6 +39,7 @@ class Step:
     tokens_per_sample: int
     prelude_s: float = 0.0
     blocking_sends: bool = False
+    partitioned_sends: bool = False
     overlapped_reductions: bool = False
     totals: tuple[int, ...] = ()
     clips: bool = False
