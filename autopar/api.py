@@ -157,6 +157,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     opaque: Sequence[str] = (),
     seed: int = 0,
     timeout_s: float = 600.0,
+    log_dir: str | Path | None = None,
 ) -> Parallel:
     """This rank's part of ``model`` under the best plan, or a given one; called on every rank of a torchrun job.
 
@@ -173,6 +174,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         weights: folder of safetensors files, read slice by slice.
         seed: of dropout, and of the initialisation of a model on meta.
         timeout_s: of every collective, the wait for the search included.
+        log_dir: where rank 0 writes measured against predicted times of the first steps, for
+            ``autopar validate --from-run``; what is beyond the prediction is a warning of the logger ``autopar`` in any case.
 
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the cluster or the plan.
@@ -221,7 +224,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         )
         return found, graph
 
-    return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s)
+    log = None if log_dir is None else Path(log_dir)
+    return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s, log_dir=log)
 
 
 def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
