@@ -85,9 +85,7 @@ def _on_gpu(wish: Wish, *, results: Path | None, cache_dir: Path | None, advance
 def one_device_pins(space: Space, wish: Wish) -> list[tuple[str, ...]]:
     """Every micro-batch and recompute of a space, as pins beside the wish's own."""
     sizes = [size for size in space.micro_batches if wish.global_batch_size % size == 0]
-    return [
-        (*wish.pins, f"micro_batch={size}", f"recompute={mode}") for size, mode in product(sizes, space.recompute)
-    ]
+    return [(*wish.pins, f"micro_batch={size}", f"recompute={mode}") for size, mode in product(sizes, space.recompute)]
 
 
 def task_of(wish: Wish, source: ModelSource, cluster: Cluster, precision: str) -> Task:

@@ -56,20 +56,28 @@ class Job:
 
 
 def run(job: Job) -> dict[str, dict[str, Any]]:
-    """The job on this rank, whose process group is there: for each plan ``seconds`` of its timed steps, ``memory_bytes``
-    at the peak of tensors, ``parts`` by category, or ``failure``."""
+    """The job on this rank, whose process group is there.
+
+    Returns:
+        For each plan ``seconds`` of its timed steps, ``memory_bytes`` at the peak of tensors and ``parts`` by category,
+        or ``failure``.
+    """
     logging.getLogger("autopar").setLevel(logging.ERROR)  # what differs from predictions is the result
-    if job.as_rank is None:
-        return _run(job)
+    if job.as_rank is not None:
+        _fake_group(job)
+    elif job.device_type == "cuda" and dist.get_backend() != "nccl":  # one device, by a worker of a gloo world
+        stop()
+        start("cuda", timeout_s=job.timeout_s)
+    return _run(job)
+
+
+def _fake_group(job: Job) -> None:
+    """In place of the process group that is there; the caller ends this one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     stop()
     size = next(iter(job.plans.values())).mesh.world_size
-    dist.init_process_group("fake", store=FakeStore(), rank=job.as_rank, world_size=size)
-    try:
-        return _run(job)
-    finally:
-        stop()
+    dist.init_process_group("fake", store=FakeStore(), rank=job.as_rank or 0, world_size=size)
 
 
 def _run(job: Job) -> dict[str, dict[str, Any]]:

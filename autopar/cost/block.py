@@ -163,10 +163,11 @@ def price_block(
     times = [time_of_work(w, op, device, quantized=quantized) for w, op in zip(done.works, done.ops, strict=True)]
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
+    calls = [device.overheads.collective_s * (mesh.size((m.axis,)) > 1) for m in done.shape.messages]
     exposed = device.interference if overlapped else 1.0
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
-    for message in done.shape.messages:
-        time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+    for message, call_s in zip(done.shape.messages, calls, strict=True):
+        time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,)) + call_s
         seconds[message.backward] += time_s
         context[message.backward] += time_s if message.axis == "cp" else 0.0
     return replace(

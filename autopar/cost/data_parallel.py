@@ -57,6 +57,7 @@ class Unit:
         replicate_s: of shards of gradients over dp_replicate, and of spread experts over the ranks with the same ones,
             once a step.
         sum_bytes: of gradients that are summed over each further axis once a step, by axis.
+        hooks_s: what FSDP's hooks take around every forward, and around every backward.
     """
 
     numel: int
@@ -69,6 +70,7 @@ class Unit:
     reduce_s: float
     replicate_s: float
     sum_bytes: tuple[tuple[str, int], ...]
+    hooks_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,9 @@ class DataParallel:
             reduce_s = collectives.time_s("reduce_scatter", trained_numel * reduced, self.mesh, ("dp_shard",))
             reduce_s += into / bandwidth
             replicate_s = collectives.time_s("all_reduce", trained_shard * reduced, self.mesh, ("dp_replicate",))
+            around, held = device.overheads, [p for p in parameters if not p.spread]
+            gather_s += around.gather_s + around.gather_parameter_s * len(held)
+            reduce_s += around.reduce_s + around.reduce_parameter_s * len([p for p in held if p.trained])
         elif self.mesh.dp_replicate > 1:
             reduce_s = collectives.time_s("all_reduce", trained_numel * reduced, self.mesh, ("dp_replicate",))
             reduce_s += 2 * trained_numel * reduced / bandwidth
@@ -142,10 +147,18 @@ class DataParallel:
             gather_s=gather_s,
             reduce_s=reduce_s,
             replicate_s=replicate_s,
+            hooks_s=self._hooks_s(parameters, device),
             sum_bytes=tuple(sums.items()),
         )
 
     # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
+
+    def _hooks_s(self, parameters: Sequence[ParameterCost], device: Device) -> float:
+        """Host time of FSDP around a forward or a backward of a unit, whatever is gathered or reduced."""
+        if not self.uses_fsdp:
+            return 0.0
+        held = sum(not p.spread for p in parameters)
+        return device.overheads.unit_s + device.overheads.unit_parameter_s * held
 
     def first_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
         """What the first forward of a step takes longer, where parameters then stay gathered."""
@@ -155,9 +168,10 @@ class DataParallel:
 
     def every_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
         """What every forward takes longer."""
+        hooks = sum(unit.hooks_s for unit in units)
         if not self.gathers_always:
-            return 0.0
-        return _beside([unit.gather_s for unit in units], times, interference)
+            return hooks
+        return hooks + _beside([unit.gather_s for unit in units], times, interference)
 
     def backward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float, *, is_last: bool) -> float:
         """What the backward of a micro-batch takes longer; ``is_last`` of the step.
@@ -165,13 +179,14 @@ class DataParallel:
         With a pipeline under FSDP reductions wait until the schedule's end: see :meth:`tail_s`.
         """
         reduces = not (self.is_pipelined and self.uses_fsdp) and (is_last or (self.uses_fsdp and self.zero_stage >= 2))
+        hooks = sum(unit.hooks_s for unit in units)
         if not reduces and not self.gathers_always:
-            return 0.0
+            return hooks
         # backward meets the blocks from the last to the first; the last one's parameters are still there
         order, none = list(reversed(units)), [0.0] * len(units)
         gathers = [unit.gather_s for unit in order] if self.gathers_always else none
         reductions = [unit.reduce_s + (unit.replicate_s if is_last else 0.0) for unit in order] if reduces else none
-        total = 0.0
+        total = hooks
         for i, time_s in enumerate(reversed(times)):
             beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)
             hidden = min(beside, time_s)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,18 @@ logger = logging.getLogger("autopar")
 WARM_UP_STEPS, MEASURED_STEPS = 2, 5
 
 _COLLECTIVES = (
-    "all_reduce all_gather all_gather_into_tensor all_gather_single reduce_scatter reduce_scatter_tensor"
-    " reduce_scatter_single all_to_all all_to_all_single broadcast"
-).split()
-_FUNCTIONAL = "all_reduce all_gather_tensor reduce_scatter_tensor all_to_all_single".split()
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+)
+_FUNCTIONAL = ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single")
 _BETWEEN = "between"
 
 
@@ -70,7 +79,7 @@ class Clock:
         self._stack.clear()
         self._marks[0] = (_BETWEEN, self._marks[0][1])
         seconds: dict[str, float] = {}
-        for (name, start), (_, end) in zip(marks, marks[1:], strict=False):
+        for (name, start), (_, end) in pairwise(marks):
             seconds[name] = seconds.get(name, 0.0) + self._between(start, end)
         return seconds
 
@@ -277,9 +286,7 @@ def _gathered(row: list[float], world: World) -> list[list[float]]:
 
 
 @contextmanager
-def _caught(
-    home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, str], *, waits: bool
-) -> Iterator[None]:
+def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, str], *, waits: bool) -> Iterator[None]:
     """Functions of a module run inside the part of their process group, until the context ends.
 
     ``waits``: results may be under way, and are waited for.

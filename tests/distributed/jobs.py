@@ -205,9 +205,7 @@ def _bytes(tensors: list[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in local)
 
 
-def watched(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str, called: bool
-) -> dict[str, Any]:
+def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str, called: bool) -> dict[str, Any]:
     """Steps until the comparison is made; what this rank knows then."""
     before = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
     heard: list[logging.LogRecord] = []

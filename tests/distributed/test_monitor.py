@@ -30,9 +30,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
         ("tp=4 num_micro_batches=1", True, {TENSOR, OPTIMIZER}),
     ],
 )
-def test_categories_and_warnings(
-    pool: WorkerPool, tmp_path: Path, pins: str, called: bool, present: set[str]
-) -> None:
+def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, called: bool, present: set[str]) -> None:
     subject, graph = traced("gpt2")
     plan = api.estimate(graph, cluster=FREE, global_batch_size=8, pins=pins.split())
     batch = subject.make_batch(8, seed=0)
@@ -58,11 +56,15 @@ def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Pat
     subject, graph = traced("gpt2")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
     batch = subject.make_batch(8, seed=0)
-    measured = pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=60.0)[0]["measured_s"]
+    measured = pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=60.0)[0][
+        "measured_s"
+    ]
     off = measured * factor
     breakdown = replace(plan.predicted.breakdown, compute_s=off)
     wrong = replace(plan.predicted, step_time_s=off, step_time_interval_s=(off / 2, off * 2), breakdown=breakdown)
-    rows = pool.run(jobs.watched, subject, replace(plan, predicted=wrong), graph, batch, str(tmp_path), False, timeout_s=60.0)
+    rows = pool.run(
+        jobs.watched, subject, replace(plan, predicted=wrong), graph, batch, str(tmp_path), False, timeout_s=60.0
+    )
     assert [len(row["warnings"]) for row in rows] == [1, 0, 0, 0]
     text = rows[0]["warnings"][0]
     assert "predicted" in text and f"autopar validate --from-run {tmp_path}" in text and "autopar profile" in text
