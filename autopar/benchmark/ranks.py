@@ -62,13 +62,18 @@ def run(job: Job) -> dict[str, dict[str, Any]]:
         For each plan ``seconds`` of its timed steps, ``memory_bytes`` at the peak of tensors and ``parts`` by category,
         or ``failure``.
     """
-    logging.getLogger("autopar").setLevel(logging.ERROR)  # what differs from predictions is the result
     if job.as_rank is not None:
         _fake_group(job)
     elif job.device_type == "cuda" and dist.get_backend() != "nccl":  # one device, by a worker of a gloo world
         stop()
         start("cuda", timeout_s=job.timeout_s)
-    return _run(job)
+    logger = logging.getLogger("autopar")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # that predictions are off is the result, and no warning
+    try:
+        return _run(job)
+    finally:
+        logger.setLevel(level)
 
 
 def _fake_group(job: Job) -> None:

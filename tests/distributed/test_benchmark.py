@@ -57,7 +57,7 @@ def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerP
         entry_of(api.estimate(task.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
         for pins in (["dp_replicate=2", "micro_batch=1"], ["dp_replicate=2", "micro_batch=2"])
     )
-    bad = replace(bad, plan=replace(bad.plan, global_batch_size=5))
+    bad = replace(bad, plan=replace(bad.plan, mesh=replace(bad.plan.mesh, dp_replicate=4)))  # of another job
     job = Job(source=source, graphs={"fp32": task.graph}, plans={}, rounds=1, steps=1)
     choice = Choice(entries=(good, bad), picked=good.key, num_candidates=2, misfits=())
     outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=2, timeout_s=60.0), title="t")
