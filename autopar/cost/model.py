@@ -39,6 +39,8 @@ class Step:
         prelude_s: the operators that every stage repeats for each micro-batch.
         blocking_sends: messages between stages occupy both ranks, as when they stand in the stream of computation
             (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
+        partitioned_sends: each rank of ``tp`` sends its part of a message that all of them hold, and the receivers gather
+            it (DeepSpeed's ``is_pipe_partitioned``, Megatron's scatter and gather); the runtime of autopar sends it whole.
         overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
             ``overlap_grad_reduce`` and ``overlap_param_gather``); the runtime of autopar waits for them.
     """
@@ -52,6 +54,7 @@ class Step:
     tokens_per_sample: int
     prelude_s: float = 0.0
     blocking_sends: bool = False
+    partitioned_sends: bool = False
     overlapped_reductions: bool = False
 
 
@@ -202,11 +205,13 @@ class CostModel:
         data = self._data(step)
         units = [self._stage_units(stage, data) for stage in stages]
         sums = [self._stage_sums(stage, own, data, step) for stage, own in zip(stages, units, strict=True)]
-        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, self._stage_times(stages, sums, step))
+        times = self._stage_times(stages, sums, step)
+        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         ties = self._tied_s(stages, data, step)
         best: tuple[float, Breakdown] | None = None
         for rank in range(step.mesh.pp):
-            parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, ties)
+            waits = 2 * step.num_micro_batches * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
+            parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, (ties, waits))
             if best is None or parts.total_s > best[0]:
                 best = (parts.total_s, parts)
         assert best is not None
@@ -238,9 +243,13 @@ class CostModel:
         pipeline: PipelineTimes,
         data: DataParallel,
         step: Step,
-        ties: float,
+        beside: tuple[float, float],
     ) -> Breakdown:
-        """Where the step goes if this rank is the last one to finish; all its parts, idle time included."""
+        """Where the step goes if this rank is the last one to finish; all its parts, idle time included.
+
+        ``beside``: seconds of tied parameters' sums, and of messages that hold up the rank.
+        """
+        ties, waits = beside
         pp, count = step.mesh.pp, step.num_micro_batches
         own = sums[rank::pp]
         flat = [unit for stage in units[rank::pp] for unit in stage]
@@ -255,7 +264,7 @@ class CostModel:
             tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + self._sums_s(flat, step, "tp"),
             context_parallel_s=count * sum(s.context_parallel_s for s in own) + self._sums_s(flat, step, "cp"),
             data_parallel_s=count * every + sum(s.data_first_s for s in own) + tail,
-            pipeline_s=pipeline.exposed_send_s[rank],
+            pipeline_s=pipeline.exposed_send_s[rank] + waits,
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
             optimizer_s=self._optimizer_s(flat, data),
         )
@@ -318,8 +327,7 @@ class CostModel:
             forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
             before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
             backward_send = before.send_gradient_bytes if before is not None else 0
-            sent = self.collectives.send_time_s(forward_send, step.mesh)
-            sent_back = self.collectives.send_time_s(backward_send, step.mesh)
+            sent, sent_back = self._send_s(forward_send, step), self._send_s(backward_send, step)
             waits = sent + received if step.blocking_sends else 0.0
             received = sent
             times.append(
@@ -329,9 +337,16 @@ class CostModel:
                     send_forward_s=0.0 if step.blocking_sends else sent,
                     send_backward_s=0.0 if step.blocking_sends else sent_back,
                     first_forward_s=own.data_first_s,
+                    waits_s=waits,
                 )
             )
         return times
+
+    def _send_s(self, num_bytes: int, step: Step) -> float:
+        if not step.partitioned_sends:
+            return self.collectives.send_time_s(num_bytes, step.mesh)
+        sent = self.collectives.send_time_s(num_bytes / step.mesh.tp, step.mesh)
+        return sent + self.collectives.time_s("all_gather", num_bytes, step.mesh, ("tp",))
 
     # --- once a step
 

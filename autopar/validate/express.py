@@ -221,6 +221,7 @@ def _predict(run: Run, structure: Structure, model: CostModel, site: Site) -> Pr
         flops_per_sample=structure.flops_per_sample,
         tokens_per_sample=run.seq,
         blocking_sends=site.blocking_sends,
+        partitioned_sends=site.partitioned_sends and run.sequence_parallel is False,
         overlapped_reductions=site.overlapped_reductions,
     )
     return model.predict(stages, step)

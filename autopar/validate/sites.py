@@ -25,6 +25,7 @@ class Site:
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
+        partitioned_sends: each rank of ``tp`` sends its part of such a message.
         fused_elementwise: chains of elementwise operators run as one kernel each.
         fused_loss: so does cross entropy.
         autocast: norms compute in single precision, with a cast before and after.
@@ -39,6 +40,7 @@ class Site:
     nic_bandwidth_bytes_per_s: float = 0.0
     blocking_launches: bool = False
     blocking_sends: bool = False
+    partitioned_sends: bool = False
     fused_elementwise: bool = False
     fused_loss: bool = False
     autocast: bool = False

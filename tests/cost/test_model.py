@@ -81,6 +81,22 @@ def test_messages_between_stages_are_exposed_in_part() -> None:
     assert found.breakdown.pipeline_s > alone.breakdown.pipeline_s > 0  # across nodes, then within one
 
 
+def test_blocking_messages_are_part_of_the_step() -> None:
+    stages = [stage(b) for b in layers(4, send_bytes=10**7, send_gradient_bytes=10**7, **SMALL)]
+    mesh, count = Mesh(pp=4, tp=8), 8
+    model = CostModel(H100, FP32, "sgd")
+    how = replace(step(mesh, schedule="1F1B", count=count), blocking_sends=True)
+    whole, parts = (model.predict(stages, replace(how, partitioned_sends=p)) for p in (False, True))
+    sent = model.collectives.send_time_s(10**7, mesh)
+    # a rank in the middle receives and sends in each of its forwards and backwards, the first one half of that
+    assert 2 * count * sent <= whole.breakdown.pipeline_s <= 4 * count * sent
+    free = model.predict(stages, replace(how, blocking_sends=False))
+    assert whole.step_time_s >= free.step_time_s + 2 * count * sent - free.breakdown.pipeline_s
+    gathered = model.collectives.time_s("all_gather", 10**7, mesh, ("tp",))
+    apart = model.collectives.send_time_s(10**7 / 8, mesh) + gathered
+    assert parts.breakdown.pipeline_s == pytest.approx(whole.breakdown.pipeline_s * apart / sent)
+
+
 def test_gathers_hide_behind_long_blocks_and_show_behind_short_ones() -> None:
     mesh = Mesh(dp_shard=8)
     model = CostModel(H100, FP32, "sgd")
