@@ -157,7 +157,7 @@ class _Runner:
 
     def _held_bytes(self) -> int:
         """Parameters and states of the optimizer, between steps."""
-        tensors = list(self.parallel.parameters())
+        tensors: list[torch.Tensor] = list(self.parallel.parameters())
         tensors += [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         local = (getattr(t, "_local_tensor", t) for t in tensors)
         return sum(t.numel() * t.element_size() for t in local)
@@ -186,7 +186,7 @@ def cpu_peak_bytes(function: Any) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     now = peak = 0
     for _, size in events:

@@ -113,7 +113,7 @@ def action_s(mesh: DeviceMesh) -> float:
             schedule.step(target=batch, losses=[])
 
     def alone() -> None:
-        for row in batch.split(1):
+        for row in torch.split(batch, 1):
             layer(row.requires_grad_(rank > 0)).sum().backward()
 
     return max(_median_s(pipelined) - _median_s(alone), 0.0) / (2 * count)
