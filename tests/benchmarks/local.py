@@ -121,6 +121,8 @@ def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | N
             else:
                 launch = through(options.netcluster, setting, options.timeout)
             for name, model in MODELS.items():
+                if options.models and not any(part in name for part in options.models):
+                    continue
                 wish = Wish(
                     model=model,
                     num_ranks=setting.num_ranks,
@@ -218,6 +220,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds of a batch of plans")
     parser.add_argument("--settings", nargs="*", help="parts of the names of settings; all if not given")
+    parser.add_argument("--models", nargs="*", help="likewise of models")
     options = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     options.out.mkdir(parents=True, exist_ok=True)
