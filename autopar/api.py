@@ -191,6 +191,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     opaque: Sequence[str] = (),
     seed: int = 0,
     timeout_s: float = 600.0,
+    log_dir: str | Path | None = None,
 ) -> Parallel:
     """This rank's part of ``model`` under the best plan, or a given one; called on every rank of a torchrun job.
 
@@ -207,6 +208,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         weights: folder of safetensors files, read slice by slice.
         seed: of dropout, and of the initialisation of a model on meta.
         timeout_s: of every collective, the wait for the search included.
+        log_dir: where rank 0 writes measured against predicted times of the first steps, for
+            ``autopar validate --from-run``; what is beyond the prediction is a warning of the logger ``autopar`` in any case.
 
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the cluster or the plan.
@@ -232,7 +235,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         limits = Limits(trials=trials, timeout_s=search_timeout_s)
         return _searched(model, where or Cluster.detect(num_ranks=ranks), wish, limits, seed)
 
-    return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s)
+    log = None if log_dir is None else Path(log_dir)
+    return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s, log_dir=log)
 
 
 def _trace_for(

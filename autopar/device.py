@@ -25,10 +25,14 @@ TOPICS = ("memory", "bandwidth", "launch", "fragmentation", "interference", "unc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One point of an efficiency curve: the smallest of a matmul's m, n, k, and the fraction of the ceiling it reaches."""
+    """One point of an efficiency curve: the smallest of a matmul's m, n, k, and the fraction of the ceiling it reaches.
+
+    ``backward_efficiency``: of the two products of its backward together; 0: as ``efficiency``.
+    """
 
     smallest_dim: int
     efficiency: float
+    backward_efficiency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ class MatmulRate:
             share = self.attention_backward_fraction
         return self.ceiling_flops_per_s * share * smallest_dim / (smallest_dim + self.attention_half_width)
 
-    def efficiency(self, smallest_dim: int) -> float:
+    def efficiency(self, smallest_dim: int, *, backward: bool = False) -> float:
         """The fraction of the ceiling that a matmul with this smallest dim reaches.
 
         >>> points = (CurvePoint(smallest_dim=1, efficiency=0.25), CurvePoint(smallest_dim=64, efficiency=1.0))
@@ -101,26 +105,82 @@ class MatmulRate:
         >>> rate.efficiency(1), rate.efficiency(8), rate.efficiency(4096)
         (0.25, 0.5, 1.0)
         """
+
+        def reached(point: CurvePoint) -> float:
+            return (backward and point.backward_efficiency) or point.efficiency
+
         before = self.curve[0]
         for point in self.curve:
             if smallest_dim <= point.smallest_dim:
                 if point.smallest_dim == before.smallest_dim:
-                    return point.efficiency
+                    return reached(point)
                 span = math.log(point.smallest_dim / before.smallest_dim)
                 share = math.log(max(smallest_dim, before.smallest_dim) / before.smallest_dim) / span
-                return float(before.efficiency ** (1 - share) * point.efficiency**share)
+                return float(reached(before) ** (1 - share) * reached(point) ** share)
             before = point
-        return before.efficiency
+        return reached(before)
 
-    def flops_per_s(self, smallest_dim: int) -> float:
-        """The rate that a matmul with this smallest dim reaches."""
-        return self.ceiling_flops_per_s * self.efficiency(smallest_dim)
+    def flops_per_s(self, smallest_dim: int, *, backward: bool = False) -> float:
+        """The rate that a matmul with this smallest dim reaches, or the products of its backward."""
+        return self.ceiling_flops_per_s * self.efficiency(smallest_dim, backward=backward)
 
 
 _RATE_NUMBERS = (
     "attention_fraction", "attention_backward_fraction", "attention_half_width", "triton_fraction", "num_units", "tile_elements",
     "wave_loss", "fill_depth", "unaligned_fraction",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionRate:
+    """Seconds for each element of an elementwise function that computes longer than it moves bytes.
+
+    Attributes:
+        name: one of ``autopar.cost.work.FUNCTIONS``.
+        forward_s, backward_s: for one element of its first operand.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Host time of what surrounds operators, in seconds; 0 where it was not measured or hides behind the device.
+
+    Attributes:
+        gradient_s: of one operator's backward, for each gradient that it makes; 0: as ``Device.launch_s``.
+        view_s: of a view, forward, and again backward.
+        sharded_launch_s: of one operator of an optimizer on a parameter that is a DTensor; 0: as ``Device.launch_s``.
+        unit_s, unit_parameter_s: of FSDP's hooks around one unit, for a forward or backward, and more for each parameter.
+        gather_s, gather_parameter_s: of one gather of a unit besides collective and copies, and more for each parameter.
+        reduce_s, reduce_parameter_s: of one reduction of a unit's gradients, likewise.
+        collective_s: of calling a collective from emitted code, besides the collective.
+        action_s: of one action of a pipeline schedule, its messages' posting included.
+    """
+
+    gradient_s: float = 0.0
+    view_s: float = 0.0
+    sharded_launch_s: float = 0.0
+    unit_s: float = 0.0
+    unit_parameter_s: float = 0.0
+    gather_s: float = 0.0
+    gather_parameter_s: float = 0.0
+    reduce_s: float = 0.0
+    reduce_parameter_s: float = 0.0
+    collective_s: float = 0.0
+    action_s: float = 0.0
+    provenance: str = "not measured"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table ``[device.overheads]``."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def scaled(self, factor: float, note: str) -> Overheads:
+        """All of them times ``factor``."""
+        times = {name: getattr(self, name) * factor for name in self.__slots__ if name != "provenance"}
+        return Overheads(**times, provenance=self.provenance + note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +209,8 @@ class Device:
         fixed_segments: the fraction where the allocator cannot join its segments; 0: as ``fragmentation``.
         memory_uncertainty: half width of the interval of a predicted peak memory, relative to it.
         operators: whose time was measured at given shapes; None: all are priced by the roofline.
+        functions: elementwise functions that were measured; others take what their bytes take.
+        overheads: host time around operators.
     """
 
     name: str
@@ -167,6 +229,17 @@ class Device:
     fixed_segments: float = 0.0
     memory_uncertainty: float = 0.0
     operators: OperatorTable | None = field(default=None, hash=False)
+    functions: tuple[FunctionRate, ...] = ()
+    overheads: Overheads = Overheads()
+
+    def function(self, name: str) -> FunctionRate | None:
+        """What was measured of an elementwise function."""
+        return next((rate for rate in self.functions if rate.name == name), None)
+
+    @property
+    def gradient_s(self) -> float:
+        """Host time of one gradient."""
+        return self.overheads.gradient_s or self.launch_s
 
     @property
     def reserved_bytes(self) -> int:
@@ -220,6 +293,10 @@ class Device:
                 "memory_fraction": self.memory_uncertainty,
                 "provenance": notes["uncertainty"],
             },
+            "overheads": self.overheads.to_dict(),
+            "function": [
+                {"name": f.name, "forward_s": f.forward_s, "backward_s": f.backward_s} for f in self.functions
+            ],
             "reserve": [{"name": r.name, "num_bytes": r.num_bytes, "provenance": r.provenance} for r in self.reserves],
             "matmul": {
                 rate.dtype: {
@@ -228,7 +305,12 @@ class Device:
                     "calibrated": rate.calibrated,
                     **{key: getattr(rate, key) for key in _RATE_NUMBERS},
                     "curve": [
-                        {"smallest_dim": point.smallest_dim, "efficiency": point.efficiency} for point in rate.curve
+                        {
+                            "smallest_dim": point.smallest_dim,
+                            "efficiency": point.efficiency,
+                            "backward_efficiency": point.backward_efficiency,
+                        }
+                        for point in rate.curve
                     ],
                     "provenance": rate.provenance,
                 }
@@ -262,6 +344,8 @@ class Device:
             fixed_segments=parts["fragmentation"].number("fixed_segments_fraction", 0.0, positive=False),
             memory_uncertainty=parts["uncertainty"].number("memory_fraction", 0.0, positive=False),
             reserves=tuple(_reserve(item) for item in table.tables("reserve")),
+            functions=tuple(_function(item) for item in table.tables("function")) if table.has("function") else (),
+            overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
             matmul=tuple(_rate(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
             operators=OperatorTable.from_table(table.table("operators")) if table.has("operators") else None,
@@ -270,6 +354,25 @@ class Device:
             part.finish()
         table.finish()
         return device
+
+
+def _function(table: Table) -> FunctionRate:
+    rate = FunctionRate(
+        name=table.text("name"),
+        forward_s=table.number("forward_s", positive=False),
+        backward_s=table.number("backward_s", positive=False),
+    )
+    table.finish()
+    return rate
+
+
+def _overheads(table: Table) -> Overheads:
+    names = [name for name in Overheads.__slots__ if name != "provenance"]
+    found = Overheads(
+        **{name: table.number(name, 0.0, positive=False) for name in names}, provenance=table.text("provenance")
+    )
+    table.finish()
+    return found
 
 
 def _reserve(table: Table) -> Reserve:
@@ -286,8 +389,14 @@ def _rate(dtype: str, table: Table) -> MatmulRate:
     ceiling = table.number("ceiling_flops_per_s")
     curve = []
     for item in table.tables("curve"):
-        curve.append(CurvePoint(smallest_dim=item.integer("smallest_dim"), efficiency=item.number("efficiency")))
-        if not 0 < curve[-1].efficiency <= 1:
+        curve.append(
+            CurvePoint(
+                smallest_dim=item.integer("smallest_dim"),
+                efficiency=item.number("efficiency"),
+                backward_efficiency=item.number("backward_efficiency", 0.0, positive=False),
+            )
+        )
+        if not 0 < curve[-1].efficiency <= 1 or curve[-1].backward_efficiency > 1:
             raise item.fault("efficiency", "an efficiency is at most 1", value=curve[-1].efficiency)
         item.finish()
     sizes = [point.smallest_dim for point in curve]

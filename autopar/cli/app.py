@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import doctor, models, planning, plans, profile, validate
+from autopar.cli import benchmark, doctor, models, planning, plans, profile, validate
 from autopar.errors import AutoparError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("verify")(models.verify)
 app.command("trace")(models.trace)
 app.command("validate")(validate.validate)
 app.add_typer(profile.app, name="profile")
+app.add_typer(benchmark.app, name="benchmark")
 app.command("doctor")(doctor.doctor)
 
 

@@ -9,10 +9,17 @@ import typer
 
 from autopar.cli.console import print_json, print_text, progress, warn
 from autopar.cli.options import Json
+from autopar.errors import UsageError
 
 
 def validate(
-    files: Annotated[list[Path], typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/validation.md.")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/validation.md.")
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from-run", metavar="DIR", help="Instead: the log_dir of a run of autopar.parallelize."),
+    ] = None,
     leave_one_out: Annotated[
         bool, typer.Option("--leave-one-out", help="Predict each source with parameters fitted on the others.")
     ] = False,
@@ -30,6 +37,11 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Predict measured runs and print how far off: error, rank, interval, memory, by source."""
+    if from_run is not None:
+        _from_run(from_run, files or [], as_json)
+        return
+    if not files:
+        raise UsageError("validate has runs to read", value="none", remedy="give RUNS.csv files, or --from-run DIR")
     from autopar.validate.command import calibrate as fit_profiles
     from autopar.validate.command import evaluate, write_profile
     from autopar.validate.document import document
@@ -66,3 +78,17 @@ def validate(
         text.append(parameters_table(fitted.values, session.start, fitted.num_seen))
     text.append("missed most:\n" + "\n".join(worst(runs, outcome.predictions)))
     print_text("\n\n".join(text))
+
+
+def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
+    """What the first steps of a run measured, against its plan's prediction."""
+    from autopar.report.run import render_run, run_summary
+    from autopar.run_log import read_log
+
+    if files:
+        raise UsageError("validate reads files or the log of a run", value=f"both: {files[0]}", place="--from-run")
+    record = read_log(folder)
+    if as_json:
+        print_json(run_summary(record))
+    else:
+        print_text(render_run(record))

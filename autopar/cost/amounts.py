@@ -52,6 +52,8 @@ class Work:
         saves_output: backward needs the output.
         saved_bytes: what backward needs besides.
         workspace_bytes, backward_workspace_bytes: temporaries inside the operator.
+        function, elements: the elementwise function that it computes (``autopar.cost.work.FUNCTIONS``; empty: none of them)
+            and of how many elements.
     """
 
     flops: float = 0.0
@@ -70,6 +72,8 @@ class Work:
     saved_bytes: int = 0
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    function: str = ""
+    elements: int = 0
 
 
 def total(specs: Specs) -> int:

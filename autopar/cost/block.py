@@ -182,11 +182,12 @@ def price_block(
         times = [measured.time(op, own, t) for op, own, t in zip(done.ops, done.operands, times, strict=True)]
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
+    calls = [device.overheads.collective_s * (mesh.size((m.axis,)) > 1) for m in done.shape.messages]
     exposed = device.interference if overlapped else 1.0
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     again_s = context_again_s = 0.0
-    for message in done.shape.messages:
-        time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,))
+    for message, call_s in zip(done.shape.messages, calls, strict=True):
+        time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,)) + call_s
         in_context = time_s if message.axis == "cp" else 0.0
         seconds[message.backward] += time_s
         context[message.backward] += in_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.cost.work import LINEAR, Product, Specs, Work, work
+from autopar.cost.work import LINEAR, VIEWS, Product, Specs, Work, work
 from autopar.device import Device, MatmulRate
 from autopar.graph.ir import Op
 
@@ -50,6 +50,10 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
     """
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     forward, backward = done.num_bytes / bandwidth, done.backward_bytes / bandwidth
+    function = device.function(done.function) if done.function else None
+    if function is not None:
+        forward = max(forward, done.elements * function.forward_s)
+        backward = max(backward, done.elements * function.backward_s * bool(done.backward_launches))
     if done.flops:
         own = str(op.spec.dtype).removeprefix("torch.")
         is_weighted = quantized is not None and op.target in LINEAR
@@ -60,12 +64,15 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
             forward += 2 * done.num_bytes / bandwidth
             backward += done.num_bytes / bandwidth
     backward += done.beside_bytes / bandwidth
-    return OpTime(forward + done.launches * device.launch_s, backward + done.backward_launches * device.launch_s)
+    if op.target in VIEWS:
+        forward += device.overheads.view_s
+        backward += device.overheads.view_s * op.spec.requires_grad
+    return OpTime(forward + done.launches * device.launch_s, backward + done.backward_launches * device.gradient_s)
 
 
 def _products_s(flops: float, products: tuple[Product, ...], done: Work, rate: MatmulRate, *, backward: bool) -> float:
     if done.is_attention:
         return flops / rate.attention_flops_per_s(done.smallest_dim, backward=backward)
     if not products or not rate.num_units:
-        return flops / rate.flops_per_s(done.smallest_dim)
+        return flops / rate.flops_per_s(done.smallest_dim, backward=backward)
     return sum(p.flops / rate.product_flops_per_s(p.count, p.rows, p.columns, p.depth) for p in products)

@@ -56,6 +56,7 @@ class Unit:
         gather_s: making the whole parameters in the compute dtype.
         reduce_s: of gradients over dp_shard.
         replicate_s: of shards of gradients over dp_replicate, once a step.
+        hooks_s: what FSDP's hooks take around every forward, and around every backward.
     """
 
     numel: int
@@ -68,6 +69,7 @@ class Unit:
     gather_s: float
     reduce_s: float
     replicate_s: float
+    hooks_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,9 @@ class DataParallel:
             reduce_s += padded * (compute + reduced) / bandwidth
             shard_bytes = padded // shards * reduced
             replicate_s = collectives.time_s("all_reduce", shard_bytes, self.mesh, ("dp_replicate",))
+            around, held = device.overheads, [p for p in parameters if not p.spread]
+            gather_s += around.gather_s + around.gather_parameter_s * len(held)
+            reduce_s += around.reduce_s + around.reduce_parameter_s * len([p for p in held if p.trained])
         return Unit(
             numel=numel,
             trained_numel=trained_numel,
@@ -137,6 +142,7 @@ class DataParallel:
             gather_s=gather_s,
             reduce_s=reduce_s,
             replicate_s=replicate_s,
+            hooks_s=self._hooks_s(parameters, device),
         )
 
     def _padded(self, parameters: Sequence[ParameterCost]) -> int:
@@ -146,6 +152,13 @@ class DataParallel:
 
     # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
 
+    def _hooks_s(self, parameters: Sequence[ParameterCost], device: Device) -> float:
+        """Host time of FSDP around a forward or a backward of a unit, whatever is gathered or reduced."""
+        if not self.uses_fsdp:
+            return 0.0
+        held = sum(not p.spread for p in parameters)
+        return device.overheads.unit_s + device.overheads.unit_parameter_s * held
+
     def first_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
         """What the first forward of a step takes longer, where parameters then stay gathered."""
         if not self.uses_fsdp or self.gathers_always:
@@ -154,9 +167,10 @@ class DataParallel:
 
     def every_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
         """What every forward takes longer."""
+        hooks = sum(unit.hooks_s for unit in units)
         if not self.gathers_always:
-            return 0.0
-        return _beside([unit.gather_s for unit in units], times, interference)
+            return hooks
+        return hooks + _beside([unit.gather_s for unit in units], times, interference)
 
     def backward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float, *, is_last: bool) -> float:
         """What the backward of a micro-batch takes longer; ``is_last`` of the step.
@@ -164,13 +178,14 @@ class DataParallel:
         With a pipeline under FSDP reductions wait until the schedule's end: see :meth:`tail_s`.
         """
         reduces = self.uses_fsdp and not self.is_pipelined and (is_last or self.zero_stage >= 2)
+        hooks = sum(unit.hooks_s for unit in units)
         if not reduces and not self.gathers_always:
-            return 0.0
+            return hooks
         # backward meets the blocks from the last to the first; FSDP2 has freed the last one's parameters too
         order, none = list(reversed(units)), [0.0] * len(units)
         gathers = [unit.gather_s for unit in order] if self.gathers_always else none
         reductions = [unit.reduce_s + (unit.replicate_s if is_last else 0.0) for unit in order] if reduces else none
-        total = gathers[0]
+        total = hooks + gathers[0]
         for i, time_s in enumerate(reversed(times)):
             beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)
             hidden = min(beside, time_s)

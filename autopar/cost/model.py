@@ -93,7 +93,8 @@ class CostModel:
         seconds = []
         for kind in (change.forward, change.backward):
             size = collective_bytes(kind or "", full_num_bytes=spec.num_bytes, size=mesh.size((axis,)))
-            seconds.append(self.collectives.time_s(kind, size, mesh, (axis,)) if kind else 0.0)
+            call_s = self.device.overheads.collective_s * (mesh.size((axis,)) > 1)
+            seconds.append(self.collectives.time_s(kind, size, mesh, (axis,)) + call_s if kind else 0.0)
         dim = max(source.dim, target.dim)
         if dim > 0 and (change.forward in ("all_gather", "reduce_scatter") or change.backward == "all_gather"):
             # a gather or scatter along an inner dim copies the whole tensor into or out of rank order
@@ -318,8 +319,9 @@ class CostModel:
         context += sum(b.context_again_s for b in again)
         data_forward = share * data.every_forward_s(units, forward, interference)
         data_backward = data.backward_s(units, backward, interference, is_last=False)
+        action_s = self.device.overheads.action_s if step.mesh.pp > 1 else 0.0
         return _StageSums(
-            compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + step.prelude_s,
+            compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + step.prelude_s + 2 * action_s,
             recompute_s=sum(b.forward_s for b in again),
             tensor_parallel_s=max(sent - context, 0.0),
             context_parallel_s=context,
@@ -327,8 +329,8 @@ class CostModel:
             data_backward_s=data_backward,
             data_first_s=data.first_forward_s(units, forward, interference),
             data_last_s=data.backward_s(units, backward, interference, is_last=True) - data_backward,
-            forward_s=sum(forward) + data_forward + step.prelude_s,
-            backward_s=sum(backward) + data_backward,
+            forward_s=sum(forward) + data_forward + step.prelude_s + action_s,
+            backward_s=sum(backward) + data_backward + action_s,
         )
 
     def _stage_times(self, stages: Sequence[StageCost], sums: Sequence[_StageSums], step: Step) -> list[StageTimes]:
@@ -406,7 +408,8 @@ class CostModel:
 
     def _optimizer_s(self, units: Sequence[Unit], data: DataParallel) -> float:
         groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
-        return self._moved_s(units) + self.optimizer.kernels * groups * self.device.launch_s
+        launch_s = self.device.overheads.sharded_launch_s or self.device.launch_s
+        return self._moved_s(units) + self.optimizer.kernels * groups * launch_s
 
     def _moved_s(self, units: Sequence[Unit]) -> float:
         """What the optimizer reads and writes."""

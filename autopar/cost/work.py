@@ -58,6 +58,26 @@ COLLECTIVES = frozenset(f"autopar.{name}" for name in (*_COLLECTIVE_NAMES.split(
 LINEAR = frozenset(("aten.linear.default", "autopar.linear_t"))
 """Products of activations and weights."""
 
+FUNCTIONS = {
+    "aten.tanh.default": "tanh",
+    "aten.gelu.default": "gelu",
+    "aten.silu.default": "silu",
+    "aten.sigmoid.default": "silu",
+    "aten.exp.default": "exp",
+    "aten.softmax.int": "softmax",
+    "aten._softmax.default": "softmax",
+    "aten.log_softmax.int": "softmax",
+    "aten._log_softmax.default": "softmax",
+    "autopar.cross_entropy_sum": "softmax",
+    "autopar.cross_entropy_vocabulary": "softmax",
+    "aten.cross_entropy_loss.default": "softmax",
+    "aten.layer_norm.default": "norm",
+    "aten.native_layer_norm.default": "norm",
+    "aten.rms_norm.default": "norm",
+    "aten.pow.Tensor_Scalar": "pow",
+}
+"""Operators that compute a function which may take longer than its bytes; profiles measure these names."""
+
 _PARTIAL_VIEWS = _aten("slice.Tensor select.int narrow.default")
 _SAVE_NOTHING, _SAVE_OUTPUT, _SAVE_INPUT = (
     _aten(_SAVE_NOTHING_NAMES),
@@ -97,6 +117,8 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     if op.target == "aten.einsum.default" and len(operands) != 2:
         maker = None  # no product of two matrices
     found = maker(op, operands, kind) if maker else _elementwise(op, operands)
+    if op.target in FUNCTIONS and operands:
+        found = replace(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
     if any(spec.requires_grad for spec in op.outputs):
         return found
     return replace(

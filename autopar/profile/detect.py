@@ -22,7 +22,7 @@ from autopar.profile.store import MachineProfile, known_devices, load_library, l
 from autopar.table import Table
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 
 
 def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
@@ -112,7 +112,20 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
             "interference": {"fraction": 0.15 if cuda else 1.0, "provenance": "assumed: as in the shipped profiles"},
             "uncertainty": {"fraction": 0.25 if cuda else 0.6, "provenance": "assumed: as in the shipped profiles"},
             "reserve": [_reserve(cuda)],
-            "matmul": {dtype: _rate(points, where) for dtype, points in measured["matmul"].items()},
+            "matmul": {
+                dtype: _rate(points, where) | _attention(points, measured.get("attention", {}).get(dtype, []))
+                for dtype, points in measured["matmul"].items()
+            },
+            "function": [
+                {"name": name, "forward_s": forward, "backward_s": backward}
+                for name, (forward, backward) in measured.get("functions", {}).items()
+            ],
+            "overheads": {
+                **measured.get("overheads", {}),
+                "provenance": f"{where}: autopar/profile/measure.py and overheads.py, time of the calling thread"
+                if measured.get("overheads")
+                else "not measured",
+            },
         },
         "intra_node": link,
         "nic": link,
@@ -136,15 +149,34 @@ def _reserve(cuda: bool) -> dict[str, Any]:
 def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
     """The curve: never falling, so that a disturbed sample cannot make a larger matmul slower than a smaller one."""
     ceiling = max(point["flops_per_s"] for point in points)
-    best, curve = 0.0, []
+    best, best_backward, curve = 0.0, 0.0, []
     for point in points:
         best = max(best, point["flops_per_s"])
-        curve.append({"smallest_dim": int(point["smallest_dim"]), "efficiency": best / ceiling})
+        best_backward = max(best_backward, point.get("backward_flops_per_s", 0.0))
+        row = {"smallest_dim": int(point["smallest_dim"]), "efficiency": best / ceiling}
+        curve.append(row | {"backward_efficiency": min(best_backward / ceiling, 1.0)})
     return {
         "ceiling_flops_per_s": ceiling,
         "calibrated": True,
         "curve": curve,
         "provenance": f"{where}: [m, k] @ [k, n] with n = k fixed, median of 5",
+    }
+
+
+def _attention(points: list[dict[str, float]], measured: list[list[float]]) -> dict[str, float]:
+    """Fraction of the ceiling and half width of a head, from two widths; see ``MatmulRate.attention_flops_per_s``."""
+    if len(measured) != 2:
+        return {}
+    ceiling = max(point["flops_per_s"] for point in points)
+    (narrow, low, _), (wide, high, _) = measured
+    # rate = f * width / (width + half) through both points
+    half = narrow * wide * (high - low) / max(low * wide - high * narrow, 1e-9 * high)
+    half = min(max(half, 0.0), 1024.0)
+    backward = [rate * (width + half) / width / ceiling for width, _, rate in measured]
+    return {
+        "attention_fraction": high * (wide + half) / wide / ceiling,
+        "attention_backward_fraction": sum(backward) / len(backward),
+        "attention_half_width": half,
     }
 
 

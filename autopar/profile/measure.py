@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,3 +104,102 @@ def launch_s(device: torch.device, *, repeats: int = 5) -> float:
         return x
 
     return median_time_s(chain, device, repeats=repeats, min_time_s=5e-3) / _CHAINED
+
+
+# --- a CPU, where the host is the device: what surrounds operators, and functions that compute longer than they move
+
+_TENSOR_ROWS, _TENSOR_WIDTH = 64, 512
+_REPEATED = 8
+
+
+def gradient_s(device: torch.device) -> float:
+    """Host time of one gradient in backward: of the chain of :func:`launch_s`, which makes seven for four operators."""
+    start, weight = (torch.full((8, 8), 0.1, device=device, requires_grad=True) for _ in range(2))
+
+    def chain() -> torch.Tensor:
+        x = start
+        for _ in range(_CHAINED // 4):
+            x = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight) * x + start)
+        return x
+
+    return _backward_s(chain, (start, weight), device) / (7 * _CHAINED // 4)
+
+
+def view_s(device: torch.device) -> float:
+    """Host time of a view, forward or backward (half of both)."""
+    start = torch.ones(8, 8, device=device, requires_grad=True)
+
+    def chain() -> torch.Tensor:
+        x = start
+        for _ in range(_CHAINED // 4):
+            x = x.transpose(0, 1).unsqueeze(0).transpose(0, 2).squeeze(2).unsqueeze(1).squeeze(1)
+        return x
+
+    forward = median_time_s(chain, device, min_time_s=5e-3)
+    return (forward + _backward_s(chain, (start,), device)) / (2 * 6 * _CHAINED // 4)
+
+
+def function_times(device: torch.device) -> dict[str, tuple[float, float]]:
+    """Seconds for each element of elementwise functions, forward and backward, on tensors that stay in the cache."""
+    functional = torch.nn.functional
+    weight, bias = (torch.ones(_TENSOR_WIDTH, device=device, requires_grad=True) for _ in range(2))
+    makers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "tanh": torch.tanh,
+        "gelu": functional.gelu,
+        "silu": functional.silu,
+        "exp": torch.exp,
+        "softmax": lambda x: torch.softmax(x, -1),
+        "norm": lambda x: functional.layer_norm(x, (_TENSOR_WIDTH,), weight, bias),
+        "pow": lambda x: torch.pow(x, 3.0),
+    }
+    found = {}
+    host, host_backward = launch_s(device), gradient_s(device)
+    for name, function in makers.items():
+        inputs = [torch.randn(_TENSOR_ROWS, _TENSOR_WIDTH, device=device, requires_grad=True) for _ in range(_REPEATED)]
+
+        def many(function: Any = function, inputs: Any = inputs) -> torch.Tensor:
+            return torch.stack([function(x) for x in inputs])
+
+        def copied(inputs: Any = inputs) -> torch.Tensor:
+            return torch.stack(inputs)
+
+        forward = median_time_s(many, device) - median_time_s(copied, device)
+        backward = _backward_s(many, inputs, device) - _backward_s(copied, inputs, device)
+        elements = _REPEATED * _TENSOR_ROWS * _TENSOR_WIDTH
+        found[name] = (
+            max(forward - _REPEATED * host, 0.0) / elements,
+            max(backward - _REPEATED * host_backward, 0.0) / elements,
+        )
+    return found
+
+
+def attention_times(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float, float]]:
+    """(width of a head, FLOP/s forward, backward) of causal fused attention; masked scores and launches not counted."""
+    found = []
+    for width, rows in ((32, 64), (64, 256)):
+        query, key, value = (torch.randn(4, 4, rows, width, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+        def attend(query: Any = query, key: Any = key, value: Any = value) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        flops = 4.0 * query.numel() * rows * (rows + 1) / (2 * rows)
+        forward = median_time_s(attend, device)
+        backward = _backward_s(attend, (query, key, value), device)
+        found.append((width, flops / forward, 2.5 * flops / backward))
+    return found
+
+
+def linear_backward_flops_per_s(device: torch.device, dtype: torch.dtype, rows: int) -> float:
+    """FLOP/s of both products of the backward of a linear over ``rows`` tokens."""
+    other = OTHER_DIM[device.type]
+    weight = torch.randn(other, other, device=device).to(dtype).requires_grad_()
+    tokens = torch.randn(rows, other, device=device).to(dtype).requires_grad_()
+    backward = _backward_s(lambda: torch.nn.functional.linear(tokens, weight), (tokens, weight), device)
+    return 4.0 * rows * other * other / backward
+
+
+def _backward_s(function: Callable[[], torch.Tensor], inputs: Iterable[torch.Tensor], device: torch.device) -> float:
+    """The median time of the backward of what ``function`` gives."""
+    output, given = function(), tuple(inputs)
+    gradient = torch.ones_like(output)
+    return median_time_s(lambda: torch.autograd.grad(output, given, gradient, retain_graph=True), device)

@@ -117,6 +117,11 @@ def _slowed(device: Device, share: float) -> Device:
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
         launch_s=device.launch_s / share,
         operators=None if table is None else replace(table, scale=table.scale / share),
+        functions=tuple(
+            replace(rate, forward_s=rate.forward_s / share, backward_s=rate.backward_s / share)
+            for rate in device.functions
+        ),
+        overheads=device.overheads.scaled(1 / share, note),
         provenance=tuple(notes.items()),
     )
 

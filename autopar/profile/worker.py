@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.profile import measure
+from autopar.profile.overheads import measure_overheads
 
 LINK_BYTES = 8 * 2**20
 DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 * 2 steps
@@ -25,8 +26,9 @@ DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 
 
 def measure_device(device: torch.device) -> dict[str, Any]:
     """Everything about the device alone: rates by dtype and size, copy bandwidth, launch time, memory."""
-    dtypes = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
-    return {
+    is_cpu = device.type == "cpu"
+    dtypes = (torch.float32, torch.bfloat16) if is_cpu else (torch.float32, torch.bfloat16, torch.float16)
+    found: dict[str, Any] = {
         "matmul": {
             str(dtype).removeprefix("torch."): [
                 {"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s}
@@ -36,6 +38,28 @@ def measure_device(device: torch.device) -> dict[str, Any]:
         },
         "copy_bandwidth_bytes_per_s": measure.copy_bandwidth_bytes_per_s(device),
         "launch_s": measure.launch_s(device),
+    }
+    if is_cpu:
+        found |= measure_host(device, dtypes, found["matmul"])
+    return found
+
+
+def measure_host(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], points: dict[str, list[dict[str, float]]]
+) -> dict[str, Any]:
+    """What a CPU spends besides products and copies; adds the products' backward to ``points``."""
+    attention = {}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        for point in points[name]:
+            point["backward_flops_per_s"] = measure.linear_backward_flops_per_s(
+                device, dtype, int(point["smallest_dim"])
+            )
+        attention[name] = measure.attention_times(device, dtype)
+    return {
+        "attention": attention,
+        "functions": measure.function_times(device),
+        "overheads": {"gradient_s": measure.gradient_s(device), "view_s": measure.view_s(device)},
     }
 
 
@@ -63,11 +87,15 @@ def main(rank: int, folder: Path) -> None:
     """Measure and write."""
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
-    if rank == 0:
+    if rank == 0 or not torch.cuda.is_available():
+        # on a CPU both at once, as ranks compute in training: cores share caches, memory and often execution units
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         result = measure_device(device)
     dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
     result["link"] = measure_link()
+    if not torch.cuda.is_available():
+        between = measure_overheads()
+        result.setdefault("overheads", {}).update(between)
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.destroy_process_group()

@@ -30,6 +30,7 @@ def launch(
     weights: str | Path | None = None,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    log_dir: Path | None = None,
 ) -> Parallel:
     """Makes this rank's part of ``model``; all ranks of the job call it.
 
@@ -40,6 +41,7 @@ def launch(
         weights: folder of safetensors files; instead of the model's weights.
         seed: of random operators, and of the initialisation of a model on meta.
         timeout_s: of every collective.
+        log_dir: see :class:`Parallel`.
 
     Raises:
         AutoparError: what ``make`` raised on rank 0, on every rank.
@@ -57,7 +59,7 @@ def launch(
         source = FileWeights(weights, source)
     else:
         take_first_rank_weights(model, world.device)
-    return Parallel(program, world, source, seed=seed)
+    return Parallel(program, world, source, seed=seed, log_dir=log_dir)
 
 
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:

@@ -16,10 +16,12 @@ from autopar.errors import UsageError
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
 from autopar.plan import Plan
+from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
 from autopar.runtime.materialize import Weights
+from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.state import State
 from autopar.runtime.world import World
@@ -32,10 +34,17 @@ class Parallel:
         plan: what is executed.
         data_rank, data_size: for samplers: which part of the global batch this rank takes.
         step_count: training steps done; the random streams follow from it and from ``seed``.
+        monitor: holds the first steps against the plan's prediction.
+
+    Args:
+        log_dir: where :class:`~autopar.runtime.monitor.Monitor` writes; nowhere when None.
     """
 
-    def __init__(self, program: Program, world: World, weights: Weights, *, seed: int = 0) -> None:
+    def __init__(
+        self, program: Program, world: World, weights: Weights, *, seed: int = 0, log_dir: Path | None = None
+    ) -> None:
         self._program, self._world = program, world
+        self.monitor = Monitor(program.plan, world, log_dir=log_dir)
         self._assembly: Assembly = assemble(program, world, weights)
         self.plan: Plan = program.plan
         self.seed, self.step_count = seed, 0
@@ -54,7 +63,8 @@ class Parallel:
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
-        self._runner: Runner = self._single or Pipeline(stages, program, world)
+        self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor)
+        self.monitor.holds(h.parameter for h in held)
 
     @property
     def is_first_rank(self) -> bool:
@@ -100,6 +110,7 @@ class Parallel:
         Raises:
             UsageError: the batch has other inputs or another size than the plan.
         """
+        self.monitor.begin_step()
         local = self._local(batch)
         self._begin_forward(local)
         self._begin_backward(self.plan.num_micro_batches)
@@ -110,7 +121,9 @@ class Parallel:
         dtype = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         if loss is None:
             loss = torch.zeros((), device=self._world.device)
-        return self._global_loss(loss.to(dtype))
+        total = self._global_loss(loss.to(dtype))
+        self.monitor.end_step()
+        return total
 
     def __call__(self, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
@@ -126,6 +139,8 @@ class Parallel:
                 value=f"{len(self._program.stages)} stages",
                 remedy="replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`",
             )
+        if torch.is_grad_enabled():
+            self.monitor.begin_step()
         local = self._local(batch)
         count = self.plan.num_micro_batches
         self._begin_forward(local)
@@ -189,13 +204,19 @@ class Parallel:
             return
         self._in_backward = False
         if self._leaf_sums is not None:
-            self._leaf_sums.finish()
+            with self.monitor.part(DATA if self.data_size > 1 else COMPUTE):
+                self._leaf_sums.finish()
         sum_in_place(self._late, lambda held: held.group)
         if self._tied:
             self._assembly.sum_copies_here()
             sum_in_place(self._assembly.first_copies, lambda held: held.tie_group)
             self._assembly.spread_copies_here()
         self._set_aside.finish()
+
+    def _finish_called(self) -> None:
+        """The same at the end of a backward that the user called."""
+        self._finish()
+        self.monitor.end_step()
 
     def _totals(self, local: Batch) -> dict[str, Tensor]:
         sums = self._program.sums
@@ -215,7 +236,9 @@ class Parallel:
 
     def _global_loss(self, loss: Tensor) -> Tensor:
         if self._loss_group is not None:
-            dist.all_reduce(loss, group=self._loss_group)
+            # the ranks of a pipeline end at different times, and wait for the last one here
+            with self.monitor.part(PIPELINE if self.plan.mesh.pp > 1 else DATA):
+                dist.all_reduce(loss, group=self._loss_group)
         return loss
 
     def _local(self, batch: Batch) -> dict[str, Tensor]:
@@ -265,5 +288,5 @@ class _GlobalLoss(torch.autograd.Function):
         ctx.owner._begin_backward(1)
         engine = torch.autograd.Variable._execution_engine
         # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
-        engine.queue_callback(lambda: engine.queue_callback(ctx.owner._finish))
+        engine.queue_callback(lambda: engine.queue_callback(ctx.owner._finish_called))
         return gradients[0], None

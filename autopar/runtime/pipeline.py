@@ -15,7 +15,9 @@ from autopar.graph.ir import Input, Ref
 from autopar.lower.emit import str_name
 from autopar.lower.program import Program, StageProgram
 from autopar.plan import Plan
+from autopar.run_log import COMPUTE, PIPELINE
 from autopar.runtime.data_parallel import before_backward
+from autopar.runtime.monitor import Monitor
 from autopar.runtime.stage import INPUT, MICRO_BATCH, StageModule
 from autopar.runtime.world import World
 
@@ -69,15 +71,16 @@ class Accumulation:
 class Pipeline:
     """Several stages, by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords."""
 
-    def __init__(self, stages: Sequence[StageModule], program: Program, world: World) -> None:
-        self._stages, self._program = stages, program
+    def __init__(self, stages: Sequence[StageModule], program: Program, world: World, monitor: Monitor) -> None:
+        self._stages, self._program, self._monitor = stages, program, monitor
         plan = program.plan
         _check(plan)
         by_index = {stage.index: stage for stage in program.stages}
         specs = _Specs(program)
         group = world.device_mesh.get_group("pp")
         wrapped = [
-            PipelineStage(
+            _Stage(
+                monitor,
                 module,
                 module.index,
                 len(program.stages),
@@ -120,8 +123,25 @@ class Pipeline:
         for stage in self._stages:
             stage.totals = stage.totals | rest
         losses: list[Tensor] = []
-        self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
+        with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
+            self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+
+class _Stage(PipelineStage):
+    """One whose work the monitor tells from waiting."""
+
+    def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._monitor = monitor
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._monitor.part(COMPUTE):
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._monitor.part(COMPUTE):
+            return super().backward_one_chunk(*args, **options)
 
 
 def _chunk_specs(dims: Mapping[str, int]) -> dict[str, TensorChunkSpec]:

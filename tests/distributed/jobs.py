@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.plan import Plan
 from autopar.runtime.data_parallel import fsdp_modules
 from autopar.runtime.launch import launch
 from autopar.runtime.materialize import ModelWeights
+from autopar.runtime.monitor import MEASURED_STEPS, WARM_UP_STEPS
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.verify import adamw
 from autopar.runtime.world import World
@@ -201,3 +203,36 @@ def _gathered(parallel: Parallel) -> int:
 def _bytes(tensors: list[Any]) -> int:
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
     return sum(t.numel() * t.element_size() for t in local)
+
+
+def watched(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str, called: bool) -> dict[str, Any]:
+    """Steps until the comparison is made; what this rank knows then."""
+    before = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    world, weights = World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0)
+    parallel = Parallel(lower(plan, graph), world, weights, log_dir=Path(folder))
+    optimizer = adamw(parallel.parameters())
+    for _ in range(WARM_UP_STEPS + MEASURED_STEPS + 1):
+        if called:
+            parallel(**batch).backward()
+        else:
+            parallel.train_step(batch)
+        with torch.no_grad():  # an evaluation is no step
+            if called:
+                parallel(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("autopar").removeHandler(handler)
+    record = parallel.monitor.record
+    assert record is not None
+    return {
+        "measured_s": record.measured_s,
+        "parts": {part.name: part.measured_s for part in record.parts},
+        "bytes": record.measured_bytes,
+        "warnings": [entry.getMessage() for entry in heard if entry.levelno == logging.WARNING],
+        "active": parallel.monitor.is_active,
+        "restored": all(getattr(dist, name) is function for name, function in before.items()),
+    }

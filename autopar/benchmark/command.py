@@ -1,0 +1,132 @@
+"""``autopar benchmark local`` apart from its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from autopar import api
+from autopar.benchmark.plans import Advance, Choice, choose, variants
+from autopar.benchmark.ranks import Job
+from autopar.benchmark.session import Launch, Outcome, benchmark, local_ranks
+from autopar.cluster import Cluster
+from autopar.models import ModelSource, resolve_model
+from autopar.search.pins import Pins
+from autopar.search.planner import Task
+from autopar.search.space import Space, load_space
+
+GPU_PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is asked for; the options of the command."""
+
+    model: str
+    num_ranks: int = 4
+    global_batch_size: int = 16
+    space: str = "default"
+    sample: int | None = None
+    seed: int = 0
+    sequence: int | None = None
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    pins: tuple[str, ...] = ()
+    rounds: int = 3
+    steps: int = 3
+    timeout_s: float = 300.0
+
+    @property
+    def title(self) -> str:
+        """What measurements belong to."""
+        parts = [self.model, f"batch {self.global_batch_size}", self.precision, self.optimizer]
+        if self.sequence is not None:
+            parts.append(f"sequence {self.sequence}")
+        return ", ".join(parts)
+
+
+def run_local(
+    wish: Wish, *, results: Path | None = None, cache_dir: Path | None = None, advance: Advance | None = None
+) -> Outcome:
+    """On this machine: ranks on its CPU, or every variant on its one GPU.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
+    if torch.cuda.is_available():
+        return _on_gpu(wish, results=results, cache_dir=cache_dir, advance=advance)
+    cluster = Cluster.parse(f"local?ranks={wish.num_ranks}", cache_dir=cache_dir)
+    with local_ranks(wish.num_ranks, timeout_s=wish.timeout_s) as launch:
+        return on_cluster(wish, cluster, launch, results=results, advance=advance)
+
+
+def on_cluster(
+    wish: Wish, cluster: Cluster, launch: Launch, *, results: Path | None = None, advance: Advance | None = None
+) -> Outcome:
+    """On any ranks that ``launch`` reaches and ``cluster`` describes."""
+    source = resolve_model(wish.model, sequence_length=wish.sequence)
+    task = task_of(wish, source, cluster, wish.precision)
+    choice = choose(task, sample=wish.sample, seed=wish.seed, advance=advance)
+    return _measured(wish, source, [task], choice, launch, "cpu", cluster.name, results=results, advance=advance)
+
+
+def _on_gpu(wish: Wish, *, results: Path | None, cache_dir: Path | None, advance: Advance | None) -> Outcome:
+    cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
+    source = resolve_model(wish.model, sequence_length=wish.sequence)
+    tasks = [task_of(wish, source, cluster, precision) for precision in GPU_PRECISIONS]
+    choice = variants(tasks, one_device_pins(tasks[0].space, wish))
+    with local_ranks(1, timeout_s=wish.timeout_s) as launch:
+        return _measured(wish, source, tasks, choice, launch, "cuda", cluster.name, results=results, advance=advance)
+
+
+def one_device_pins(space: Space, wish: Wish) -> list[tuple[str, ...]]:
+    """Every micro-batch and recompute of a space, as pins beside the wish's own."""
+    sizes = [size for size in space.micro_batches if wish.global_batch_size % size == 0]
+    return [(*wish.pins, f"micro_batch={size}", f"recompute={mode}") for size, mode in product(sizes, space.recompute)]
+
+
+def task_of(wish: Wish, source: ModelSource, cluster: Cluster, precision: str) -> Task:
+    """What the planner is asked."""
+    recipe = api.PRECISIONS[precision]
+    graph = api.trace_model(
+        source.model, source.example_inputs, recipe, name=source.name, global_batch_size=wish.global_batch_size
+    )
+    return Task(
+        graph=graph,
+        cluster=cluster,
+        global_batch_size=wish.global_batch_size,
+        precision=recipe,
+        optimizer=wish.optimizer,
+        pins=Pins.parse(wish.pins),
+        space=load_space(wish.space),
+    )
+
+
+def _measured(  # noqa: PLR0913  what the two ways to get here differ in
+    wish: Wish,
+    source: ModelSource,
+    tasks: list[Task],
+    choice: Choice,
+    launch: Launch,
+    device_type: str,
+    where: str,
+    *,
+    results: Path | None,
+    advance: Advance | None,
+) -> Outcome:
+    job = Job(
+        source=source,
+        graphs={task.precision.name: task.graph for task in tasks},
+        plans={},
+        device_type=device_type,
+        rounds=wish.rounds,
+        steps=wish.steps,
+        timeout_s=wish.timeout_s,
+    )
+    title = f"{wish.title}, {where}"
+    # models of a GPU take turns one by one: many do not fit beside each other
+    batch = 1 if device_type == "cuda" else 8
+    return benchmark(job, choice, launch, title=title, results=results, batch=batch, advance=advance)

@@ -1,0 +1,79 @@
+"""``autopar benchmark local``: plans run on this machine, predictions held against them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.console import cache_dir, print_json, print_text, progress
+from autopar.cli.options import GlobalBatch, Json, Model, Optimizer, Pin, PrecisionOption, Sequence_, split_pins
+
+if TYPE_CHECKING:
+    from autopar.benchmark.session import Outcome
+
+app = typer.Typer(help="Run plans and hold the predictions against them.", no_args_is_help=True)
+
+
+@app.callback()
+def root() -> None:
+    """Run plans and hold the predictions against them."""
+
+
+@app.command("local")
+def local(
+    model: Model,
+    global_batch: GlobalBatch = 16,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine (CPU).")] = 4,
+    space: Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")] = (
+        "default"
+    ),
+    sample: Annotated[
+        int | None, typer.Option("--sample", min=1, metavar="N", help="So many candidates, drawn; all if not given.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the sample.")] = 0,
+    seq: Sequence_ = None,
+    precision: PrecisionOption = "fp32",
+    optimizer: Optimizer = "adamw",
+    pin: Pin = None,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each plan.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of a turn.")] = 3,
+    timeout: Annotated[float, typer.Option(min=1, metavar="S", help="A batch of plans is killed after it.")] = 300,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Keep measurements here; a run that stopped goes on."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run every plan of a space, or a sample, on this machine's ranks; print predicted against measured time and memory.
+
+    Says how well predictions rank the plans and what the plan that the search picks loses against the best measured.
+    With a GPU: one device, every micro-batch, recompute and precision of the space.
+    """
+    from autopar.benchmark.command import Wish, run_local
+    from autopar.benchmark.report import render
+
+    wish = Wish(
+        model=model,
+        num_ranks=ranks,
+        global_batch_size=global_batch,
+        space=space,
+        sample=sample,
+        seed=seed,
+        sequence=seq,
+        precision=precision,
+        optimizer=optimizer,
+        pins=tuple(split_pins(pin or ())),
+        rounds=rounds,
+        steps=steps,
+        timeout_s=timeout,
+    )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler, which counts memory, talks on stderr
+    with progress("reading the model") as advance:
+        outcome: Outcome = run_local(wish, results=output, cache_dir=cache_dir(), advance=advance)
+    if as_json:
+        print_json(outcome.to_dict())
+    else:
+        print_text(render(outcome))

@@ -1,0 +1,157 @@
+"""Host time around operators, between two processes: optimizers on DTensors, FSDP's units, collectives, pipeline actions.
+
+Times are those of the calling thread, which sleeps while it waits: what collectives take is not in them, and other
+processes disturb little. Every rank of a job of two calls these functions in the same order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar import ops
+
+_SIZE = 8
+_REPEATS, _WARM_UP = 9, 3
+_PARAMETERS = (2, 10)
+_UNITS = 6
+_KERNELS_OF_ADAMW = 9  # autopar.cost.optimizer: operators of AdamW for one parameter
+
+
+def measure_overheads() -> dict[str, float]:
+    """All of them, by the names of :class:`autopar.device.Overheads`."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return {
+        "sharded_launch_s": sharded_launch_s(mesh),
+        "collective_s": collective_s(mesh),
+        "action_s": action_s(mesh),
+        **unit_times(mesh),
+    }
+
+
+def sharded_launch_s(mesh: DeviceMesh) -> float:
+    """One operator of AdamW on a parameter that is a DTensor."""
+    parameters = []
+    for _ in range(16):
+        whole = DTensor.from_local(torch.ones(_SIZE, _SIZE), mesh, [Replicate()], run_check=False)
+        parameters.append(nn.Parameter(whole))
+        parameters[-1].grad = torch.zeros_like(parameters[-1])
+    optimizer = torch.optim.AdamW(parameters)
+    return _median_s(optimizer.step) / (len(parameters) * _KERNELS_OF_ADAMW)
+
+
+def collective_s(mesh: DeviceMesh) -> float:
+    """A typed all-reduce beyond torch's own, forward or backward: half of what both take more."""
+    start, count = torch.ones(64, requires_grad=True), 10
+
+    def typed() -> None:
+        y = start
+        for _ in range(count):
+            y = ops.all_reduce(y, "tp", "R")
+        y.sum().backward()  # type: ignore[no-untyped-call]
+
+    def plain() -> None:
+        for _ in range(2 * count):
+            dist.all_reduce(start.detach())
+
+    with ops.on_meshes((mesh,)):
+        return max(_median_s(typed) - _median_s(plain), 0.0) / (2 * count)
+
+
+def unit_times(mesh: DeviceMesh) -> dict[str, float]:
+    """FSDP: hooks around a forward or backward, a gather, a reduction; for a unit, and more for each parameter.
+
+    Three ways to run tell them apart: gathers in forward and backward with and without reductions, and no gather in
+    backward with them. Collectives of no bytes to speak of are in the gathers and reductions, as far as the calling
+    thread works for them.
+    """
+    found: dict[int, tuple[float, float, float]] = {}
+    for count in _PARAMETERS:
+        plain = _units(count)
+        base = _median_s(lambda plain=plain: _pass(plain)) / _UNITS  # type: ignore[misc]
+        twice, once = (_sharded(_units(count), mesh, reshard=reshard) for reshard in (True, False))
+        both = _median_s(lambda twice=twice: _pass(twice)) / _UNITS - base  # type: ignore[misc]
+        single = _median_s(lambda once=once: _pass(once)) / _UNITS - base  # type: ignore[misc]
+        twice.set_requires_gradient_sync(False)
+        silent = _median_s(lambda twice=twice: _pass(twice)) / _UNITS - base  # type: ignore[misc]
+        gather, reduction = max(both - single, 0.0), max(both - silent, 0.0)
+        found[count] = (max(both - 2 * gather - reduction, 0.0) / 2, gather, reduction)
+    few, many = _PARAMETERS
+    times = {}
+    for i, name in enumerate(("unit", "gather", "reduce")):
+        slope = max(found[many][i] - found[few][i], 0.0) / (many - few)
+        times[f"{name}_parameter_s"] = slope
+        times[f"{name}_s"] = max(found[few][i] - few * slope, 0.0)
+    return times
+
+
+def action_s(mesh: DeviceMesh) -> float:
+    """One action of a pipeline: a linear layer a stage under 1F1B, beyond the layers' own forward and backward."""
+    rank, count = dist.get_rank(), 8
+    layer = nn.Linear(_SIZE, _SIZE)
+    batch = torch.ones(count, _SIZE)
+    example = batch[:1].to("meta")
+    stage = PipelineStage(
+        layer, rank, 2, torch.device("cpu"), input_args=(example.requires_grad_(rank > 0),),
+        output_args=(example.clone().requires_grad_(),), group=mesh.get_group(),
+    )  # fmt: skip
+    schedule = Schedule1F1B(stage, count, loss_fn=lambda output, _: output.sum(), scale_grads=False)
+
+    def pipelined() -> None:
+        if rank == 0:
+            schedule.step(batch, target=batch, losses=[])
+        else:
+            schedule.step(target=batch, losses=[])
+
+    def alone() -> None:
+        for row in torch.split(batch, 1):
+            layer(row.requires_grad_(rank > 0)).sum().backward()
+
+    return max(_median_s(pipelined) - _median_s(alone), 0.0) / (2 * count)
+
+
+def _units(num_parameters: int) -> nn.Sequential:
+    return nn.Sequential(*(_Unit(num_parameters) for _ in range(_UNITS)))
+
+
+class _Unit(nn.Module):
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.eye(_SIZE)) for _ in range(num_parameters)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+def _sharded(units: nn.Sequential, mesh: DeviceMesh, *, reshard: bool) -> FSDPModule:
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(units, mesh=mesh, reshard_after_forward=reshard)
+
+
+def _pass(module: nn.Module | FSDPModule) -> None:
+    assert isinstance(module, nn.Module)
+    module(torch.ones(1, _SIZE)).sum().backward()
+
+
+def _median_s(function: Callable[[], object]) -> float:
+    times: Sequence[float] = [_once_s(function) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+    return statistics.median(times)
+
+
+def _once_s(function: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start

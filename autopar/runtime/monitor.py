@@ -1,0 +1,350 @@
+"""Self-correction: the first steps of a run are timed by category and held against the plan's prediction.
+
+A clock switches between categories, exclusively: what starts inside another stops that one until it ends. On a CPU it
+reads wall time, on a GPU it records events in the stream of computation, which are read once a step is done. Collectives
+are caught where torch.distributed has them, for the few steps that are measured and no longer; their category is that of
+their process group.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autopar.plan import Plan
+from autopar.run_log import (
+    CATEGORIES,
+    COMPUTE,
+    CONTEXT,
+    DATA,
+    FILE_NAME,
+    OPTIMIZER,
+    PIPELINE,
+    TENSOR,
+    RankTimes,
+    RunRecord,
+    predicted_bytes,
+    record_of,
+    step_of,
+    write_log,
+)
+from autopar.runtime.world import World
+
+logger = logging.getLogger("autopar")
+
+WARM_UP_STEPS, MEASURED_STEPS = 2, 5
+
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+)
+_FUNCTIONAL = ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_BETWEEN = "between"
+
+
+class Clock:
+    """Adds up exclusive time by category, one step at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.current_stream(device) if self._is_cuda else None
+        self._stack: list[str] = []
+        self._marks: list[tuple[str, Any]] = []
+
+    def begin(self) -> dict[str, float]:
+        """Ends a step, begins the next one; seconds by category of the one that ended, ``between`` for what had none."""
+        self._mark()
+        marks, self._marks = self._marks, self._marks[-1:]
+        self._stack.clear()
+        self._marks[0] = (_BETWEEN, self._marks[0][1])
+        seconds: dict[str, float] = {}
+        for (name, start), (_, end) in pairwise(marks):
+            seconds[name] = seconds.get(name, 0.0) + self._between(start, end)
+        return seconds
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to ``name``, apart from what is inside of another part there."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, name: str) -> None:
+        """Begins a part; on a GPU streams other than that of computation are not seen."""
+        self._stack.append(name)
+        self._mark()
+
+    def leave(self) -> None:
+        """Ends the last part that was begun in this step."""
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._is_cuda:
+            if torch.cuda.current_stream() != self._stream:
+                return
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            now: Any = event
+        else:
+            now = time.perf_counter()
+        self._marks.append((self._stack[-1] if self._stack else _BETWEEN, now))
+
+    def _between(self, start: Any, end: Any) -> float:
+        if not self._is_cuda:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+class Monitor:
+    """Watches the first steps of a :class:`Parallel` on this rank; every rank of the job has one.
+
+    Args:
+        plan, world: of the run.
+        log_dir: where rank 0 writes the log; nowhere when None.
+
+    Attributes:
+        record: the comparison, on every rank, once it is made.
+        is_active: whether steps are still watched; the methods below cost nothing to speak of when not.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        *,
+        log_dir: Path | None = None,
+        warm_up: int = WARM_UP_STEPS,
+        steps: int = MEASURED_STEPS,
+    ) -> None:
+        self._plan, self._world = plan, world
+        self._path = None if log_dir is None else log_dir / FILE_NAME
+        if self._path is not None and world.rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._warm_up, self._wanted = warm_up, steps
+        self._memory = _Memory(world.device)
+        self._clock: Clock | None = None
+        self._seen, self._steps = 0, list[dict[str, float]]()
+        self._undo, self._caught = ExitStack(), ExitStack()
+        self._groups: dict[str, str] = {}
+        self._has_ended = False
+        weakref.finalize(self, self._undo.close)  # a run may end before its steps are done
+        self._mine: frozenset[int] = frozenset()
+        self.record: RunRecord | None = None
+        self.is_active = steps > 0
+
+    def holds(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Whose optimizer is timed."""
+        self._mine = frozenset(id(parameter) for parameter in parameters)
+
+    # --- a step
+
+    def begin_step(self) -> None:
+        """Before a step's forward. Once enough steps are done all ranks meet here and compare."""
+        if not self.is_active:
+            return
+        self._seen += 1
+        self._caught.close()
+        if self._clock is not None:
+            done = self._clock.begin()
+            if self._has_ended:  # an evaluation alone has no end
+                self._steps.append(done)
+        elif self._seen > self._warm_up:
+            self._start()
+        self._has_ended = False
+        if len(self._steps) == self._wanted:
+            self._finish()
+        elif self._clock is not None:
+            self._caught.enter_context(_caught(dist, _COLLECTIVES, self._clock, self._groups, waits=False))
+            self._caught.enter_context(_caught(funcol, _FUNCTIONAL, self._clock, self._groups, waits=True))
+            self._clock.enter(COMPUTE)
+
+    def end_step(self) -> None:
+        """After the sums of gradients."""
+        if self._clock is not None:
+            self._caught.close()
+            self._clock.leave()
+            self._has_ended = True
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """See :meth:`Clock.part`."""
+        if self._clock is None:
+            yield
+        else:
+            with self._clock.part(name):
+                yield
+
+    def close(self) -> None:
+        """Stops watching."""
+        self.is_active, self._clock = False, None
+        self._caught.close()
+        self._undo.close()
+
+    # --- inside
+
+    def _start(self) -> None:
+        self._clock = Clock(self._world.device)
+        self._clock.begin()
+        self._memory.reset()
+        self._groups = _categories(self._world)
+        clock, mine = self._clock, self._mine
+
+        def begin(optimizer: Optimizer, *_: object) -> None:
+            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                clock.enter(OPTIMIZER)
+
+        def end(optimizer: Optimizer, *_: object) -> None:
+            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                clock.leave()
+
+        self._undo.callback(register_optimizer_step_pre_hook(begin).remove)
+        self._undo.callback(register_optimizer_step_post_hook(end).remove)
+
+    def _finish(self) -> None:
+        """Medians of all ranks, the verdict, the log."""
+        steps, self._steps = self._steps, []
+        self.close()
+        world = self._world
+        mine = step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
+        between = sorted(step.get(_BETWEEN, 0.0) for step in steps)[len(steps) // 2]
+        peak = self._memory.peak_bytes()
+        row = [*mine.values(), between, -1.0 if peak is None else float(peak)]
+        ranks = []
+        for rank, values in enumerate(_gathered(row, world)):
+            pp_rank = world.mesh.coordinate(rank)["pp"]
+            ranks.append(
+                RankTimes(
+                    rank=rank,
+                    seconds=dict(zip(CATEGORIES, values, strict=False)),
+                    between_s=values[-2],
+                    measured_bytes=None if values[-1] < 0 else int(values[-1]),
+                    predicted_bytes=predicted_bytes(self._plan.predicted, pp_rank),
+                )
+            )
+        self.record = record_of(self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind)
+        if world.rank == 0:
+            self._tell(self.record, ranks, steps)
+
+    def _tell(self, record: RunRecord, ranks: list[RankTimes], steps: list[dict[str, float]]) -> None:
+        if self._path is not None:
+            first = self._seen - len(steps)
+            rows = ({"step": first + i, "rank": 0, "seconds": step} for i, step in enumerate(steps))
+            write_log(self._path, record, ranks, rows)
+        parts = ", ".join(f"{p.name} {p.measured_s:.3g} ({p.predicted_s:.3g})" for p in record.parts)
+        logger.info("step %.3g s, predicted %.3g s; by category: %s", record.measured_s, record.predicted_s, parts)
+        warning = record.warning(self._path)
+        if warning:
+            logger.warning("%s", warning)
+
+
+def _categories(world: World) -> dict[str, str]:
+    """Categories by process group; groups that are not here sum gradients and losses over data ranks."""
+    mesh, found = world.device_mesh, dict[str, str]()
+    for axis, name in (("tp", TENSOR), ("cp", CONTEXT), ("pp", PIPELINE)):
+        if mesh.get_group(axis).size() > 1:
+            found[mesh.get_group(axis).group_name] = name
+    for expert in world.meshes[:-1]:
+        for axis in sorted(set(expert.mesh_dim_names or ()) & {"ep", "ep_data"}):
+            found.setdefault(expert.get_group(axis).group_name, TENSOR)
+    return found
+
+
+def _gathered(row: list[float], world: World) -> list[list[float]]:
+    """Every rank's row, in order of ranks."""
+    if world.mesh.world_size == 1:
+        return [row]
+    mine = torch.tensor(row, dtype=torch.float64, device=world.device)
+    everyone = [torch.empty_like(mine) for _ in range(world.mesh.world_size)]
+    dist.all_gather(everyone, mine)
+    return [values.tolist() for values in everyone]
+
+
+@contextmanager
+def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, str], *, waits: bool) -> Iterator[None]:
+    """Functions of a module run inside the part of their process group, until the context ends.
+
+    ``waits``: results may be under way, and are waited for.
+    """
+    kept = {name: getattr(home, name) for name in names if hasattr(home, name)}
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = (*args, *kwargs.values())
+            group = next((g for g in given if isinstance(g, dist.ProcessGroup)), None)
+            clock.enter(DATA if group is None else groups.get(group.group_name, DATA))
+            try:
+                result = function(*args, **kwargs)
+                return result.wait() if waits and isinstance(result, funcol.AsyncCollectiveTensor) else result
+            finally:
+                clock.leave()
+
+        return call
+
+    for name, function in kept.items():
+        setattr(home, name, timed(function))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(home, name, function)
+
+
+class _Memory:
+    """Peak memory since :meth:`reset`: of CUDA's allocator, or pages of this process over those at its beginning."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.kind = "allocator" if device.type == "cuda" else "resident"
+        self._before = None if device.type == "cuda" else _pages("VmRSS")
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # of VmHWM
+        except OSError:
+            self._before = None
+
+    def peak_bytes(self) -> int | None:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        now = _pages("VmHWM")
+        return None if now is None or self._before is None else max(now - self._before, 0)
+
+
+def _pages(key: str) -> int | None:
+    """Bytes of a line of /proc/self/status; None where the system has none."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith(f"{key}:")), None)
+    return None if found is None else int(found.split()[1]) * 1024

@@ -1,0 +1,236 @@
+"""Predicted against measured on CPU ranks of this machine: models by links, one page.
+
+``python -m tests.benchmarks.local --out out/local --page docs/local.md [--netcluster PATH]``: two and four ranks on
+loopback and, where the path of an emulator of networks is given (a script that starts torchrun in network namespaces:
+``PATH --nodes N --nproc P --rate R --delay-ms D --timeout S -- SCRIPT ARGUMENTS``), two nodes behind slow links.
+Measurements are kept under ``--out``: a run that was stopped goes on, and predictions can be held against old ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.benchmark.command import Wish, on_cluster
+from autopar.benchmark.ranks import Job, read_result, write_job
+from autopar.benchmark.session import Launch, Outcome, local_ranks
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.profile.detect import machine_profile
+from autopar.profile.store import load_library
+from autopar.report.units import seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = {
+    "deep and narrow": "gpt:layers=12,hidden=64,heads=4,vocab=256,seq=64",
+    "shallow and wide": "gpt:layers=2,hidden=512,heads=8,vocab=256,seq=64",
+    "large vocabulary": "gpt:layers=2,hidden=128,heads=4,vocab=16384,seq=32",
+    "mixture of experts": "mixtral:layers=2,hidden=128,heads=4,kv_heads=4,ffn=256,vocab=256,seq=64,experts=4,top_k=2",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``rate`` (bits per second) and ``delay_ms`` of the link between ``nodes``; None: one node, loopback."""
+
+    name: str
+    nodes: int
+    per_node: int
+    rate: str | None = None
+    delay_ms: float = 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.per_node
+
+
+SETTINGS = (
+    Setting("2 ranks, loopback", 1, 2),
+    Setting("4 ranks, loopback", 1, 4),
+    Setting("2 nodes x 1, 200 Mbit/s, 2 ms", 2, 1, "200mbit", 2.0),
+    Setting("2 nodes x 1, 1 Gbit/s, 2 ms", 2, 1, "1gbit", 2.0),
+    Setting("2 nodes x 2, 200 Mbit/s, 2 ms", 2, 2, "200mbit", 2.0),
+)
+_BITS = {"200mbit": 200e6, "1gbit": 1e9}
+
+
+def cluster_of(setting: Setting, cache: Path | None) -> Cluster:
+    """This machine, its cores shared among the nodes; the link between them as the emulator is told to make it."""
+    profile = machine_profile(cache_dir=cache)
+    cores = max((os.cpu_count() or 1) // setting.nodes, 1)
+    group = profile.group(setting.nodes, setting.per_node, num_cores=cores)
+    if setting.rate is not None:
+        nic = replace(
+            profile.intra_node,
+            name="emulated",
+            bandwidth_bytes_per_s=_BITS[setting.rate] / 8,
+            latency_s=setting.delay_ms / 1e3 + profile.intra_node.latency_s,
+            provenance=f"stated: {setting.rate}, {setting.delay_ms} ms, and the delay of loopback",
+        )
+        group = replace(group, nic=nic)
+    return Cluster(name=setting.name, groups=(group,), library=load_library(profile.library))
+
+
+def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
+    """Ranks in emulated nodes."""
+
+    def launch(job: Job) -> Sequence[Mapping[str, Mapping[str, Any]]]:
+        with tempfile.TemporaryDirectory(prefix="autopar-local-") as name:
+            job_file, result = Path(name) / "job", Path(name) / "result.json"
+            write_job(job, job_file)
+            command = [sys.executable, str(netcluster), f"--nodes={setting.nodes}", f"--nproc={setting.per_node}"]
+            command += [f"--rate={setting.rate}", f"--delay-ms={setting.delay_ms}", f"--timeout={timeout_s}", "--"]
+            command += [str(ROOT / "autopar/benchmark/ranks.py"), str(job_file), str(result)]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            try:
+                done = subprocess.run(
+                    command, check=False, timeout=timeout_s + 60, env=environment, capture_output=True, text=True
+                )
+            except subprocess.TimeoutExpired as error:
+                raise AutoparError("emulated ranks end in time", value=f"none within {timeout_s:g} s") from error
+            if not result.is_file():
+                raise AutoparError("emulated ranks end well", value=done.stderr[-2000:])
+            return read_result(result)
+
+    return launch
+
+
+def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | None, float]]:
+    """Every model under every setting: its outcome, None where none was found, and the load of the machine then."""
+    found = []
+    for setting in SETTINGS:
+        if setting.rate is not None and options.netcluster is None:
+            print(f"{setting.name}: left out, no --netcluster", flush=True)
+            continue
+        if options.settings and not any(part in setting.name for part in options.settings):
+            continue
+        cluster = cluster_of(setting, options.cache)
+        with ExitStack() as stack:
+            if setting.rate is None:
+                launch = stack.enter_context(local_ranks(setting.num_ranks, timeout_s=options.timeout))
+            else:
+                launch = through(options.netcluster, setting, options.timeout)
+            for name, model in MODELS.items():
+                if options.models and not any(part in name for part in options.models):
+                    continue
+                wish = Wish(
+                    model=model,
+                    num_ranks=setting.num_ranks,
+                    sample=options.sample,
+                    rounds=options.rounds,
+                    timeout_s=options.timeout,
+                )
+                file = options.out / f"{name} {setting.name}.json".replace(" ", "-").replace("/", "-").replace(",", "")
+                start = time.monotonic()
+                try:
+                    outcome: Outcome | None = on_cluster(wish, cluster, launch, results=file)
+                except AutoparError as error:
+                    print(f"{name}, {setting.name}: {error}", flush=True)
+                    outcome = None
+                found.append((name, setting, outcome, os.getloadavg()[1]))
+                score = outcome.score if outcome is not None else None
+                print(f"{name}, {setting.name}: {score} ({time.monotonic() - start:.0f} s)", flush=True)
+    return found
+
+
+def page(found: Sequence[tuple[str, Setting, Outcome | None, float]], options: argparse.Namespace) -> str:
+    """What was found, as Markdown."""
+    lines = [
+        "# Predicted and measured on the CPU ranks of one machine",
+        "",
+        "Written by `python -m tests.benchmarks.local --out out/local --page docs/local.md --netcluster PATH`; do not edit.",
+        "",
+        (
+            f"{os.cpu_count()} cores ({platform.machine()}), a rank a process of one thread, {time.strftime('%Y-%m-%d')}. Of each "
+            f"model's space {options.sample or 'all'} candidates were drawn, and the plan that the search picks. Plans take turns: "
+            f"{options.rounds} rounds of three timed steps each, one more before each round untimed; a plan's time is the "
+            "median over all timed steps of the slowest rank. Regret is the measured time of the plan picked over the best "
+            "measured one: the best of many noisy medians is too good, so that regret is rather too large. `spread` is half "
+            "the distance of a plan's quartiles over its median, the median plan's: differences below it mean nothing. `load` is "
+            "the machine's load average over five minutes when the row was done: above the number of ranks other work ran "
+            "beside. Links of the emulated nodes are priced as the emulator is told to make them, everything else as `local` "
+            "measured this machine."
+        ),
+        "",
+        "| model | ranks and links | plans | rank correlation | regret | time off by | bias | memory off by | spread | load |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, setting, outcome, load in found:
+        cells = [name, setting.name, *_cells(outcome), f"{load:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## What is picked, and what was best", ""]
+    lines += [
+        "The time that follows a plan is the measured one.",
+        "",
+        "| model | ranks and links | picked | best measured |",
+        "|---|---|---|---|",
+    ]
+    for name, setting, outcome, _ in found:
+        if outcome is not None:
+            named = {
+                row.key: f"{row.name} ({seconds(row.measured_s) if row.measured_s else 'failed'})"
+                for row in outcome.rows
+            }
+            picked, best = named[outcome.score.picked], named.get(outcome.score.best, "-")
+            lines.append(f"| {name} | {setting.name} | {picked} | {best} |")
+    failures = [(n, s.name, row) for n, s, o, _ in found if o is not None for row in o.rows if row.failure]
+    if failures:
+        lines += ["", "## What failed", ""]
+        lines += [f"- {n}, {s}: {row.name}: {' '.join(row.failure.split())[-200:]}" for n, s, row in failures]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(outcome: Outcome | None) -> list[str]:
+    if outcome is None:
+        return ["none"] + ["-"] * 6
+    score = outcome.score
+
+    def percent(value: float | None, sign: str = "") -> str:
+        return "-" if value is None else f"{100 * value:{sign}.0f} %"
+
+    return [
+        f"{score.plans} of {outcome.num_candidates}" + (f", {score.failures} failed" if score.failures else ""),
+        "-" if score.rho is None else f"{score.rho:.2f}",
+        "-" if score.regret is None else f"{score.regret:.2f}",
+        percent(score.mape),
+        percent(score.bias, "+"),
+        percent(score.memory_mape),
+        percent(score.spread),
+    ]
+
+
+def main() -> int:
+    """Measures what is not yet measured, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/local"))
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--netcluster", type=Path)
+    parser.add_argument("--cache", type=Path, help="of this machine's measured profile")
+    parser.add_argument("--sample", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds of a batch of plans")
+    parser.add_argument("--settings", nargs="*", help="parts of the names of settings; all if not given")
+    parser.add_argument("--models", nargs="*", help="likewise of models")
+    options = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = measure(options)
+    text = page(found, options)
+    if options.page is not None:
+        options.page.write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

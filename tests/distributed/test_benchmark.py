@@ -1,0 +1,95 @@
+"""``autopar benchmark local`` on two ranks: plans run in turns, what fails is said, measurements are kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar import api
+from autopar.benchmark import ranks
+from autopar.benchmark.command import Wish, on_cluster, one_device_pins, task_of
+from autopar.benchmark.plans import Choice, entry_of, variants
+from autopar.benchmark.ranks import Job
+from autopar.benchmark.session import benchmark
+from autopar.cluster import Cluster
+from autopar.errors import UsageError
+from autopar.models import resolve_model
+from autopar.runtime.workers import WorkerPool
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+
+MODEL = "gpt:layers=2,hidden=32,heads=4,vocab=96,seq=16"
+WISH = Wish(model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, timeout_s=60.0)
+
+
+def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    jobs: list[Job] = []
+
+    def launch(job: Job) -> Any:
+        jobs.append(job)
+        return pool.run(ranks.run, job, size=2, timeout_s=60.0)
+
+    kept, cluster = tmp_path / "results.json", Cluster.parse("cpu:1x2")
+    wish = replace(WISH, pins=("pp=1", "micro_batch=2"), seed=1)
+    outcome = on_cluster(wish, cluster, launch, results=kept)
+    assert outcome.score.plans == len(outcome.rows) == len(jobs[0].plans) >= 2
+    assert outcome.score.failures == 0
+    for row in outcome.rows:
+        assert row.measured_s is not None and row.measured_s > 0
+        assert row.measured_bytes == pytest.approx(row.predicted_bytes, rel=0.5)
+    assert outcome.score.regret is not None and outcome.score.regret >= 1.0
+    assert json.loads(json.dumps(outcome.to_dict()))["score"]["plans"] == outcome.score.plans
+    again = on_cluster(wish, cluster, launch, results=kept)  # nothing is left to run
+    assert len(jobs) == 1
+    assert [row.measured_s for row in again.rows] == [row.measured_s for row in outcome.rows]
+    with pytest.raises(UsageError, match="continued by the benchmark that began it"):
+        on_cluster(replace(wish, optimizer="sgd"), cluster, launch, results=kept)
+
+
+def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:
+    source = resolve_model(MODEL)
+    task = task_of(WISH, source, Cluster.parse("cpu:1x2"), "fp32")
+    good, bad = (
+        entry_of(api.estimate(task.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
+        for pins in (["dp_replicate=2", "micro_batch=1"], ["dp_replicate=2", "micro_batch=2"])
+    )
+    bad = replace(bad, plan=replace(bad.plan, mesh=replace(bad.plan.mesh, dp_replicate=4)))  # of another job
+    job = Job(source=source, graphs={"fp32": task.graph}, plans={}, rounds=1, steps=1)
+    choice = Choice(entries=(good, bad), picked=good.key, num_candidates=2, misfits=())
+    outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=2, timeout_s=60.0), title="t")
+    assert [bool(row.failure) for row in outcome.rows] == [False, True]
+    assert outcome.score.failures == 1 and outcome.score.regret == 1.0
+
+
+def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerPool) -> None:
+    """What a GPU is asked, here on one CPU rank."""
+    source = resolve_model(MODEL)
+    tasks = [task_of(WISH, source, Cluster.parse("cpu:1x1"), precision) for precision in ("fp32", "bf16")]
+    pins = [p for p in one_device_pins(tasks[0].space, WISH) if "micro_batch=2" in p]
+    choice = variants(tasks, pins)
+    assert [entry.plan.precision.name for entry in choice.entries] == ["fp32", "fp32", "bf16", "bf16"]
+    assert {entry.plan.recompute for entry in choice.entries} == {"none", "full"}
+    job = Job(source=source, graphs={t.precision.name: t.graph for t in tasks}, plans={}, rounds=1, steps=1)
+    outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=1, timeout_s=60.0), title="t")
+    assert outcome.score.plans == 4
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(pool: WorkerPool, rank: int) -> None:
+    source = resolve_model(MODEL)
+    task = task_of(WISH, source, Cluster.parse("cpu:1x4"), "fp32")
+    entry = entry_of(
+        api.estimate(task.graph, cluster="cpu:1x4", global_batch_size=4, pins=["tp=2", "dp_shard=2", "zero=3"])
+    )
+    job = Job(
+        source=source, graphs={"fp32": task.graph}, plans={entry.key: entry.plan}, rounds=1, steps=1, as_rank=rank
+    )
+    (found,) = pool.run(ranks.run, job, size=1, timeout_s=60.0)
+    assert "failure" not in found[entry.key], found[entry.key]["failure"]
+    predicted = max(m.total - m.reserved for m in entry.plan.predicted.memory)
+    assert found[entry.key]["memory_bytes"] == pytest.approx(predicted, rel=0.5)
+    assert len(found[entry.key]["seconds"]) == 1

@@ -1,0 +1,72 @@
+"""The first steps of a run are held against the plan's prediction: by category, on all ranks, and told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar import api
+from autopar.cli.models import with_free_links
+from autopar.cluster import Cluster
+from autopar.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, read_log
+from autopar.runtime.monitor import MEASURED_STEPS
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.test_layouts import traced
+
+FREE = with_free_links(Cluster.parse("cpu:1x4"))
+"""So that ``tp`` splits something of so small a model."""
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize(
+    ("pins", "called", "present"),
+    [
+        ("dp_replicate=2 tp=2 num_micro_batches=2", False, {TENSOR, DATA, OPTIMIZER}),
+        ("pp=2 dp_shard=2 zero=1 num_micro_batches=2", False, {PIPELINE, DATA, OPTIMIZER}),
+        ("tp=4 num_micro_batches=1", True, {TENSOR, OPTIMIZER}),
+    ],
+)
+def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, called: bool, present: set[str]) -> None:
+    subject, graph = traced("gpt2")
+    plan = api.estimate(graph, cluster=FREE, global_batch_size=8, pins=pins.split())
+    batch = subject.make_batch(8, seed=0)
+    wide = replace(plan.predicted, step_time_interval_s=(1e-9, 1e9))
+    quiet = replace(plan, predicted=wide)
+    rows = pool.run(jobs.watched, subject, quiet, graph, batch, str(tmp_path), called, timeout_s=60.0)
+    assert len({row["measured_s"] for row in rows}) == 1  # ranks agree
+    assert not any(row["active"] for row in rows)
+    assert all(row["restored"] for row in rows)
+    assert all(row["warnings"] == [] for row in rows)  # inside of the interval
+    parts = rows[0]["parts"]
+    assert set(parts) == set(CATEGORIES)
+    assert {name for name in CATEGORIES if parts[name] > 0} == {"compute"} | present
+    record = read_log(tmp_path)
+    assert record.measured_s == rows[0]["measured_s"]
+    assert record.num_steps == MEASURED_STEPS and record.num_ranks == 4
+    assert record.predicted_s == plan.predicted.step_time_s
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Path, factor: float) -> None:
+    """The step is measured first; predictions that are ten times off it, and intervals around them."""
+    subject, graph = traced("gpt2")
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
+    batch = subject.make_batch(8, seed=0)
+    measured = pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=60.0)[0][
+        "measured_s"
+    ]
+    off = measured * factor
+    breakdown = replace(plan.predicted.breakdown, compute_s=off)
+    wrong = replace(plan.predicted, step_time_s=off, step_time_interval_s=(off / 2, off * 2), breakdown=breakdown)
+    rows = pool.run(
+        jobs.watched, subject, replace(plan, predicted=wrong), graph, batch, str(tmp_path), False, timeout_s=60.0
+    )
+    assert [len(row["warnings"]) for row in rows] == [1, 0, 0, 0]
+    text = rows[0]["warnings"][0]
+    assert "predicted" in text and f"autopar validate --from-run {tmp_path}" in text and "autopar profile" in text
+    if factor == 10.0:
+        assert "most of it is compute" in text
