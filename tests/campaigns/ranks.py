@@ -23,6 +23,7 @@ from autopar.rules.apply import BATCH
 from autopar.rules.spread import AXIS as SPREAD
 from autopar.rules.zigzag import RING
 from autopar.runtime import data_parallel
+from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Pipeline, micro_batches
 from autopar.runtime.stage import MICRO_BATCH, StageModule
 from tests.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh
@@ -64,7 +65,7 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
         module.totals, module.seed = totals, STEP * (count + 1)
     if mesh.pp > 1:
         world: Any = types.SimpleNamespace(device_mesh=this_mesh(), device=torch.device("cpu"))
-        loss = Pipeline(modules, program, world).run(batch)
+        loss = Pipeline(modules, program, world, Monitor(program.plan, world, steps=0)).run(batch)
     else:
         loss = _in_turn(modules, batch, program)
     if loss is not None:
