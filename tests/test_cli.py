@@ -36,7 +36,7 @@ def test_help_is_quick_and_loads_no_torch(checkout: Path) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=checkout
     )
     assert done.stdout.rstrip().endswith("False")
-    commands = ["search", "estimate", "show", "explain", "compare", "verify", "trace", "validate", "doctor"]
+    commands = ["search", "estimate", "show", "explain", "compare", "verify", "trace", "validate", "doctor", "study"]
     assert all(f"  {command} " in done.stdout for command in commands)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import doctor, models, planning, plans, validate
+from autopar.cli import doctor, models, planning, plans, study, validate
 from autopar.errors import AutoparError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("compare")(plans.compare)
 app.command("verify")(models.verify)
 app.command("trace")(models.trace)
 app.command("validate")(validate.validate)
+app.add_typer(study.study, name="study")
 app.command("doctor")(doctor.doctor)
 
 

@@ -92,9 +92,12 @@ def divisors(n: int) -> tuple[int, ...]:
 
 def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """All candidates that keep every constraint, in a fixed order."""
-    table = _table(problem, pins, whole_world=True)
+    constraints = (*laws(problem), *sequence_laws(problem, pins), *practice(problem, pins), *pin_constraints(pins))
+    table = _table(problem, pins, whole_world=True, early=constraints)
     keep = np.ones(len(table["pp"]), dtype=bool)
-    for constraint in (*laws(problem), *sequence_laws(problem, pins), *practice(problem, pins), *pin_constraints(pins)):
+    if not keep.any():
+        return []
+    for constraint in constraints:
         keep &= constraint.holds(table)
     rows = np.flatnonzero(keep)
     return [_candidate(table, int(row), problem.global_batch_size) for row in rows]
@@ -306,8 +309,12 @@ def _values(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
     return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
 
 
-def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
-    """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size."""
+def _table(problem: Problem, pins: Pins, *, whole_world: bool, early: Sequence[Constraint] = ()) -> Table:
+    """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size.
+
+    Args:
+        early: what breaks one of these in the degrees alone, or in the other columns alone, is left out.
+    """
     space, world = problem.space, problem.world_size
     found = divisors(world)
     long = any(n >= space.cp_from for n in problem.sequences)
@@ -338,14 +345,33 @@ def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
     names = ("none", *space.schedules)
     named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
     schedules = sorted({SCHEDULES.index(n) for n in (*names, *named)})
-    rest = np.array(list(product(zero, micro, schedules, virtual, _expert_ranks(problem, pins))), dtype=np.int64)
-    left = np.array(degrees, dtype=np.int64)
-    table = {key: np.repeat(left[:, i], len(rest)) for i, key in enumerate(_DEGREES)}
-    for i, key in enumerate(("zero", "micro_batch", "schedule", "virtual_stages", "ep_data")):
-        table[key] = np.tile(rest[:, i], len(left))
+    others = product(zero, micro, schedules, virtual, _expert_ranks(problem, pins))
+    left = _kept(_columns(_DEGREES, degrees), early)
+    rest = _kept(_columns(("zero", "micro_batch", "schedule", "virtual_stages", "ep_data"), others), early)
+    rows, times = len(left["pp"]), len(rest["zero"])
+    table = {key: np.repeat(column, times) for key, column in left.items()}
+    table |= {key: np.tile(column, rows) for key, column in rest.items()}
     samples = table["micro_batch"] * table["dp_replicate"] * table["dp_shard"]
     table["num_micro_batches"] = problem.global_batch_size // samples
     return table
+
+
+def _columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:
+    found = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
+    return {name: found[:, i] for i, name in enumerate(names)}
+
+
+def _kept(part: dict[str, Column], constraints: Iterable[Constraint]) -> dict[str, Column]:
+    """The rows that keep the constraints on these columns alone; those that read other columns wait for the whole table."""
+    for constraint in constraints:
+        try:
+            keep = constraint.holds(part)
+        except KeyError:
+            continue
+        part = {key: column[keep] for key, column in part.items()}
+        if not keep.any():
+            break
+    return part
 
 
 def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
