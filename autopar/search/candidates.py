@@ -159,6 +159,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: t["pp"] * t["virtual_stages"] <= problem.num_blocks,
         ),
         Constraint(name="zero=0 if and only if dp_shard=1", holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
+        Constraint(name="zero is 0, 1, 2 or 3", holds=lambda t: t["zero"] <= 3),
         Constraint(name="zero=2 has pp=1", holds=lambda t: (t["zero"] != 2) | (t["pp"] == 1)),
         Constraint(
             name="a pipeline (pp > 1) has a schedule, and one stage has none",
@@ -239,7 +240,9 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     space, per_node = problem.space, problem.devices_per_node
     if not _pinned(pins, "tp"):
         most = min(space.max_tp, per_node * space.max_tp_nodes)
-        found.append(Constraint(name="tp inside a node", holds=lambda t: (t["tp"] <= most) & (per_node % t["tp"] == 0)))
+        found.append(
+            Constraint(name="tp inside a node", holds=lambda t: (t["tp"] <= most) & _in_nodes(t["tp"], per_node))
+        )
     if not _pinned(pins, "pp"):
         found.append(Constraint(name="max_pp", holds=lambda t: t["pp"] <= space.max_pp))
     if not _pinned(pins, "schedule"):  # GPipe takes as long as 1F1B and holds more
@@ -255,6 +258,12 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     if not _pinned(pins, "zero"):  # with one micro-batch ZeRO-2 is ZeRO-1
         found.append(Constraint(name="ZeRO-2", holds=lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)))
     return tuple(found)
+
+
+def _in_nodes(tp: Column, per_node: int) -> NDArray[np.bool_]:
+    """Groups that are equal parts of a node, or whole nodes."""
+    inside: NDArray[np.bool_] = (per_node % tp == 0) | (tp % per_node == 0)
+    return inside
 
 
 def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:
