@@ -182,10 +182,11 @@ def _with_time(ask: Ask, text: str) -> Iterator[tuple[str, Cluster]]:
     sizes = sizes_of(text)
     least_s = 0.0
     if ask.max_step_time_s is not None and not any(
-        isinstance(p, NumberPin) and p.key == "num_micro_batches" for p in Pins.parse(ask.pins).pins
+        isinstance(p, NumberPin) and p.key in ("num_micro_batches", "micro_batch") for p in Pins.parse(ask.pins).pins
     ):
-        planner = ask.planner(Cluster.parse(sizes[-1]))
-        least_s = 0.0 if planner.mixing else planner.least_time_s()
+        planner = ask.planner(Cluster.parse(sizes[0], cache_dir=ask.cache_dir))
+        # batch statistics and experts over data ranks have micro-batches and products of other sizes on more devices
+        least_s = 0.0 if planner.mixing or planner.problem.experts else planner.least_time_s()
     for size in sizes:
         cluster = Cluster.parse(size, cache_dir=ask.cache_dir)
         if ask.max_step_time_s is None or least_s / cluster.world_size <= ask.max_step_time_s:

@@ -142,13 +142,12 @@ class Planner:
         return any(isinstance(self.evaluator.evaluate(c), Evaluation) for c in sorted(may, key=_leanness))
 
     def least_time_s(self) -> float:
-        """No cluster of n of these devices takes less than this over n, in a micro-batch of the space or the pool."""
-        per_sample = []
+        """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
         most = self.task.global_batch_size
-        known = {(m, 1) for m in self.task.space.micro_batches if m <= most}
-        for size, spread in {*known, *((c.micro_batch_size, c.mesh.ep_data) for c in self.pool)}:
-            costs = self.evaluator.layouts.whole(size, spread).costs
-            members = self.evaluator.layouts.compact.members
+        members = self.evaluator.layouts.compact.members
+        per_sample = []
+        for size in (m for m in self.task.space.micro_batches if m <= most):
+            costs = self.evaluator.layouts.whole(size, 1).costs
             whole_s = sum((c.forward_s + c.backward_s) * len(own) for c, own in zip(costs, members, strict=True))
             per_sample.append(whole_s / size)
         return most * min(per_sample, default=0.0)
