@@ -204,8 +204,9 @@ HEAD = """# The search beside rules and samplers
 Written by `python -m tests.benchmarks.baselines`; do not edit. One evaluator prices every row, and solves layouts, stage
 cut and recompute for every outer choice that a method asks for. Rules are pins, of which the most usual candidate that fits
 is taken; random search draws candidates without putting back; plain TPE is Optuna's, multivariate, without our seeds. Both
-have {times} times autopar's evaluations, at least {least}, or all candidates where there are fewer. CPU seconds on two busy
-cores, without tracing. Step times are predictions.
+have {times} times autopar's evaluations as trials, at least {least}, or all candidates where there are fewer; the column
+counts different candidates, and TPE asks again for some that it has seen. CPU seconds on two busy cores, without tracing.
+Step times are predictions.
 
 """
 
