@@ -46,6 +46,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     space: str = "default",
     trials: int | None = None,
     timeout_s: float | None = None,
+    max_step_time_s: float | None = None,
     storage: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -67,6 +68,7 @@ def search(  # noqa: PLR0913  keywords of the public call
             states for each element (8-bit optimizers).
         space: what may be chosen: a name or a TOML file.
         trials, timeout_s: stop after so many evaluations or seconds.
+        max_step_time_s: slower plans do not count.
         storage: an Optuna URL, in which every trial is recorded.
         seed: of the sampler of spaces too large for an exhaustive search.
         progress: called with (what, done, total).
@@ -97,7 +99,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         ),
         progress,
     )
-    limits = Limits(trials=trials, timeout_s=timeout_s)
+    limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
     return planner.search(limits=limits, seed=seed, storage=storage, progress=progress)
 
 

@@ -36,7 +36,19 @@ def test_help_is_quick_and_loads_no_torch(checkout: Path) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=checkout
     )
     assert done.stdout.rstrip().endswith("False")
-    commands = ["search", "estimate", "show", "explain", "compare", "verify", "trace", "validate", "profile", "doctor"]
+    commands = [
+        "search",
+        "estimate",
+        "show",
+        "explain",
+        "compare",
+        "verify",
+        "trace",
+        "validate",
+        "profile",
+        "benchmark",
+    ]
+    commands += ["study", "doctor"]
     assert all(f"  {command} " in done.stdout for command in commands)
 
 
@@ -205,4 +217,4 @@ def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch)
 def test_commands_are_those_of_the_contract() -> None:
     names = [command.name for command in cli_app.app.registered_commands]
     assert names == ["search", "estimate", "show", "explain", "compare", "verify", "trace", "validate", "doctor"]
-    assert [group.name for group in cli_app.app.registered_groups] == ["profile"]
+    assert [group.name for group in cli_app.app.registered_groups] == ["profile", "benchmark", "study"]

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import benchmark, doctor, models, planning, plans, profile, validate
+from autopar.cli import benchmark, doctor, models, planning, plans, profile, study, validate
 from autopar.errors import AutoparError
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app.command("trace")(models.trace)
 app.command("validate")(validate.validate)
 app.add_typer(profile.app, name="profile")
 app.add_typer(benchmark.app, name="benchmark")
+app.add_typer(study.study, name="study")
 app.command("doctor")(doctor.doctor)
 
 

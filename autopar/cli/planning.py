@@ -41,19 +41,86 @@ def search(
     optimizer: Optimizer = "adamw",
     pin: Pin = None,
     opaque: Opaque = None,
-    space: Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")] = (
-        "default"
-    ),
+    space: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="What may be chosen: quick, default, exhaustive or a file.")
+    ] = ("default"),
     trials: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds.")] = None,
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="Optuna storage shared by machines, as sqlite:///study.db.")
     ] = None,
+    max_step_time: Annotated[
+        float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
+    ] = None,
+    minimize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="devices|price",
+            help="The smallest or cheapest cluster, up to that of --cluster, with a plan within --max-step-time.",
+        ),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DEVICE=P", help="With --minimize price: of one device for an hour; repeatable."),
+    ] = None,
+    or_cluster: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLUSTER", help="With --minimize price: clusters to choose from too; repeatable."),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=F,F,...",
+            help="Plans with a number of the cluster times each factor: link.bandwidth=0.5,1,2; also link.latency, "
+            "node.bandwidth, network.bandwidth, device.memory, device.bandwidth, device.matmul, device.launch.",
+        ),
+    ] = None,
+    longest_sequence: Annotated[
+        bool,
+        typer.Option("--longest-sequence", help="The longest sequence with a plan, in multiples of --sequence-step."),
+    ] = False,
+    sequence_step: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens, for --longest-sequence.")] = 1024,
+    largest_batch: Annotated[
+        bool,
+        typer.Option(
+            "--largest-batch", help="The largest batch, up to --global-batch, that fits without gradient accumulation."
+        ),
+    ] = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest plan that fits; exits with 3 and names the conflict when there is none."""
+    """Find the fastest plan that fits; exits with 3 and names the conflict when there is none.
+
+    One of --minimize, --sweep, --longest-sequence and --largest-batch asks another question of the same search.
+    """
+    asked = [minimize is not None, sweep is not None, longest_sequence, largest_batch]
+    if any(asked):
+        from autopar.cli.questions import answer
+
+        plan = answer(
+            model,
+            cluster=cluster,
+            global_batch_size=global_batch,
+            sequence=seq,
+            precision=precision,
+            optimizer=optimizer,
+            pins=split_pins(pin or ()),
+            opaque=opaque or [],
+            space=space,
+            max_step_time_s=max_step_time,
+            minimize=minimize,
+            prices=price or [],
+            others=or_cluster or [],
+            sweep=sweep,
+            sequence_step=sequence_step if longest_sequence else None,
+            largest_batch=largest_batch,
+            as_json=as_json,
+        )
+        if output is not None and plan is not None:
+            _save(plan, output)
+        return
     options = {"space": space, "trials": trials, "timeout_s": timeout, "storage": storage}
+    options["max_step_time_s"] = max_step_time
     plan = make_plan(
         "search",
         model,
@@ -211,10 +278,7 @@ def make_plan(
 
 def _give(plan: Plan, output: Path | None, as_json: bool) -> None:
     if output is not None:
-        from autopar.plan_io import save_plan
-
-        save_plan(plan, output)
-        warn(f"wrote {output}")
+        _save(plan, output)
     if as_json:
         from autopar.report.summary import plan_summary
 
@@ -223,3 +287,10 @@ def _give(plan: Plan, output: Path | None, as_json: bool) -> None:
         from autopar.report.text import render_plan
 
         print_text(render_plan(plan))
+
+
+def _save(plan: Plan, output: Path) -> None:
+    from autopar.plan_io import save_plan
+
+    save_plan(plan, output)
+    warn(f"wrote {output}")

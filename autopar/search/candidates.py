@@ -93,9 +93,12 @@ def divisors(n: int) -> tuple[int, ...]:
 
 def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """All candidates that keep every constraint, in a fixed order."""
-    table = _table(problem, pins, whole_world=True)
+    constraints = (*_strict(problem, pins), *practice(problem, pins))
+    table = _table(problem, pins, whole_world=True, early=constraints)
     keep = np.ones(len(table["pp"]), dtype=bool)
-    for constraint in (*_strict(problem, pins), *practice(problem, pins)):
+    if not keep.any():
+        return []
+    for constraint in constraints:
         keep &= constraint.holds(table)
     rows = np.flatnonzero(keep)
     return [_candidate(table, int(row), problem.global_batch_size) for row in rows]
@@ -169,6 +172,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             holds=lambda t: t["pp"] * t["virtual_stages"] <= problem.num_blocks,
         ),
         Constraint(name="zero=0 if and only if dp_shard=1", holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
+        Constraint(name="zero is 0, 1, 2 or 3", holds=lambda t: t["zero"] <= 3),
         Constraint(name="zero=2 has pp=1", holds=lambda t: (t["zero"] != 2) | (t["pp"] == 1)),
         Constraint(
             name="a pipeline (pp > 1) has a schedule, and one stage has none",
@@ -257,7 +261,9 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     space, per_node = problem.space, problem.devices_per_node
     if not _pinned(pins, "tp"):
         most = min(space.max_tp, per_node * space.max_tp_nodes)
-        found.append(Constraint(name="tp inside a node", holds=lambda t: (t["tp"] <= most) & (per_node % t["tp"] == 0)))
+        found.append(
+            Constraint(name="tp inside a node", holds=lambda t: (t["tp"] <= most) & _in_nodes(t["tp"], per_node))
+        )
     if not _pinned(pins, "pp"):
         found.append(Constraint(name="max_pp", holds=lambda t: t["pp"] <= space.max_pp))
     if not _pinned(pins, "schedule"):  # GPipe takes as long as 1F1B and holds more
@@ -273,6 +279,12 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     if not _pinned(pins, "zero"):  # with one micro-batch ZeRO-2 is ZeRO-1
         found.append(Constraint(name="ZeRO-2", holds=lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)))
     return tuple(found)
+
+
+def _in_nodes(tp: Column, per_node: int) -> NDArray[np.bool_]:
+    """Groups that are equal parts of a node, or whole nodes."""
+    inside: NDArray[np.bool_] = (per_node % tp == 0) | (tp % per_node == 0)
+    return inside
 
 
 def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:
@@ -331,8 +343,12 @@ def _values(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
     return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
 
 
-def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
-    """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size."""
+def _table(problem: Problem, pins: Pins, *, whole_world: bool, early: Sequence[Constraint] = ()) -> Table:
+    """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size.
+
+    Args:
+        early: what breaks one of these in the degrees alone, or in the other columns alone, is left out.
+    """
     space, world = problem.space, problem.world_size
     found = divisors(world)
     long = any(n >= space.cp_from for n in problem.sequences)
@@ -363,14 +379,33 @@ def _table(problem: Problem, pins: Pins, *, whole_world: bool) -> Table:
     names = ("none", *space.schedules)
     named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
     schedules = sorted({SCHEDULES.index(n) for n in (*names, *named)})
-    rest = np.array(list(product(zero, micro, schedules, virtual, _expert_ranks(problem, pins))), dtype=np.int64)
-    left = np.array(degrees, dtype=np.int64)
-    table = {key: np.repeat(left[:, i], len(rest)) for i, key in enumerate(_DEGREES)}
-    for i, key in enumerate(("zero", "micro_batch", "schedule", "virtual_stages", "ep_data")):
-        table[key] = np.tile(rest[:, i], len(left))
+    others = product(zero, micro, schedules, virtual, _expert_ranks(problem, pins))
+    left = _kept(_columns(_DEGREES, degrees), early)
+    rest = _kept(_columns(("zero", "micro_batch", "schedule", "virtual_stages", "ep_data"), others), early)
+    rows, times = len(left["pp"]), len(rest["zero"])
+    table = {key: np.repeat(column, times) for key, column in left.items()}
+    table |= {key: np.tile(column, rows) for key, column in rest.items()}
     samples = table["micro_batch"] * table["dp_replicate"] * table["dp_shard"]
     table["num_micro_batches"] = problem.global_batch_size // samples
     return table
+
+
+def _columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:
+    found = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
+    return {name: found[:, i] for i, name in enumerate(names)}
+
+
+def _kept(part: dict[str, Column], constraints: Iterable[Constraint]) -> dict[str, Column]:
+    """The rows that keep the constraints on these columns alone; those that read other columns wait for the whole table."""
+    for constraint in constraints:
+        try:
+            keep = constraint.holds(part)
+        except KeyError:
+            continue
+        part = {key: column[keep] for key, column in part.items()}
+        if not keep.any():
+            break
+    return part
 
 
 def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:

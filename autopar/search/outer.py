@@ -32,10 +32,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When a search stops: after so many trials or seconds; None for no limit."""
+    """When a search stops: after so many trials or seconds; None for no limit.
+
+    ``max_step_time_s``: slower plans do not count, and what cannot be faster by its bound is not looked at.
+    """
 
     trials: int | None = None
     timeout_s: float | None = None
+    max_step_time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +104,7 @@ class OuterSearch:
             self._branch_and_bound()
         else:
             self._sample()
-        if self.best is None and self.finished:
+        if self.best is None and self.finished and self.limits.max_step_time_s is None:
             self._explain_misfits()
         return Outcome(
             best=self.best,
@@ -187,7 +191,11 @@ class OuterSearch:
             self.progress(f"searching{best}", len(self.seen), len(self.open) if self.is_exhaustive else self.trials)
 
     def _best_s(self) -> float:
-        return self.best.prediction.step_time_s if self.best is not None else math.inf
+        """What a plan has to be faster than."""
+        if self.best is not None:
+            return self.best.prediction.step_time_s
+        most = self.limits.max_step_time_s
+        return math.inf if most is None else math.nextafter(most, math.inf)
 
     def _is_over(self) -> bool:
         late = self.limits.timeout_s is not None and time.monotonic() - self.start >= self.limits.timeout_s

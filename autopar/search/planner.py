@@ -51,12 +51,15 @@ class Task:
 class Planner:
     """Plans for one task.
 
+    Args:
+        explains: False leaves out why there is no plan: without candidates there is then an empty pool, no error.
+
     Raises:
         UsageError: pins that name nothing of the model; a global batch below one.
         RuleError: an operator mixes samples.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, explains: bool = True) -> None:
         self.task, self.start = task, time.monotonic()
         if task.global_batch_size < 1:
             raise UsageError("the global batch has at least one sample", value=task.global_batch_size)
@@ -93,7 +96,7 @@ class Planner:
             experts=expert_counts(task.graph),
         )
         self.pool = candidates(self.problem, task.pins)
-        if not self.pool:
+        if not self.pool and explains:
             raise self._structural()
 
     def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
@@ -115,6 +118,42 @@ class Planner:
         Raises:
             InfeasibleError: there is none; names the smallest set of constraints that conflict.
         """
+        outcome = self._outcome(limits, seed=seed, storage=storage, progress=progress)
+        if outcome.best is None:
+            if outcome.finished and limits.max_step_time_s is not None:
+                raise self._too_slow(outcome, limits.max_step_time_s)
+            if not outcome.finished:
+                raise InfeasibleError(
+                    "a plan is found within the trials and the time that were given",
+                    value=f"none of {outcome.evaluated} of {outcome.candidates} candidates fits",
+                    remedy="raise trials or timeout_s",
+                )
+            raise self._too_large(outcome.misfits)
+        return self._plan(outcome.best, outcome)
+
+    def fastest(self, limits: Limits, *, progress: Progress | None = None) -> Plan | None:
+        """As :meth:`search`, but None instead of a reason where there is no plan."""
+        outcome = self._outcome(limits, seed=0, storage=None, progress=progress)
+        return self._plan(outcome.best, outcome) if outcome.best is not None else None
+
+    def fits(self) -> bool:
+        """Whether some plan fits in memory, however slow: the leanest that may are tried first."""
+        bounds = self.evaluator.ideal_bounds_s(self.pool)
+        may = [c for c, bound in zip(self.pool, bounds, strict=True) if bound < float("inf")]
+        return any(isinstance(self.evaluator.evaluate(c), Evaluation) for c in sorted(may, key=_leanness))
+
+    def least_time_s(self) -> float:
+        """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
+        most = self.task.global_batch_size
+        members = self.evaluator.layouts.compact.members
+        per_sample = []
+        for size in (m for m in self.task.space.micro_batches if m <= most):
+            costs = self.evaluator.layouts.whole(size, 1).costs
+            whole_s = sum((c.forward_s + c.backward_s) * len(own) for c, own in zip(costs, members, strict=True))
+            per_sample.append(whole_s / size)
+        return most * min(per_sample, default=0.0)
+
+    def _outcome(self, limits: Limits, *, seed: int, storage: str | None, progress: Progress | None) -> Outcome:
         space = self.task.space
         study = None
         if storage is not None or len(self.pool) > space.exhaustive:
@@ -131,16 +170,7 @@ class Planner:
             study=study,
             progress=progress,
         )
-        outcome = search.run()
-        if outcome.best is None:
-            if not outcome.finished:
-                raise InfeasibleError(
-                    "a plan is found within the trials and the time that were given",
-                    value=f"none of {outcome.evaluated} of {outcome.candidates} candidates fits",
-                    remedy="raise trials or timeout_s",
-                )
-            raise self._too_large(outcome.misfits)
-        return self._plan(outcome.best, outcome)
+        return search.run()
 
     def estimate(self) -> Plan:
         """The plan that the pins describe; what they leave open is as usual (see ``outer.usual``), as far as it fits.
@@ -233,6 +263,15 @@ class Planner:
             "some plan satisfies all constraints",
             value="these conflict: " + "; ".join(names) if names else "no candidate in the space",
             remedy=", or ".join(ways) if names else "widen the space",
+        )
+
+    def _too_slow(self, outcome: Outcome, most_s: float) -> InfeasibleError:
+        bound = outcome.lower_bound_s
+        found = f"none in {bound:.4g} s or less" if bound < float("inf") else "none fits in memory in any layout"
+        return InfeasibleError(
+            f"a plan takes at most {most_s:g} s a step",
+            value=found if bound > most_s else f"none of {outcome.candidates} candidates",
+            remedy="allow more time, or take more devices",
         )
 
     def _too_large(self, misfits: Iterable[Misfit]) -> AutoparError:

@@ -56,6 +56,7 @@ class Transformer(nn.Module):
     def __init__(self, sizes: Sizes, layers: int) -> None:
         super().__init__()
         llama = sizes.family == "llama"
+        self.heads = sizes.heads
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.positions = None if llama or sizes.family == "bloom" else nn.Embedding(sizes.sequence, sizes.hidden)
         self.embedding_norm = nn.LayerNorm(sizes.hidden) if sizes.family == "bloom" else None
@@ -72,10 +73,18 @@ class Transformer(nn.Module):
             x = x + self.positions(torch.arange(x.shape[1], device=x.device))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
+        rotary = self._rotary(x) if self.positions is None and self.embedding_norm is None else None
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, rotary)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+    def _rotary(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of rotary positions [Su et al. 2021], [sequence, width of a head]; once for all layers."""
+        width = x.shape[2] // self.heads
+        rates = 10000.0 ** (-torch.arange(0, width, 2, device=x.device) / width)
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] * torch.cat([rates, rates])
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 class Layer(nn.Module):
@@ -95,22 +104,22 @@ class Layer(nn.Module):
         self.gate = nn.Linear(sizes.hidden, sizes.ffn, bias=False) if llama else None
         self.down = nn.Linear(sizes.ffn, sizes.hidden, bias=not llama)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """The layer's output, of the shape of ``x``."""
-        x = x + self.out(self._attention(self.norm1(x)))
+        x = x + self.out(self._attention(self.norm1(x), rotary))
         y = self.norm2(x)
         inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
         result: Tensor = x + self.down(inner)
         return result
 
-    def _attention(self, x: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, sequence, hidden = x.shape
         sizes = self.sizes
         query = self.query(x).view(batch, sequence, sizes.heads, self.width).transpose(1, 2)
         key = self.key(x).view(batch, sequence, sizes.kv_heads, self.width).transpose(1, 2)
         value = self.value(x).view(batch, sequence, sizes.kv_heads, self.width).transpose(1, 2)
-        if sizes.family == "llama":
-            query, key = self._rotated(query), self._rotated(key)
+        if rotary is not None:
+            query, key = _rotated(query, rotary), _rotated(key, rotary)
         if sizes.attention == "flash":
             grouped = sizes.heads != sizes.kv_heads
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
@@ -118,13 +127,11 @@ class Layer(nn.Module):
             mixed = F.softmax(query @ key.transpose(2, 3), dim=-1) @ value
         return mixed.transpose(1, 2).reshape(batch, sequence, hidden)
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        """Rotary positions [Su et al. 2021]."""
-        sequence, width = x.shape[2:]
-        rates = 10000.0 ** (-torch.arange(0, width, 2, device=x.device) / width)
-        angles = torch.arange(sequence, device=x.device)[:, None] * torch.cat([rates, rates])
-        made: Tensor = x * angles.cos().to(x.dtype) + torch.roll(x, width // 2, -1) * angles.sin().to(x.dtype)
-        return made
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    cosines, sines = rotary
+    made: Tensor = x * cosines + torch.roll(x, x.shape[-1] // 2, -1) * sines
+    return made
 
 
 def _norm(sizes: Sizes) -> nn.Module:

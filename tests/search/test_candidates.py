@@ -72,3 +72,26 @@ def test_the_smallest_conflict_is_named(pins: list[str], world: int, expected: s
     problem = replace(PROBLEM, world_size=world, global_batch_size=96)
     assert candidates(problem, Pins.parse(pins)) == []
     assert set(conflict(problem, Pins.parse(pins))) == expected
+
+
+@pytest.mark.parametrize("world", [8, 24, 128, 1024])
+def test_each_space_holds_the_smaller_one(world: int) -> None:
+    shape = {"experts": (8,), "sequences": (32768,), "key_heads": (8,), "world_size": world}
+    quick, default, most = (
+        set(candidates(replace(PROBLEM, space=load_space(name), **shape), Pins()))  # type: ignore[arg-type]
+        for name in ("quick", "default", "exhaustive")
+    )
+    assert quick < default < most
+
+
+def test_groups_of_tp_may_span_nodes_where_the_space_says_so() -> None:
+    found = {c.mesh.tp for c in candidates(replace(PROBLEM, space=load_space("exhaustive")), Pins())}
+    assert found == {1, 2, 4, 8, 16}
+    assert max(c.mesh.tp for c in candidates(PROBLEM, Pins())) == 8
+
+
+def test_what_pins_exclude_altogether_has_no_candidate() -> None:
+    assert candidates(PROBLEM, Pins.parse(["tp=3"])) == []
+    assert candidates(PROBLEM, Pins.parse(["zero=7"])) == []
+    assert {c.zero_stage for c in candidates(PROBLEM, Pins.parse(["zero>=2"]))} == {2, 3}
+    assert set(conflict(PROBLEM, Pins.parse(["zero=7"]))) == {"zero=7", "zero is 0, 1, 2 or 3"}

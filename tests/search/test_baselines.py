@@ -1,0 +1,60 @@
+"""The command that compares the search with rules and samplers, on a problem of a second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.validate.families import Sizes
+from tests.benchmarks.baselines import (
+    PROBLEMS,
+    Problem,
+    Row,
+    autopar,
+    expert,
+    page,
+    plain_tpe,
+    random_search,
+    rules,
+    worse,
+)
+
+SMALL = Problem(
+    cluster="h100-sxm5-80gb:1x4",
+    global_batch_size=8,
+    layers=4,
+    sizes=Sizes(
+        family="gpt",
+        hidden=1024,
+        ffn=4096,
+        heads=16,
+        kv_heads=16,
+        vocabulary=1024,
+        sequence=256,
+        attention="flash",
+        dtype="bfloat16",
+    ),
+)
+
+
+def test_nothing_beats_the_search_and_all_are_priced_alike() -> None:
+    graph = SMALL.graph("small")
+    ours = autopar(SMALL, graph)
+    experts = [expert(SMALL, graph, method, tries) for method, tries in rules(SMALL)]
+    everything = random_search(SMALL, graph, 10**6)
+    sampled = plain_tpe(SMALL, graph, 20)
+    assert ours.step_time_s
+    assert everything.step_time_s == ours.step_time_s  # all candidates, none left out by a bound
+    assert sampled.step_time_s
+    assert sampled.step_time_s >= ours.step_time_s
+    assert 0 < ours.evaluations < everything.evaluations
+    assert any(row.step_time_s for row in experts)
+    assert worse({"small": [ours, *experts, everything, sampled]}) == []
+
+
+def test_a_search_that_loses_is_told() -> None:
+    ours = Row(method="autopar", step_time_s=1.0, evaluations=3, cpu_s=0.5, plan="tp=1")
+    rows = {"Llama 7B, 8 H100": [ours, replace(ours, method="rule", step_time_s=0.9), replace(ours, step_time_s=None)]}
+    assert len(worse(rows)) == 1
+    assert "| rule | 0.9 s | 0.900 | 3 | 0.5 | tp=1 |" in page(rows)
+    assert "does not fit" in page(rows)
+    assert len(PROBLEMS) == 6
