@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 
 from autopar import resources
 from autopar.cluster import Cluster
-from autopar.device import CollectiveLibrary, Device, MatmulRate
+from autopar.device import Device, MatmulRate
+from autopar.links import CollectiveLibrary
 from autopar.profile.store import MachineProfile, load_library
 from autopar.table import Table
 from autopar.validate.runs import Run
