@@ -137,9 +137,7 @@ TABLE = Ref("p_embedding_weight")
 NORMS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
-def as_megatron(
-    sequence: int, split_rows: bool | None, op: Op, offered: tuple[Strategy, ...]
-) -> tuple[Strategy, ...]:
+def as_megatron(sequence: int, split_rows: bool | None, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
     """Keeps the strategies on ``tp`` that Megatron and torchtitan have; the planner's own are more.
 
     Weights of linear layers and the vocabulary are split; the planner may hold one whole and split rows of samples or of
