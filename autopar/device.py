@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from autopar.errors import UsageError
 from autopar.measured import OperatorTable
-from autopar.table import Table, closest
+from autopar.table import Table
 
 Kind = Literal["cpu", "cuda"]
 
@@ -187,7 +187,7 @@ class Device:
             "the device's profile gives a matmul rate for every dtype that is computed in",
             value=dtype,
             place=f"device '{self.name}'",
-            remedy=closest(dtype, known),
+            remedy=f"choose another precision, or add [device.matmul.{dtype}] to the profile; it has {', '.join(known)}",
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cli.models import VerifiedModel
 from autopar.mesh import Mesh
 from autopar.models import resolve_model
 from autopar.plan import Plan
@@ -310,3 +311,13 @@ def test_a_model_that_cannot_be_traced_prints_one_line_alone(tmp_path: Path) -> 
     (line,) = done.stderr.splitlines()
     assert "branching.py:11" in line
     assert "if y.sum() > 0:" in line
+
+
+def test_a_model_is_verified_without_the_dropout_that_plans_are_made_for() -> None:
+    pytest.importorskip("transformers")
+    sizes = "num_hidden_layers=1&hidden_size=8&num_attention_heads=2&intermediate_size=16&vocab_size=16"
+    subject = VerifiedModel(resolve_model(f"hf:bert?{sizes}", sequence_length=4), masked=True)
+    trained, verified = (subject.trace(as_trained=as_trained) for as_trained in (True, False))
+    assert any(op.target == "autopar.dropout" for op in trained.ops)
+    assert not any(op.target == "autopar.dropout" for op in verified.ops)
+    assert any(getattr(module, "p", 0.0) for module in subject.source.model.modules()), "the model stays as it is"

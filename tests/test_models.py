@@ -197,7 +197,7 @@ def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:
         ("hf:gpt2?n_layr=2", "did you mean n_layer.*known: "),
         ("hf:gpt2?n_layer", "key=value"),
         ("hf:gpt2?n_embd=30&n_head=4", "settings describe a model"),
-        ("hf:patchtst", "of images, of video and of speech.*past_values"),
+        ("hf:llava", "of video, of speech and of time series.*stand for the parts of an image"),
         ("gpt:layers=2,hiden=3", "did you mean hidden.*known: layers, hidden"),
         ("gpt:layers=two", "whole number"),
         ("gpt:hidden=30,heads=4", "heads divide"),

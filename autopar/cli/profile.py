@@ -93,8 +93,7 @@ def links(
     _check_output(output)
     if not under_torchrun():
         start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=nics)
-        if as_json:
-            _give(_summary_of_links(output), as_json)
+        _give(_summary_of_links(output), as_json)
         return
     with torchrun_job(max_bytes, budget, timeout) as job:
         found = _measure_links(job, output, nics)

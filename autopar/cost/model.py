@@ -204,13 +204,13 @@ class CostModel:
             for s, (stage, own) in enumerate(zip(stages, units, strict=True))
         ]
         times = stage_times(stages, sums, step, self.collectives)
-        pipeline = simulate(step.schedule, step.mesh.pp, count, times)
+        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         once = self._once_s(data, step)
         best: tuple[float, Breakdown] | None = None
         for rank in range(step.mesh.pp):
             sent = self._gradients_s(stages, data, step, rank)
             sent["data"] += once
-            sent["pp"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
+            sent["pipeline"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
             parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
             if best is None or parts.total_s > best[0]:
                 best = (parts.total_s, parts)
@@ -248,7 +248,7 @@ class CostModel:
     ) -> Breakdown:
         """Where the step goes if this rank is the last one to finish; all its parts, idle time included.
 
-        ``sent``: seconds by axis of what is summed once a step, and of messages that hold up the rank.
+        ``sent``: seconds of sums of gradients by the part that they belong to, and of messages that hold up the rank.
         """
         pp, count = step.mesh.pp, step.num_micro_batches
         own = sums[rank::pp]
@@ -264,7 +264,7 @@ class CostModel:
             tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + sent["tp"],
             context_parallel_s=count * sum(s.context_parallel_s for s in own) + sent["cp"],
             data_parallel_s=count * every + sum(s.data_first_s for s in own) + tail,
-            pipeline_s=pipeline.exposed_send_s[rank] + sent["pp"],
+            pipeline_s=pipeline.exposed_send_s[rank] + sent["pipeline"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
             optimizer_s=self._optimizer_s(flat, data),
         )

@@ -82,7 +82,7 @@ def test_messages_between_stages_are_exposed_in_part() -> None:
 
 
 def test_blocking_messages_are_part_of_the_step() -> None:
-    stages = [stage(b) for b in layers(4, send_bytes=10**7, send_gradient_bytes=10**7, **SMALL)]
+    stages = [stage(b) for b in layers(4, sends=(10**7,), send_gradients=(10**7,), **SMALL)]
     mesh, count = Mesh(pp=4, tp=8), 8
     model = CostModel(H100, FP32, "sgd")
     how = replace(step(mesh, schedule="1F1B", count=count), blocking_sends=True)

@@ -14,7 +14,7 @@ from tests.distributed.tagger import TaggerSubject, doubled, parallelized, taggi
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
 
-@pytest.mark.parametrize("pins", [["tp=2", "dp_shard=2"], ["pp=2", "dp_replicate=2"]], ids=["tp2 x dp2", "pp2 x dp2"])
+@pytest.mark.parametrize("pins", [["tp=2", "dp_shard=2"], ["dp_shard=4", "zero=3"]], ids=["tp2 x dp2", "dp4 ZeRO 3"])
 def test_a_plan_for_a_loss_beside_the_model_is_verified(pool: WorkerPool, pins: list[str]) -> None:
     subject = TaggerSubject()
     options = {"example_inputs": subject.make_batch(8, seed=0), "loss_fn": tagging_loss, "global_batch_size": 8}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import autopar
 from autopar import api
@@ -14,7 +15,8 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.layout import S
-from autopar.plan import FP32, Plan, SearchRecord
+from autopar.plan import FP32, FP64, Plan, SearchRecord
+from autopar.runtime.verify import in_dtype
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.outer import Limits, OuterSearch
@@ -232,3 +234,14 @@ def test_too_little_memory_names_the_batch_only_where_it_matters() -> None:
     assert "8 devices" in str(caught.value)
     assert "tp<=8" not in str(caught.value)
     assert "global batch" not in str(caught.value)
+
+
+def test_float64_is_planned_where_the_profile_has_its_rate(graph: Graph) -> None:
+    pins = ["dp_replicate=4"]
+    doubled = in_dtype(graph, torch.float32, torch.float64)
+    plan = api.search(doubled, cluster="cpu:1x4", global_batch_size=16, precision="fp64", pins=pins)
+    single = api.search(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
+    assert plan.precision == FP64
+    assert plan.predicted.memory[0].parameters == 2 * single.predicted.memory[0].parameters
+    with pytest.raises(UsageError, match=r"found float64; choose another precision, or add \[device.matmul.float64\]"):
+        api.search(doubled, cluster="h100-sxm5-80gb:1x4", global_batch_size=16, precision="fp64")
