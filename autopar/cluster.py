@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.device import CollectiveLibrary, Device, Link
+from autopar.device import Device
 from autopar.errors import UsageError
+from autopar.links import CollectiveLibrary, Link
 from autopar.table import Table
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from autopar.cluster import Cluster
-    from autopar.device import Link
     from autopar.graph.ir import Graph
+    from autopar.links import Link
     from autopar.models import ModelSource
     from autopar.plan import Plan
 

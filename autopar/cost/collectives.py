@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster import Cluster
-from autopar.device import Algorithm, Link
 from autopar.errors import UsageError
+from autopar.links import Algorithm, Link
 from autopar.measured import CollectiveTime
 from autopar.mesh import Mesh
 

@@ -11,8 +11,9 @@ from scipy.optimize import minimize
 
 from autopar.cluster import Cluster, NodeGroup
 from autopar.cost.collectives import CollectiveModel, shapes_of, volume_factor
-from autopar.device import CollectiveLibrary, Device, Link
+from autopar.device import Device
 from autopar.errors import AutoparError
+from autopar.links import CollectiveLibrary, Link
 from autopar.measured import CollectiveTime
 from autopar.profile.fit import fit_pieces, residual
 from autopar.profile.groups import GroupSet

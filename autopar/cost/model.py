@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, block_cost
@@ -15,7 +14,8 @@ from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
 from autopar.cost.measured import Measured
 from autopar.cost.memory import StageCost, State, kept_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
-from autopar.cost.pipeline import PipelineTimes, StageTimes, simulate
+from autopar.cost.pipeline import PipelineTimes, simulate
+from autopar.cost.stages import StageSums, own_times, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.errors import UsageError
@@ -27,22 +27,6 @@ from autopar.rules.conversions import collective_bytes, conversion
 from autopar.schedule import check_schedule
 
 __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
-
-
-@dataclass(frozen=True, slots=True)
-class _StageSums:
-    """Seconds of one stage and micro-batch by what they are spent on."""
-
-    compute_s: float
-    recompute_s: float
-    tensor_parallel_s: float
-    context_parallel_s: float
-    data_forward_s: float
-    data_backward_s: float
-    data_first_s: float
-    data_last_s: float
-    forward_s: float
-    backward_s: float
 
 
 class CostModel:
@@ -117,7 +101,7 @@ class CostModel:
         """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included."""
         data = self._data(step)
         unit = self._unit(block, data)
-        forward_s, backward_s = _own_times(block, recompute)
+        forward_s, backward_s = own_times(block, recompute)
         units, interference = [unit, unit], self.device.interference
         extra_f = data.every_forward_s(units, [forward_s, forward_s], interference)
         extra_f -= data.every_forward_s([unit], [forward_s], interference)
@@ -210,10 +194,18 @@ class CostModel:
         data, count = self._data(step), step.num_micro_batches
         units = [self._stage_units(stage, data) for stage in stages]
         sums = [
-            self._stage_sums(stage, own, data, step, gathering_share(data, step.schedule, len(stages), count, s))
+            stage_sums(
+                stage,
+                own,
+                data,
+                share=gathering_share(data, step.schedule, len(stages), count, s),
+                interference=self.device.interference,
+                prelude_s=step.prelude_s,
+                action_s=self.device.overheads.action_s if step.mesh.pp > 1 else 0.0,
+            )
             for s, (stage, own) in enumerate(zip(stages, units, strict=True))
         ]
-        times = self._stage_times(stages, sums, step)
+        times = stage_times(stages, sums, step, self.collectives)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         once = self._once_s(data, step)
         best: tuple[float, Breakdown] | None = None
@@ -228,7 +220,7 @@ class CostModel:
         return self._prediction(best[1], sums, self.memory(stages, step), step)
 
     def _prediction(
-        self, parts: Breakdown, sums: Sequence[_StageSums], memory: tuple[Memory, ...], step: Step
+        self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
     ) -> Prediction:
         time_s = parts.total_s
         width, peak = self.device.uncertainty, max(m.total for m in memory)
@@ -249,7 +241,7 @@ class CostModel:
     def _rank_breakdown(
         self,
         rank: int,
-        sums: Sequence[_StageSums],
+        sums: Sequence[StageSums],
         units: Sequence[Sequence[Unit]],
         pipeline: PipelineTimes,
         data: DataParallel,
@@ -305,62 +297,6 @@ class CostModel:
             units.append(self._unit(block, data) if whole else data.unit(own, self.collectives, self.device))
         return units
 
-    def _stage_sums(
-        self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step, share: float
-    ) -> _StageSums:
-        """``share``: of the forwards that gather parameters anew."""
-        forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
-        backward = [_own_times(block, mode)[1] for block, mode in zip(stage.blocks, stage.recompute, strict=True)]
-        interference = self.device.interference
-        again = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode]
-        sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks)
-        sent += sum(b.communication_again_s for b in again)
-        context = sum(b.context_forward_s + b.context_backward_s for b in stage.blocks)
-        context += sum(b.context_again_s for b in again)
-        data_forward = share * data.every_forward_s(units, forward, interference)
-        data_backward = data.backward_s(units, backward, interference, is_last=False)
-        action_s = self.device.overheads.action_s if step.mesh.pp > 1 else 0.0
-        return _StageSums(
-            compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + step.prelude_s + 2 * action_s,
-            recompute_s=sum(b.forward_s for b in again),
-            tensor_parallel_s=max(sent - context, 0.0),
-            context_parallel_s=context,
-            data_forward_s=data_forward,
-            data_backward_s=data_backward,
-            data_first_s=data.first_forward_s(units, forward, interference),
-            data_last_s=data.backward_s(units, backward, interference, is_last=True) - data_backward,
-            forward_s=sum(forward) + data_forward + step.prelude_s + action_s,
-            backward_s=sum(backward) + data_backward + action_s,
-        )
-
-    def _stage_times(self, stages: Sequence[StageCost], sums: Sequence[_StageSums], step: Step) -> list[StageTimes]:
-        times = []
-        received = 0.0
-        for i, (stage, own) in enumerate(zip(stages, sums, strict=True)):
-            forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
-            before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
-            backward_send = before.send_gradient_bytes if before is not None else 0
-            sent, sent_back = self._send_s(forward_send, step), self._send_s(backward_send, step)
-            waits = sent + received if step.blocking_sends else 0.0
-            received = sent
-            times.append(
-                StageTimes(
-                    forward_s=own.forward_s + waits,
-                    backward_s=own.backward_s + waits,
-                    send_forward_s=0.0 if step.blocking_sends else sent,
-                    send_backward_s=0.0 if step.blocking_sends else sent_back,
-                    first_forward_s=own.data_first_s,
-                    waits_s=waits,
-                )
-            )
-        return times
-
-    def _send_s(self, num_bytes: int, step: Step) -> float:
-        if not step.partitioned_sends:
-            return self.collectives.send_time_s(num_bytes, step.mesh)
-        sent = self.collectives.send_time_s(num_bytes / step.mesh.tp, step.mesh)
-        return sent + self.collectives.time_s("all_gather", num_bytes, step.mesh, ("tp",))
-
     # --- once a step
 
     def _gradients_s(self, stages: Sequence[StageCost], data: DataParallel, step: Step, rank: int) -> dict[str, float]:
@@ -374,7 +310,7 @@ class CostModel:
         exposed = self.device.interference if step.overlapped_reductions else 1.0
         for turn, some in leaving.items():
             stage = own[turn]
-            times = [_own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
+            times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
             costs = [self._sum_s(bucket.axes, bucket.num_bytes, step.mesh) for bucket in some]
             total = sum(costs)
             after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
@@ -423,10 +359,3 @@ def _owner(axes: tuple[str, ...]) -> str:
     if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
         return "data"
     return "cp" if "cp" in axes else "tp"
-
-
-def _own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:
-    """Forward and backward with the block's own collectives."""
-    forward_s = block.forward_s + block.communication_forward_s
-    backward_s = block.backward_s + block.communication_backward_s
-    return forward_s, backward_s + (block.recompute_s if recompute else 0.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.device import CollectiveLibrary, Link
+from autopar.links import CollectiveLibrary, Link
 from autopar.measured import CollectiveTime
 from autopar.table import Table
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from autopar import resources
 from autopar.cluster import Cluster, NodeGroup, Tier
-from autopar.device import CollectiveLibrary, Device, Link
+from autopar.device import Device
 from autopar.errors import UsageError
+from autopar.links import CollectiveLibrary, Link
 from autopar.profile.links_file import Links
 from autopar.table import Table, closest
 

@@ -19,7 +19,7 @@ _COLUMNS = """
 | `zero` | 0 to 3; empty: 1 |
 | `micro_batch`, `global_batch` | samples |
 | `recompute` | `none`, `selective` or `full`; empty: `none` |
-| `sequence_parallel` | 0 or 1; empty: whichever is predicted faster |
+| `sequence_parallel` | 0 or 1; empty: as the source's site says, else whichever is predicted faster |
 | `attention` | `flash`, or `scores`: probabilities are stored for backward |
 | `precision` | `fp32`, `fp16`, `bf16`, `bf16_fp32_grad_accum` or `fp8` |
 | `step_time_s`, `peak_memory_gib` | measured; either may be empty |

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.work import LINEAR
 from autopar.device import Kind
-from autopar.graph.ir import Op
+from autopar.graph.ir import Op, Ref
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction
@@ -74,8 +75,8 @@ class Expressed:
     def structures(self, run: Run) -> tuple[Structure, ...]:
         """The layouts that the run may have had: several where the sequence can be split in several ways."""
         site = self.site_of(run)
-        layout = (run.device, run.micro_batch, run.cp, run.tp, run.sequence_parallel, _recomputes(run))
-        key = (sizes_of(run, site), layout, site.fused_elementwise, site.fused_loss)
+        layout = (run.device, run.micro_batch, run.cp, run.tp, _splits_rows(run, site), _recomputes(run))
+        key = (sizes_of(run, site), layout, site.fused_elementwise, site.fused_loss, site.regathers)
         if key not in self._structures:
             self._structures[key] = tuple(self._solved(run))
         return tuple(replace(s, members=scaled(s.members, run.layers)) for s in self._structures[key])
@@ -93,8 +94,8 @@ class Expressed:
 
     def _layouts_of(self, run: Run) -> Layouts:
         sizes = sizes_of(run, self.site_of(run))
-        split_rows = run.sequence_parallel is not False
-        key = (sizes, run.device, split_rows or run.tp == 1)
+        split_rows = _splits_rows(run, self.site_of(run))
+        key = (sizes, run.device, None if run.tp == 1 else split_rows)
         if key not in self._layouts:
             model, batch = build(sizes, TRACED_LAYERS)
             graph = trace(model, (), batch, name=run.family)
@@ -108,7 +109,7 @@ class Expressed:
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
                 space=space,
-                narrow=None if split_rows else whole_rows(run.seq),
+                narrow=partial(as_megatron, run.seq, split_rows),
             )
         return self._layouts[key]
 
@@ -130,16 +131,38 @@ def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
     )
 
 
-def whole_rows(sequence: int) -> Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]:
-    """Keeps strategies that split no activation [batch, sequence, ...] along batch or sequence (no sequence parallelism)."""
+TABLE = Ref("p_embedding_weight")
+"""The vocabulary of the models of ``families.py``."""
 
-    def narrow(op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        shape = op.spec.shape
-        if len(shape) < 3 or shape[1] != sequence:
-            return offered
+NORMS = ("aten.layer_norm.default", "aten.rms_norm.default")
+
+
+def as_megatron(sequence: int, split_rows: bool | None, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """Keeps the strategies on ``tp`` that Megatron and torchtitan have; the planner's own are more.
+
+    Weights of linear layers and the vocabulary are split; the planner may hold one whole and split rows of samples or of
+    the sequence.
+
+    Args:
+        sequence: tokens of a sample.
+        split_rows: sequence parallelism: norms run on parts of the sequence [batch, sequence, ...]; False: no activation
+            is split along batch or sequence; None: as is fastest.
+        op: the operator.
+        offered: its strategies.
+    """
+    if op.target in LINEAR or TABLE in op.operands:
+        weight = 1 if op.target in LINEAR else op.operands.index(TABLE)
+        offered = tuple(s for s in offered if s.inputs[weight].is_split)
+    shape = op.spec.shape
+    if split_rows and op.target in NORMS and len(shape) == 3:
+        return tuple(s for s in offered if s.outputs[0].is_split and s.outputs[0].dim == 1)
+    if split_rows is False and len(shape) >= 3 and shape[1] == sequence:
         return tuple(s for s in offered if not any(t.is_split and t.dim < 2 for t in s.outputs))
+    return offered
 
-    return narrow
+
+def _splits_rows(run: Run, site: Site) -> bool | None:
+    return True if run.sequence_parallel is None and site.sequence_parallel else run.sequence_parallel
 
 
 def _recomputes(run: Run) -> str:
@@ -148,11 +171,14 @@ def _recomputes(run: Run) -> str:
 
 def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: Kind, site: Site) -> Structure:
     graph = layouts.local_graph(split, option.kind, option.solution)
-    again = None
+    again: list[Callable[[Op], bool]] = [regathered] if site.regathers else []
     if _recomputes(run) == "selective":
-        again = cheap if run.attention == "flash" else attention_core
+        again.append(cheap if run.attention == "flash" else attention_core)
     fused, loss = site.fused_elementwise, site.fused_loss
-    works = tuple(block_work(graph, b, kind, again=again, fused=fused, fused_loss=loss) for b in graph.blocks)
+    works = tuple(
+        block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), fused=fused, fused_loss=loss)
+        for b in graph.blocks
+    )
     members = tuple(len(m) for m in layouts.compact.members)
     flops = tuple(flops_of_block(layouts.compact, i, kind) for i in range(len(members)))
     return Structure(works=works, members=members, block_flops=flops)
@@ -178,6 +204,15 @@ def cheap(op: Op) -> bool:
 def attention_core(op: Op) -> bool:
     """What Megatron's selective recompute computes again: scores, softmax and their product with the values."""
     return op.target in ("aten.softmax.int", "aten.matmul.default", "aten.dropout.default", "autopar.dropout")
+
+
+def regathered(op: Op) -> bool:
+    """Activations gathered over ``tp``, where linear layers keep their own part and gather it again in backward.
+
+    Megatron does so with sequence parallelism, beside the product that gives the input's gradient (Korthikanti et al.
+    2022, section 4.2.2), so that its time is not counted twice.
+    """
+    return op.target == "autopar.all_gather" and op.args[1] == "tp"
 
 
 # --- pricing
@@ -216,6 +251,8 @@ def _predict(run: Run, structure: Structure, model: CostModel, site: Site) -> Pr
         layers = [full and 0 < i < len(costs) - 1 for i in range(start, stop)]
         stages.append(StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(layers)))
     micro_batches = run.global_batch // (run.dp * run.micro_batch)
+    if site.shards_over_context:  # the blocks' own collectives are priced: what is left are the data axes
+        mesh = replace(mesh, dp_shard=mesh.dp_shard * mesh.cp, cp=1)
     step = Step(
         mesh=mesh,
         schedule=schedule_of(run, micro_batches),

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from autopar.cluster import Cluster
-from autopar.device import ALIGNED_ELEMENTS, CollectiveLibrary
+from autopar.device import ALIGNED_ELEMENTS
 from autopar.errors import AutoparError, UsageError
+from autopar.links import CollectiveLibrary
 from autopar.plan import Prediction
 from autopar.profile.store import MachineProfile, load_library, load_profile
 from autopar.validate import parameters as free

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 
 from autopar import resources
 from autopar.cluster import Cluster
-from autopar.device import CollectiveLibrary, Device, MatmulRate
+from autopar.device import Device, MatmulRate
+from autopar.links import CollectiveLibrary
 from autopar.profile.store import MachineProfile, load_library
 from autopar.table import Table
 from autopar.validate.runs import Run
@@ -32,6 +33,9 @@ class Site:
         triton_attention: fused attention is the first one in Triton.
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
             computation.
+        sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
+        regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
+        shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
     """
 
@@ -47,6 +51,9 @@ class Site:
     triton_attention: bool = False
     overlapped_tensor_parallel: bool = False
     overlapped_reductions: bool = False
+    sequence_parallel: bool = False
+    regathers: bool = False
+    shards_over_context: bool = False
     fixed_segments: bool = False
     provenance: str = ""
 

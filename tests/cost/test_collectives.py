@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Tier
 from autopar.cost.collectives import KINDS, CollectiveModel, GroupShape, collective_time_s, group_shape, volume_factor
-from autopar.device import Link
 from autopar.errors import UsageError
+from autopar.links import Link
 from autopar.mesh import Mesh
 
 TABLE = Path(__file__).parents[3] / "shared" / "validation" / "collective_bandwidth.csv"

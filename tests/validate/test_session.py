@@ -15,7 +15,7 @@ from autopar.validate.command import calibrate, evaluate, write_profile
 from autopar.validate.express import scaled
 from autopar.validate.report import markdown, render_html
 from autopar.validate.runs import read_runs
-from autopar.validate.score import score
+from autopar.validate.score import may_fit, score
 from autopar.validate.session import Session
 
 OWN = Path(__file__).parent / "runs.csv"
@@ -120,10 +120,34 @@ def test_layers_scale_one_inner_block() -> None:
         assert sum(scaled((1, 1, 3, 1, 1), layers)) == layers + 2
 
 
+def test_megatrons_sequence_parallelism_is_expressed_to_the_byte() -> None:
+    """Weights split over tp, norms on parts of the sequence, gathered inputs not kept, states over dp and cp."""
+    template = read_runs(OWN)[2]
+    source = "NVIDIA DGX Cloud benchmarking recipes (made); by hand"
+    run = replace(template, source=source, precision="bf16", recompute="none", sequence_parallel=None, tp=2, cp=1, dp=4)
+    split = replace(run, dp=2, cp=2)
+    session = Session([run, split])
+    (structure,) = session.structures[0]
+    part = 128 * 256 * 2 // 2  # tokens * hidden in half precision, one of two ranks
+    residuals_and_norms = 4 * part
+    attention = (1 + 0.5 + 0.5 + 1) * part  # queries, half as many keys and values, the output
+    feed_forward = 3 * 2 * part  # gate, up and their product, of twice the width
+    statistics = 4 * 128 * 4 // 2 + 2 * (2 * 4 * 128 // 2)  # of attention by heads; two numbers a row of a norm
+    assert structure.works[2].shape.saved_bytes == residuals_and_norms + attention + feed_forward + statistics
+    layer = (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512) // 2 + 2 * 256
+    numel = 4 * layer + 2 * 512 * 256 // 2 + 256
+    for prediction in session.predictions():  # four ranks keep the states, as dp=4 or dp=2 and cp=2
+        held = prediction.memory[0]
+        assert (held.parameters, held.optimizer) == (2 * numel + 4 * numel // 4, 8 * numel // 4)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shared/validation/calibration.csv")
 def test_every_published_row_is_expressed() -> None:
     runs = read_runs(PUBLISHED)
-    found = Session(runs, place=str(PUBLISHED)).predictions()
+    session = Session(runs, place=str(PUBLISHED))
+    found = session.predictions()
     assert len(found) == len(runs) == 373
     assert all(0.2 < p.step_time_s / (r.step_time_s or 1) < 5 for r, p in zip(runs, found, strict=True))
+    widths = [session.profiles[run.device].device.memory_uncertainty for run in runs]
+    assert [r.name for r, p, w in zip(runs, found, widths, strict=True) if not may_fit(p, w)] == []

@@ -1,0 +1,113 @@
+"""Times of one stage for one micro-batch: what they are made of, and what the simulation of the pipeline takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.block import BlockCost
+from autopar.cost.collectives import CollectiveModel
+from autopar.cost.data_parallel import DataParallel, Unit
+from autopar.cost.memory import StageCost
+from autopar.cost.pipeline import StageTimes
+from autopar.cost.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class StageSums:
+    """Seconds of one stage and micro-batch by what they are spent on."""
+
+    compute_s: float
+    recompute_s: float
+    tensor_parallel_s: float
+    context_parallel_s: float
+    data_forward_s: float
+    data_backward_s: float
+    data_first_s: float
+    data_last_s: float
+    forward_s: float
+    backward_s: float
+
+
+def own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:
+    """Forward and backward with the block's own collectives."""
+    forward_s = block.forward_s + block.communication_forward_s
+    backward_s = block.backward_s + block.communication_backward_s
+    return forward_s, backward_s + (block.recompute_s if recompute else 0.0)
+
+
+def stage_sums(
+    stage: StageCost,
+    units: Sequence[Unit],
+    data: DataParallel,
+    *,
+    share: float,
+    interference: float,
+    prelude_s: float,
+    action_s: float = 0.0,
+) -> StageSums:
+    """What a stage spends on one micro-batch.
+
+    Args:
+        stage: its blocks.
+        units: of FSDP, one for each block.
+        data: how the data axes run.
+        share: of the forwards that gather parameters anew.
+        interference: of the device.
+        prelude_s: of the operators that every stage repeats.
+        action_s: host time of one action of a pipeline.
+    """
+    forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
+    backward = [own_times(block, mode)[1] for block, mode in zip(stage.blocks, stage.recompute, strict=True)]
+    again = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode]
+    sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks)
+    sent += sum(b.communication_again_s for b in again)
+    context = sum(b.context_forward_s + b.context_backward_s for b in stage.blocks)
+    context += sum(b.context_again_s for b in again)
+    data_forward = share * data.every_forward_s(units, forward, interference)
+    data_backward = data.backward_s(units, backward, interference, is_last=False)
+    return StageSums(
+        compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + prelude_s + 2 * action_s,
+        recompute_s=sum(b.forward_s for b in again),
+        tensor_parallel_s=max(sent - context, 0.0),
+        context_parallel_s=context,
+        data_forward_s=data_forward,
+        data_backward_s=data_backward,
+        data_first_s=data.first_forward_s(units, forward, interference),
+        data_last_s=data.backward_s(units, backward, interference, is_last=True) - data_backward,
+        forward_s=sum(forward) + data_forward + prelude_s + action_s,
+        backward_s=sum(backward) + data_backward + action_s,
+    )
+
+
+def stage_times(
+    stages: Sequence[StageCost], sums: Sequence[StageSums], step: Step, collectives: CollectiveModel
+) -> list[StageTimes]:
+    """What the pipeline simulates of each stage, in order of the model."""
+    times = []
+    received = 0.0
+    for i, (stage, own) in enumerate(zip(stages, sums, strict=True)):
+        forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
+        before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
+        backward_send = before.send_gradient_bytes if before is not None else 0
+        sent, sent_back = (_send_s(size, step, collectives) for size in (forward_send, backward_send))
+        waits = sent + received if step.blocking_sends else 0.0
+        received = sent
+        times.append(
+            StageTimes(
+                forward_s=own.forward_s + waits,
+                backward_s=own.backward_s + waits,
+                send_forward_s=0.0 if step.blocking_sends else sent,
+                send_backward_s=0.0 if step.blocking_sends else sent_back,
+                first_forward_s=own.data_first_s,
+                waits_s=waits,
+            )
+        )
+    return times
+
+
+def _send_s(num_bytes: int, step: Step, collectives: CollectiveModel) -> float:
+    if not step.partitioned_sends:
+        return collectives.send_time_s(num_bytes, step.mesh)
+    sent = collectives.send_time_s(num_bytes / step.mesh.tp, step.mesh)
+    return sent + collectives.time_s("all_gather", num_bytes, step.mesh, ("tp",))

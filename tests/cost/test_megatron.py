@@ -1,0 +1,179 @@
+"""Activations of a GPT layer in half precision, byte by byte, against Korthikanti et al. 2022.
+
+The paper ("Reducing Activation Recomputation in Large Transformer Models", section 4) counts for a layer with sequence
+s, micro-batch b, hidden size h, a heads, on t tensor parallel ranks:
+
+    not split                s b h (34 + 5 a s / h)
+    tensor parallel          s b h (10 + 24 / t + 5 a s / (h t))
+    with sequence parallel   s b h (34 + 5 a s / h) / t
+    selective recompute      without the terms with a s
+    full recompute           2 s b h
+
+What is predicted differs by what the models here have not, or what the paper leaves out: each is a line of its own below,
+and paper + lines = prediction, to the byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.cost.block import BlockCost
+from autopar.validate.runs import Run, read_runs
+from autopar.validate.session import Session
+from autopar.validate.sites import Site
+
+B, S, H, A, T = 2, 128, 512, 8, 4
+SBH, SCORES = S * B * H, A * S * S * B
+
+SITES = [Site(source="megatron", regathers=True), Site(source="runtime")]
+"""Megatron gathers inputs of linear layers again in backward; the runtime of autopar keeps them."""
+
+
+def run(name: str, *, tp: int = 1, rows: bool = False, recompute: str = "none", attention: str = "scores") -> Run:
+    """A row of the table: ``name`` picks its site; ``rows``: sequence parallelism."""
+    made = read_runs(Path(__file__).parents[1] / "validate" / "runs.csv")[1]
+    return replace(
+        made, source=name, layers=5, hidden=H, ffn=4 * H, heads=A, kv_heads=A, seq=S, devices=8, tp=tp, pp=1, cp=1,
+        virtual_stages=1, dp=8 // tp, micro_batch=B, global_batch=8 * B, recompute=recompute, sequence_parallel=rows,
+        attention=attention, precision="bf16",
+    )  # fmt: skip
+
+
+RUNS = {
+    "whole": run("runtime"),
+    "whole, selective": run("runtime", recompute="selective"),
+    "whole, fused": run("runtime", attention="flash"),
+    "tensor": run("runtime", tp=T),
+    "tensor, selective": run("runtime", tp=T, recompute="selective"),
+    "tensor, fused": run("runtime", tp=T, attention="flash"),
+    "sequence": run("megatron", tp=T, rows=True),
+    "sequence, selective": run("megatron", tp=T, rows=True, recompute="selective"),
+    "sequence, fused": run("megatron", tp=T, rows=True, attention="flash"),
+    "sequence, kept": run("runtime", tp=T, rows=True),
+}
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, BlockCost]:
+    """The inner layer of each run on one rank."""
+    session = Session(list(RUNS.values()), sites=SITES)
+    found = {}
+    for name, (structure,) in zip(RUNS, session.structures, strict=True):
+        inner = structure.members.index(max(structure.members))
+        found[name] = structure.works[inner].shape
+    return found
+
+
+def paper(kind: str) -> int:
+    """The paper's bytes, in whole numbers."""
+    whole, scores = 34 * SBH, 5 * SCORES
+    tensor = 10 * SBH + 24 * SBH // T
+    return {
+        "whole": whole + scores,
+        "whole, selective": whole,
+        "tensor": tensor + scores // T,
+        "tensor, selective": tensor,
+        "sequence": (whole + scores) // T,
+        "sequence, selective": whole // T,
+    }[kind]
+
+
+# what the models of validate.families have not
+MASKS_OF_HIDDEN = -2 * SBH  # of the dropouts behind attention and feed-forward: a byte for each element
+MASK_OF_SCORES = -SCORES  # of the dropout behind the softmax
+SCORES_AFTER_DROPOUT = -2 * SCORES  # its output in half precision: the softmax's own output multiplies the values
+# what the paper leaves out
+STATISTICS_OF_NORMS = 2 * 2 * S * B * 4  # mean and deviation of each token in fp32, of two norms
+STATISTICS_OF_ATTENTION = A * S * B * 4  # of fused attention: the log of the sum of each row, in fp32
+
+
+def test_the_terms_of_the_paper_add_up() -> None:
+    """Section 4.1: attention, feed-forward and norms by the tensors that they keep, in half precision."""
+    attention = 2 * SBH + 4 * SBH + 2 * SCORES + SCORES + 2 * SCORES + 2 * SBH + 2 * SBH + SBH
+    feed_forward = 2 * SBH + 8 * SBH + 8 * SBH + SBH
+    assert attention + feed_forward + 4 * SBH == paper("whole")
+
+
+def test_one_rank(layers: dict[str, BlockCost]) -> None:
+    without_dropout = MASKS_OF_HIDDEN + MASK_OF_SCORES + SCORES_AFTER_DROPOUT
+    assert layers["whole"].saved_bytes == paper("whole") + without_dropout + STATISTICS_OF_NORMS
+
+
+def test_tensor_parallel(layers: dict[str, BlockCost]) -> None:
+    """Masks of hidden values are whole on each rank, as norms are; those of scores are split."""
+    without_dropout = MASKS_OF_HIDDEN + (MASK_OF_SCORES + SCORES_AFTER_DROPOUT) // T
+    assert layers["tensor"].saved_bytes == paper("tensor") + without_dropout + STATISTICS_OF_NORMS
+
+
+def test_sequence_parallel(layers: dict[str, BlockCost]) -> None:
+    without_dropout = (MASKS_OF_HIDDEN + MASK_OF_SCORES + SCORES_AFTER_DROPOUT) // T
+    assert layers["sequence"].saved_bytes == paper("sequence") + without_dropout + STATISTICS_OF_NORMS // T
+
+
+def test_sequence_parallel_of_the_runtime_keeps_gathered_inputs(layers: dict[str, BlockCost]) -> None:
+    """Of queries, keys and values, and of the feed-forward: whole instead of a part."""
+    gathered = 2 * (2 * SBH - 2 * SBH // T)
+    assert layers["sequence, kept"].saved_bytes == layers["sequence"].saved_bytes + gathered
+
+
+@pytest.mark.parametrize(("kind", "masks", "norms"), [("whole", 1, 1), ("tensor", 1, 1), ("sequence", T, T)])
+def test_selective_recompute(layers: dict[str, BlockCost], kind: str, masks: int, norms: int) -> None:
+    name = f"{kind}, selective"
+    assert layers[name].saved_bytes == paper(name) + MASKS_OF_HIDDEN // masks + STATISTICS_OF_NORMS // norms
+
+
+@pytest.mark.parametrize(
+    ("kind", "masks", "norms", "heads"), [("whole", 1, 1, 1), ("tensor", 1, 1, T), ("sequence", T, T, T)]
+)
+def test_fused_attention_keeps_a_number_for_each_row_of_scores(
+    layers: dict[str, BlockCost], kind: str, masks: int, norms: int, heads: int
+) -> None:
+    """Its output is the input of the projection: kept once, as the paper counts it."""
+    expected = paper(f"{kind}, selective") + MASKS_OF_HIDDEN // masks + STATISTICS_OF_NORMS // norms
+    assert layers[f"{kind}, fused"].saved_bytes == expected + STATISTICS_OF_ATTENTION // heads
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("whole", 1), ("tensor", 1), ("sequence", T)])
+def test_full_recompute(layers: dict[str, BlockCost], kind: str, ranks: int) -> None:
+    for name in (kind, f"{kind}, fused"):
+        assert layers[name].kept_bytes(recompute=True) == 2 * SBH // ranks
+
+
+# --- Llama-13B, by category
+
+GB, GIB = 10**9, 2**30
+LLAMA_13B = {"parameters": 26, "gradients": 26, "Adam with fp32 parameters": 156}
+"""GB, as surveys of training state them for batch 1, sequence 1024, half precision: 2, 2 and 12 bytes of 13 billion."""
+
+ACTIVATIONS_13B = 14.5
+"""Of the same case, with the scores stored: 40 layers of the paper's s b h (34 + 5 a s / h), in GiB."""
+
+
+def of_13b(family: str, ffn: int) -> Run:
+    return replace(
+        run("runtime"), family=family, layers=40, hidden=5120, ffn=ffn, heads=40, kv_heads=40, vocab=32000, seq=1024,
+        devices=1, devices_per_node=1, dp=1, zero=0, micro_batch=1, global_batch=2, precision="fp16",
+    )  # fmt: skip
+
+
+def test_llama_13b_by_category() -> None:
+    """Tolerances are the half of the last digit that is stated; the model has 13.016 billion parameters."""
+    llama, gpt = Session([of_13b("llama", 13824), of_13b("gpt", 4 * 5120)], sites=SITES).predictions()
+    numel = 40 * (4 * 5120**2 + 3 * 5120 * 13824 + 2 * 5120) + 2 * 32000 * 5120 + 5120
+    held = llama.memory[0]
+    half = held.parameters - 4 * numel  # parameters are predicted in half and in single precision
+    found = {"parameters": half, "gradients": held.gradients, "Adam with fp32 parameters": 4 * numel + held.optimizer}
+    assert found == {"parameters": 2 * numel, "gradients": 2 * numel, "Adam with fp32 parameters": 12 * numel}
+    for what, size in LLAMA_13B.items():
+        assert abs(found[what] / GB - size) <= 0.5, what
+    # the surveys' layer is GPT's with dropout
+    s, h, a = 1024, 5120, 40
+    assert abs(40 * (34 * s * h + 5 * a * s * s) / GIB - ACTIVATIONS_13B) <= 0.05
+    without_dropout = -2 * s * h - 3 * a * s * s
+    layers = 40 * (34 * s * h + 5 * a * s * s + without_dropout + 2 * 2 * s * 4)
+    end = 2 * s * h + 2 * s * 4 + 2 * s * h + 4 * s * 32000  # last norm with its input, head's input, log-probabilities
+    batch = 2 * 8 * s + 4  # ids, labels and the count of tokens
+    assert gpt.memory[0].activations == layers + end + batch
