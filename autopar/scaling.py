@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.cluster import Cluster, NodeGroup
-from autopar.device import Device, Link
+from autopar.device import Device
 from autopar.errors import UsageError
+from autopar.links import Link
 from autopar.table import closest
 
 
