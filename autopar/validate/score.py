@@ -73,7 +73,7 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
     ordered, pairs = _pairs(timed)
     regrets = _regrets(timed)
     known = [
-        (r.peak_memory_bytes, _as_read(r, p)) for r, p in zip(runs, predictions, strict=True) if r.peak_memory_bytes
+        (r.peak_memory_bytes, as_read(r, p)) for r, p in zip(runs, predictions, strict=True) if r.peak_memory_bytes
     ]
     off = np.array([found / size - 1 for size, found in known])
     return Score(
@@ -97,7 +97,7 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
     )
 
 
-def _as_read(run: Run, prediction: Prediction) -> float:
+def as_read(run: Run, prediction: Prediction) -> float:
     """The predicted peak as the run read it: an allocator's peak knows no context and no libraries' buffers."""
     if run.memory_kind == "allocator":
         return max(m.total - m.reserved for m in prediction.memory)

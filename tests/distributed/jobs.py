@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +167,20 @@ def fail_on_first_rank() -> None:
     dist.barrier()
 
 
-def held_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, int]:
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": adamw,
+    "adafactor": torch.optim.Adafactor,
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def held_bytes(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, optimizer_name: str = "adamw"
+) -> dict[str, int]:
     """Of this rank: parameters (with what FSDP keeps gathered between forward and backward), gradients, states."""
     world = World(plan.mesh, "cpu")
     parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
-    optimizer = adamw(parallel.parameters())
+    optimizer = OPTIMIZERS[optimizer_name](parallel.parameters())
     gathered = _gathered(parallel) if plan.zero_stage in (1, 2) else 0
     parallel.train_step(batch)
     optimizer.step()

@@ -34,3 +34,12 @@ def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str) -> N
         ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
         largest = {key: max(row[key] for row in ranks) for key in ("parameters", "gradients", "optimizer")}
         assert largest == {key: getattr(predicted, key) for key in largest}
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adafactor"])
+def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
+    subject, graph = traced("gpt2")
+    pins = ["dp_replicate=2", "tp=2", "zero=0", "num_micro_batches=2"]
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins, optimizer=optimizer)
+    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), optimizer, timeout_s=60.0)
+    assert max(row["optimizer"] for row in rows) == plan.predicted.memory[0].optimizer

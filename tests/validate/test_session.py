@@ -11,11 +11,11 @@ import pytest
 from autopar.errors import UsageError
 from autopar.profile.store import load_profile, profile_to_dict
 from autopar.validate import parameters as free
-from autopar.validate.command import calibrate, evaluate, write_profile
+from autopar.validate.command import calibrate, evaluate, memory_width, write_profile
 from autopar.validate.express import scaled
 from autopar.validate.report import markdown, render_html
 from autopar.validate.runs import read_runs
-from autopar.validate.score import may_fit, score
+from autopar.validate.score import as_read, may_fit, score
 from autopar.validate.session import Session
 
 OWN = Path(__file__).parent / "runs.csv"
@@ -89,6 +89,22 @@ def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Pa
     )
     with pytest.raises(UsageError, match="nobody"):
         calibrate(session, ["nobody"])
+
+
+def test_the_width_of_memory_is_that_of_the_residuals(session: Session) -> None:
+    predictions = session.predictions()
+    assert memory_width(session.runs, predictions) is None  # two peaks tell nothing
+    off = (1.0, 1.05, 1 / 1.1, 1.2, 0.95, 1.02)
+    peaks = [
+        replace(r, peak_memory_bytes=as_read(r, p) / x) for r, p, x in zip(session.runs, predictions, off, strict=True)
+    ]
+    assert memory_width(peaks, predictions) == pytest.approx(0.2)
+    planted = Session(peaks)
+    planted.__dict__["structures"] = session.structures
+    device = calibrate(planted, ["all"])[0]["h100-sxm5-80gb"].device
+    inside = memory_width(peaks, planted.predictions(calibrate(planted, ["all"])[1].values))
+    assert device.memory_uncertainty == pytest.approx(inside, rel=0.01)
+    assert "memory_fraction by 6 measured peaks" in dict(device.provenance)["uncertainty"]
 
 
 def test_parameters_are_written_and_read_back() -> None:
