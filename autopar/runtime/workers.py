@@ -7,6 +7,7 @@ limit: a job that exceeds it, or loses a rank, ends with its workers killed; the
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -37,6 +38,10 @@ class _Outcome:
     failure: str = ""
 
 
+MAX_JOBS = 8
+"""After so many jobs workers are replaced: torch's caches hold on to some of a job's groups, whose threads never sleep."""
+
+
 @dataclass(slots=True)
 class _Worker:
     process: ForkServerProcess
@@ -61,6 +66,7 @@ class WorkerPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
         self._workers: list[_Worker] = []
+        self._jobs = 0
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -85,7 +91,10 @@ class WorkerPool:
             AutoparError: a rank failed (its traceback is in the message) or the time is up.
         """
         size = self.size if size is None else size
+        if self._jobs == MAX_JOBS:
+            self.close()
         self._start()
+        self._jobs += 1
         workers = self._workers[:size]
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             job = pickle.dumps((function, args, str(Path(folder) / "store"), size, timeout_s))
@@ -110,7 +119,7 @@ class WorkerPool:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-        self._workers = []
+        self._workers, self._jobs = [], 0
 
     def _start(self) -> None:
         if any(not worker.process.is_alive() for worker in self._workers):
@@ -182,6 +191,7 @@ def _perform(message: bytes, rank: int) -> _Outcome:
         )
         value = function(*args)
         dist.destroy_process_group()
+        gc.collect()  # modules hold themselves in circles, and with them groups, each of which has threads
     except BaseException:  # noqa: BLE001  whatever a job raises belongs to the one who asked for it
         if dist.is_initialized():
             dist.destroy_process_group()
