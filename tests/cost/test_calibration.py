@@ -88,8 +88,8 @@ def test_published_steps_are_met_within_a_loose_band(record_property: pytest.Rec
     ratios = [a / b for a, b in zip(found, measured, strict=True)]
     error = sum(abs(ratio - 1) for ratio in ratios) / len(ratios)
     rank = stats.spearmanr(found, measured).statistic
-    record_property("mean_absolute_error", error)
-    record_property("rank_correlation", rank)
+    record_property("mean_absolute_error", float(error))
+    record_property("rank_correlation", float(rank))
     assert len(rows) >= 10
     assert error < 0.4, ratios
     assert rank > 0.85
