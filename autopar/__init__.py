@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparError
     from autopar.graph.ir import Graph
     from autopar.graph.trace import trace
+    from autopar.marks import pin
     from autopar.mesh import Mesh
     from autopar.plan import Plan
     from autopar.plan_io import load_plan, save_plan
@@ -27,6 +28,7 @@ __all__ = [
     "estimate",
     "load_plan",
     "parallelize",
+    "pin",
     "register_rule",
     "save_plan",
     "search",
@@ -43,6 +45,7 @@ _HOME = {
     "estimate": "autopar.api",
     "load_plan": "autopar.plan_io",
     "parallelize": "autopar.api",
+    "pin": "autopar.marks",
     "register_rule": "autopar.rules",
     "save_plan": "autopar.plan_io",
     "search": "autopar.search",  # the package itself is callable, since a submodule of the name would hide a function

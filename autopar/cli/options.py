@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.console import cache_dir
+from autopar.errors import UsageError
 
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
@@ -39,7 +41,9 @@ Optimizer = Annotated[
 Pin = Annotated[
     list[str] | None,
     typer.Option(
-        "--pin", metavar="K=V", help="A constraint, repeatable: tp=4, tp<=4, zero=1, schedule=1F1B, recompute=full ..."
+        "--pin",
+        metavar="K=V",
+        help="A constraint, repeatable: tp=4, tp<=4, zero=1, schedule=1F1B, recompute=full ...; @FILE: one in a line.",
     ),
 ]
 Opaque = Annotated[
@@ -61,12 +65,30 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def split_pins(texts: Sequence[str]) -> list[str]:
-    """Pins that were given one by one or with commas between them.
+    """Pins that were given one by one, with commas between them, or in a file (``@FILE``: one in a line, ``#`` remarks).
 
     >>> split_pins(["tp=8,pp=2", "zero=1"])
     ['tp=8', 'pp=2', 'zero=1']
+
+    Raises:
+        UsageError: the file cannot be read.
     """
-    return [pin.strip() for text in texts for pin in text.split(",") if pin.strip()]
+    return [pin for text in texts for part in text.split(",") for pin in _pins_in(part.strip()) if pin]
+
+
+def _pins_in(text: str) -> list[str]:
+    if not text.startswith("@"):
+        return [text]
+    try:
+        lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            "a file of pins can be read",
+            value=str(error),
+            place=f"--pin {text}",
+            remedy="give the path of a text file with one pin in a line",
+        ) from error
+    return [line.partition("#")[0].strip() for line in lines]
 
 
 def is_factory(model: str) -> bool:

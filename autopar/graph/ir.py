@@ -219,6 +219,7 @@ class Graph:
         mixing: the operator by which samples meet, where they do: ``batch_size`` is then the global batch, and axis
             ``batch`` a group of ranks that each have all their samples in one micro-batch. Empty: samples are apart.
         exact: numbers may count samples, so that it is for a global batch of ``batch_size`` alone.
+        pins: what the modules of the model carry for the plan (:mod:`autopar.marks`).
     """
 
     name: str
@@ -236,6 +237,7 @@ class Graph:
     notes: tuple[str, ...] = ()
     mixing: str = ""
     exact: bool = False
+    pins: tuple[str, ...] = ()
 
     def spec(self, ref: Ref) -> TensorSpec:
         """The spec of any tensor.

@@ -29,6 +29,7 @@ from autopar.graph.leaves import declare, loss_output
 from autopar.graph.moe import swap_experts
 from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.graph.state import mutations_of, written_back
+from autopar.marks import pins_of
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -64,6 +65,8 @@ def trace(
         TraceError: export fails, there is no scalar loss, the batch size cannot be told, or the loss
             is scaled by a number that depends on it; the place is the line of the user's code.
     """
+    marks = pins_of(model)
+    opaque = (*opaque, *(mark.removeprefix("opaque=") for mark in marks if mark.startswith("opaque=")))
     batch = named_batch(model, args, kwargs or {})
     job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths_of(model, opaque), reasons={})
     memory.check_model(model)
@@ -83,7 +86,7 @@ def trace(
         )
     if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
-    return replace(graph, exact=exact, notes=(*graph.notes, *notes_of(graph, job.reasons)))
+    return replace(graph, exact=exact, pins=marks, notes=(*graph.notes, *notes_of(graph, job.reasons)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

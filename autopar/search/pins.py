@@ -12,6 +12,9 @@
 | ``model.layers.*.mlp.up_proj.weight=tp:S(0)``   | the type at rest of parameters, by a name pattern  |
 | ``opaque=encoder.router``                       | a module runs as it is written (path, pattern, class) |
 
+Pins stand in options, in a file (``--pin @FILE``, one in a line, ``#`` before a remark) and at modules of the model
+(:mod:`autopar.marks`); where two speak of one block, options win over modules, and later ones over earlier ones.
+
 A selector is a dotted path whose parts may be ``*`` or a range: it selects the blocks whose label contains it.
 """
 

@@ -34,7 +34,8 @@ MAX_CONFLICT_TRIALS = 24
 class Task:
     """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept.
 
-    ``opaque``: modules that the user named so, for the plan to say.
+    ``pins`` hold beside those that the graph carries from the modules of the model. ``opaque``: modules that the user
+    named so, for the plan to say.
     """
 
     graph: Graph
@@ -60,6 +61,8 @@ class Planner:
     """
 
     def __init__(self, task: Task, *, explains: bool = True) -> None:
+        pins = Pins.parse(dict.fromkeys((*task.graph.pins, *task.pins.texts)))
+        task = replace(task, pins=pins, opaque=tuple(dict.fromkeys((*task.opaque, *pins.opaque))))
         self.task, self.start = task, time.monotonic()
         if task.global_batch_size < 1:
             raise UsageError("the global batch has at least one sample", value=task.global_batch_size)
