@@ -12,7 +12,7 @@ world size, and ``spmd_types.checker`` infers types beside those that the progra
 
 Stated and inferred types must agree; operands have the types that their operator was lowered for;
 shapes are as stated, and so are block outputs and the loss: I on every axis of the program, a
-pending sum over samples.
+pending sum over samples. At last gradients are followed from the loss to the parameters (backward.py).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from autopar import ops
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.ir import Layout, TensorSpec
 from autopar.layout import Type
+from autopar.lower.backward import check_gradients
 from autopar.lower.emit import SEED, layout_of, str_name
 from autopar.lower.pending import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
@@ -107,7 +108,15 @@ class _Check:
                     seen.add(block.kind)
                     self.module(block.module, f"block {block.index} ({block.label})", block.outputs)
         self.loss()
+        self.gradients()
         return self.count
+
+    def gradients(self) -> None:
+        """Every gradient is summed where ranks have summands of it, and nowhere else."""
+        plan = self.program.plan
+        parts = plan.mesh.data * plan.num_micro_batches
+        for axis in (*((BATCH,) if parts > 1 else ()), *(axis for axis in self.axes if axis not in DATA_AXES)):
+            check_gradients(self.program.graph, axis)
 
     def loss(self) -> None:
         """The loss is I on every axis of the program and a pending sum over samples."""

@@ -1,0 +1,170 @@
+"""Gradients that lack their sum over an axis, or are summed though they are whole, are refused where types alone pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from autopar import rules
+from autopar.errors import VerificationError
+from autopar.graph.ir import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.layout import I, R
+from autopar.lower import check
+from autopar.lower.backward import check_gradients
+from autopar.lower.check import typecheck
+from autopar.lower.program import Program, lower
+from autopar.mesh import Mesh
+from autopar.rules import apply
+from autopar.rules.types import Strategy, Typing
+from tests.lower.mlp import op, spec
+from tests.lower.models import plan_of
+
+SAMPLES = 4
+Names = Mapping[str, str]
+
+
+def graph(*, negated: bool) -> Graph:
+    """Two convolutions of x, the second by a parameter ``negated`` or as it is; the loss is the sum of squares.
+
+    The checker does not know convolutions: one of a sum that is pending on another axis passes as the program states.
+    """
+    shape = spec(SAMPLES, 4, 8, grad=True)
+    weight = spec(4, 4, 1, grad=True)
+    ops = (
+        *((op("v", "aten.neg.default", Ref("w"), out=weight),) if negated else ()),
+        op("y", "aten.conv1d.default", Ref("x"), Ref("u"), out=shape),
+        op("z", "aten.conv1d.default", Ref("y"), Ref("v" if negated else "w"), out=shape),
+        op("square", "aten.mul.Tensor", Ref("z"), Ref("z"), out=shape),
+        op("loss", "aten.sum.default", Ref("square"), out=spec(grad=True)),
+    )
+    return Graph(
+        name="convolution",
+        batch_size=SAMPLES,
+        inputs=(Input(name="x", spec=spec(SAMPLES, 4, 8), batch_dim=0),),
+        parameters=tuple(Parameter(name=name, fqn=f"m.{name}", spec=weight) for name in ("u", "w")),
+        buffers=(),
+        prelude=(),
+        ops=ops,
+        blocks=(Block(index=0, start=0, stop=len(ops), hash="b", label="m"),),
+        loss=Ref("loss"),
+        fingerprint="convolution",
+        mixing="z",  # values may change their type over data ranks
+    )
+
+
+def typing(whole: Graph, axis: str, names: Names) -> Typing:
+    chosen: dict[str, Strategy] = {}
+    for one in whole.ops:
+        specs = tuple(whole.spec(ref) for ref in one.operands)
+        offered = {s.name: s for s in rules.strategies(one, specs, axis=axis, size=Fraction(2), fallback=True)}
+        chosen[one.name] = offered[names.get(one.name, "invariant")]
+    return Typing(axis=axis, size=Fraction(2), strategies=chosen, parameters={})
+
+
+def program(mesh: Mesh, *, negated: bool = False, **names: Names) -> Program:
+    """Strategies by axis and operator, in the order of the axes."""
+    traced = local = graph(negated=negated)
+    graphs, typings = [], []
+    for axis, chosen in names.items():
+        typings.append(typing(local, axis, chosen))
+        graphs.append(local)
+        sizes = {"global_batch_size": SAMPLES, "micro_batch_size": SAMPLES // 2} if axis == apply.BATCH else {}
+        local = apply.shard(local, typings[-1], **sizes)
+    plan = replace(plan_of(traced, mesh, SAMPLES // 2, tuple(typings), graphs=tuple(graphs)), cluster="cpu:1x8")
+    return lower(plan, traced)
+
+
+SPLIT = {"v": "replicate", "y": "split b", "z": "split b", "square": "split x.0", "loss": "split d0"}
+WHOLE = dict.fromkeys(SPLIT, "invariant")
+PENDING = WHOLE | {"y": "split c", "z": "linear 0"}
+"""On ``tp``: the first convolution is a pending sum, and so is the second."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Types by axis, whether the rule is made wrong, and what is said."""
+
+    mesh: Mesh
+    names: Mapping[str, Names]
+    wrong_rule: bool
+    said: Sequence[str]
+
+
+CASES = {
+    "counted once for each data rank": Case(
+        mesh=Mesh(dp_replicate=2, tp=2),
+        names={"batch": WHOLE | {"y": "split b"}, "tp": PENDING},
+        wrong_rule=False,
+        said=("z (aten.conv1d.default)", "parameter m.w, R on batch, is summed", "whole on each, as z is I"),
+    ),
+    "no sum over the ranks of an axis": Case(
+        mesh=Mesh(dp_shard=2, cp=2, tp=2),
+        names={"batch": SPLIT, "cp": SPLIT, "tp": PENDING},
+        wrong_rule=True,
+        said=("z (aten.conv1d.default)", "parameter m.w, I on cp, is whole", "y of type S(0) beside it"),
+    ),
+}
+
+
+@pytest.fixture
+def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The weight of the second convolution of split samples is read as I, where R is right."""
+
+    def plant() -> None:
+        right = rules.strategies
+
+        def strategies(one: Op, specs: tuple[TensorSpec, ...], **options: Any) -> tuple[Strategy, ...]:
+            found = right(one, specs, **options)
+            return tuple(
+                replace(s, inputs=tuple(I if kind == R else kind for kind in s.inputs))
+                if one.name == "z" and s.name == "split b"
+                else s
+                for s in found
+            )
+
+        monkeypatch.setattr(rules, "strategies", strategies)
+
+    return plant
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_reduction_of_a_gradient_is_refused(
+    name: str, wrong_rule: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    if case.wrong_rule:
+        wrong_rule()
+    made = program(case.mesh, **case.names)
+    with pytest.raises(VerificationError, match=r"^block 0 \(m\): ") as caught:
+        typecheck(made)
+    for words in case.said:
+        assert words in str(caught.value)
+    monkeypatch.setattr(check, "check_gradients", lambda graph, axis: 0)
+    assert typecheck(made) > 0  # the types of single operators do not show it
+
+
+def test_the_same_program_with_the_right_types_passes() -> None:
+    mesh = Mesh(dp_shard=2, cp=2, tp=2)
+    made = program(mesh, batch=SPLIT, cp=SPLIT, tp=PENDING)
+    assert typecheck(made) > 0
+    assert {p.name: p.gradient_sum_axes for p in made.graph.parameters} == {"u": ("cp",), "w": ("cp", "tp")}
+
+
+def test_a_value_made_of_a_parameter_needs_the_sum_over_samples(wrong_rule: Callable[[], None]) -> None:
+    wrong_rule()
+    made = program(Mesh(dp_replicate=2), negated=True, batch=SPLIT | {"v": "invariant"})
+    with pytest.raises(VerificationError, match=r"z \(aten.conv1d.default\): the gradient of v, I on batch, is whole"):
+        check_gradients(made.graph, "batch")
+
+
+def test_a_forgotten_sum_at_rest_is_refused() -> None:
+    """The parameter is read as I, as if the runtime did not sum what ``cp`` leaves pending."""
+    made = program(Mesh(dp_shard=2, cp=2), batch=SPLIT, cp=SPLIT)
+    parameters = tuple(replace(p, gradient_sum_axes=()) for p in made.graph.parameters)
+    forgotten = replace(made, graph=replace(made.graph, parameters=parameters))
+    with pytest.raises(VerificationError, match=r"parameter m.w, I on cp, is whole on every rank, .* nobody sums"):
+        typecheck(forgotten)
