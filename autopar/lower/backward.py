@@ -15,8 +15,21 @@ from autopar.errors import VerificationError
 from autopar.graph.ir import Argument, Graph, Op, Ref
 from autopar.layout import R, Type
 from autopar.lower.emit import layout_of, use_layout
+from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
 from autopar.rules.apply import BATCH, OVER_DATA
+
+
+def check_program(program: Program) -> None:
+    """:func:`check_gradients` on every axis of a program; quick enough to precede every run.
+
+    Raises:
+        VerificationError: see there.
+    """
+    plan = program.plan
+    axes = [axis for axis in ("cp", "tp") if getattr(plan.mesh, axis) > 1]
+    for axis in (BATCH, *axes) if plan.mesh.data * plan.num_micro_batches > 1 else axes:
+        check_gradients(program.graph, axis)
 
 
 def check_gradients(graph: Graph, axis: str) -> int:

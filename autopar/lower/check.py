@@ -33,7 +33,7 @@ from autopar import ops
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.ir import Layout, TensorSpec
 from autopar.layout import Type
-from autopar.lower.backward import check_gradients
+from autopar.lower.backward import check_program
 from autopar.lower.emit import SEED, layout_of, str_name
 from autopar.lower.pending import CHANGES, linear_call, passes_by, target_name
 from autopar.lower.program import Program
@@ -108,15 +108,8 @@ class _Check:
                     seen.add(block.kind)
                     self.module(block.module, f"block {block.index} ({block.label})", block.outputs)
         self.loss()
-        self.gradients()
+        check_program(self.program)
         return self.count
-
-    def gradients(self) -> None:
-        """Every gradient is summed where ranks have summands of it, and nowhere else."""
-        plan = self.program.plan
-        parts = plan.mesh.data * plan.num_micro_batches
-        for axis in (*((BATCH,) if parts > 1 else ()), *(axis for axis in self.axes if axis not in DATA_AXES)):
-            check_gradients(self.program.graph, axis)
 
     def loss(self) -> None:
         """The loss is I on every axis of the program and a pending sum over samples."""

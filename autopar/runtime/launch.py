@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.graph.ir import Graph
+from autopar.lower.backward import check_program
 from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.plan_check import check_model, check_plan
@@ -47,6 +48,7 @@ def launch(
         AutoparError: what ``make`` raised on rank 0, on every rank.
         RuntimeMismatchError: the job has another size than the plan's mesh.
         PlanError: the plan is for another model.
+        VerificationError: some gradient would lack its sum over ranks, or be summed though it is whole.
     """
     start(device_type, timeout_s=timeout_s)
     plan, graph = _from_first_rank(make)
@@ -54,6 +56,7 @@ def launch(
     check_model(plan, graph.name, graph.fingerprint)
     world = World(plan.mesh, device_type)
     program = lower(plan, graph, device=world.device)
+    check_program(program)
     source: Weights = ModelWeights(model, seed)
     if weights is not None:
         source = FileWeights(weights, source)

@@ -85,6 +85,13 @@ class _Scaled(torch.autograd.Function):
         return gradients[0] * ctx.factor, None, None
 
 
+def _scaled(made: Any, forward: float, backward: float) -> Any:
+    """What an operator makes, wrong in its first tensor."""
+    if isinstance(made, Tensor):
+        return _Scaled.apply(made, forward, backward)
+    return (_Scaled.apply(made[0], forward, backward), *made[1:])
+
+
 def _no_sum(op: Op) -> Callable[..., Tensor]:
     """A reduce-scatter that hands on the rank's own summand."""
     assert op.target == "autopar.reduce_scatter"
@@ -103,19 +110,19 @@ def _one_rank(op: Op) -> Callable[..., Tensor]:
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         last = dist.get_rank() == dist.get_world_size() - 1
-        return _Scaled.apply(right(*args, **kwargs), 1.25 if last else 1.0, 1.0)
+        return _scaled(right(*args, **kwargs), 1.25 if last else 1.0, 1.0)
 
     return call
 
 
 def _value(op: Op) -> Callable[..., Tensor]:
     right = autopar.ops.resolve(op.target)
-    return lambda *args, **kwargs: _Scaled.apply(right(*args, **kwargs), 1.25, 1.0)
+    return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.25, 1.0)
 
 
 def _gradient(op: Op) -> Callable[..., Tensor]:
     right = autopar.ops.resolve(op.target)
-    return lambda *args, **kwargs: _Scaled.apply(right(*args, **kwargs), 1.0, 1.25)
+    return lambda *args, **kwargs: _scaled(right(*args, **kwargs), 1.0, 1.25)
 
 
 KINDS: Mapping[str, Callable[[Op], Callable[..., Tensor]]] = {
