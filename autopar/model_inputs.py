@@ -155,6 +155,8 @@ def _token_fields(
 ) -> tuple[Field, ...]:
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    if not vocabulary:
+        raise _unknown_inputs("tokens of a vocabulary whose size its configuration does not tell")
     length = sequence_length or default_length(text)
     tokens = Field(name="input_ids", shape=(length,), kind="tokens", size=vocabulary)
     mask = Field(name="attention_mask", shape=(length,), kind="mask")

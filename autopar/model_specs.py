@@ -156,13 +156,13 @@ def _mend(config: Any, given: Mapping[str, Any]) -> None:
 
 
 def _unfit(error: BaseException, where: str) -> UsageError:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return UsageError(
-        "the settings describe a model",
-        value=f"{type(error).__name__}: {lines[0][:200]}",
-        place=where,
-        remedy="mend the keys after `?`",
-    )
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    value = f"{type(error).__name__}: {lines[0][:200]}"
+    if isinstance(error, ImportError):
+        return UsageError(
+            "the packages that a model needs are installed", value=value, place=where, remedy="install what it names"
+        )
+    return UsageError("the settings describe a model", value=value, place=where, remedy="mend the keys after `?`")
 
 
 def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
@@ -182,6 +182,12 @@ def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Mod
             continue
         if kind in getattr(auto, mapping, {}):
             return partial(_make, getattr(transformers, loader), config, wrap=False), head
+    if kind not in auto.MODEL_MAPPING_NAMES:
+        raise UsageError(
+            "transformers makes models of that type by AutoModel, or by the auto class of a head that has a loss",
+            value=kind,
+            remedy="give a factory `package.module:factory` that returns (model, example inputs)",
+        )
     return partial(_make, transformers.AutoModel, config, wrap=True), "base"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from autopar.errors import UsageError
 from autopar.models import example_batch_for, resolve_model
@@ -197,6 +198,8 @@ def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:
         ("hf:gpt2?n_layr=2", "did you mean n_layer.*known: "),
         ("hf:gpt2?n_layer", "key=value"),
         ("hf:gpt2?n_embd=30&n_head=4", "settings describe a model"),
+        ("hf:canine?num_hidden_layers=1", "a vocabulary whose size its configuration does not tell; give a factory"),
+        ("hf:upernet", "by AutoModel.*found upernet; give a factory"),
         ("hf:llava", "of video, of speech and of time series.*stand for the parts of an image"),
         ("gpt:layers=2,hiden=3", "did you mean hidden.*known: layers, hidden"),
         ("gpt:layers=two", "whole number"),
@@ -213,6 +216,15 @@ def test_a_sequence_beyond_the_models_positions_is_refused() -> None:
     with pytest.raises(UsageError, match="1024 positions"):
         resolve_model("hf:gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=64", sequence_length=2048)
     assert resolve_model(GPT, sequence_length=2048).example_inputs["labels"].shape == (2, 2048), "families grow"
+
+
+def test_a_package_that_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: object, **__: object) -> None:
+        raise ImportError("\nTimmBackbone requires the timm library\n`pip install timm`\n")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lacks)
+    with pytest.raises(UsageError, match=r"packages .* installed, but found .*requires the timm library.*install"):
+        resolve_model("hf:gpt2")
 
 
 def test_without_transformers_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ FAILURES = (
 )
 """What user code and torch.export raise."""
 
+_FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
+
 
 def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     """The failure by the user's line, reason and remedy."""
@@ -43,15 +45,17 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         )
     if isinstance(error, TypeError) and "argument" in text:
         return TraceError(
-            "example inputs fit the model's forward", value=reason, place=place, remedy="mend the example inputs"
+            "example inputs fit the model's forward",
+            value=reason,
+            place=place,
+            remedy=f"mend the example inputs, or give {_FACTORY}",
         )
     if _raised_by_the_model(error):
         return TraceError(
             "the model runs on its example inputs",
             value=reason,
             place=place,
-            remedy="mend that line, or give inputs that it takes: a factory `package.module:factory` that returns "
-            "(model, example inputs)",
+            remedy=f"mend that line, or give inputs that it takes: {_FACTORY}",
         )
     return TraceError(
         "torch.export can trace the model",

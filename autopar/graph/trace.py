@@ -110,10 +110,13 @@ class _UntraceableError(TraceError):
 def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
     """A trace in which modules that cannot be traced are opaque, the smallest ones that will do.
 
+    Every failure costs an export: where a second module of a class fails, all others of that class are taken to fail too.
+
     Raises:
         TraceError: the first failure, where no module around it can be opaque either.
     """
     causes: dict[str, TraceError] = {}
+    failed: set[type] = set()
     while True:
         try:
             return _traced(job), job
@@ -128,9 +131,20 @@ def _with_fallback(job: _Job) -> tuple[Graph, _Job]:
                 path = around(job.model, path)
             if not path or any(path == known or path.startswith(f"{known}.") for known in job.opaque):
                 raise _without_region(cause, error) from error
-            causes[path] = cause
             reason = f"{cause.place}: {cause.law}, but found {cause.value} ({cause.remedy})"
-            job = replace(job, opaque=outermost((*job.opaque, path)), reasons={**job.reasons, path: reason})
+            kind = type(job.model.get_submodule(path))
+            paths = (path, *(_of_class(job.model, kind) if kind in failed else ()))
+            if not kind.__module__.startswith("torch."):  # which run whatever they are given
+                failed.add(kind)
+            causes = dict.fromkeys(paths, cause) | causes | {path: cause}
+            reasons = dict.fromkeys(paths, reason) | dict(job.reasons)
+            job = replace(job, opaque=outermost(dict.fromkeys((*job.opaque, *paths))), reasons=reasons)
+
+
+def _of_class(model: torch.nn.Module, kind: type) -> tuple[str, ...]:
+    """Paths of the modules of exactly that class that hold no other one."""
+    paths = [path for path, module in model.named_modules() if type(module) is kind]
+    return tuple(p for p in paths if not any(q.startswith(f"{p}.") for q in paths))
 
 
 def _without_region(cause: TraceError, error: TraceError) -> TraceError:

@@ -36,7 +36,23 @@ class _Doubled(TorchFunctionMode):
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args, named = pytree.tree_map(_doubled, (args, dict(kwargs or {})))
+        if func is getattr(torch, "_grouped_mm", None) and [x.ndim for x in args] == [2, 3]:
+            func = _grouped_mm
         return func(*args, **named)
+
+
+def _grouped_mm(
+    rows: Tensor, matrices: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """What torch has no kernel for in float64: rows [s, k] by matrices [g, k, n], group by group, into [s, n].
+
+    Args:
+        offs: [g], the row after the last of each group; rows after the last group come out as zeros.
+    """
+    ends = offs.tolist()
+    groups = zip([0, *ends[:-1]], ends, matrices, strict=True)
+    products = [rows[start:end] @ matrix for start, end, matrix in groups]
+    return torch.cat([*products, rows.new_zeros(len(rows) - ends[-1], matrices.shape[-1])])
 
 
 def _doubled(value: Any) -> Any:

@@ -3,7 +3,8 @@
 Run: ``python -m tests.campaigns.others --results FILE [TYPE ...]``. Each type is traced and planned in a process of its
 own that is killed after a while, then verified as :mod:`tests.campaigns.models` does, in float64 as well where float32 is
 past a limit. FILE keeps what came out, type by type: a run that was stopped goes on where it was, types that are named
-run again. ``--page`` writes ``docs/families.md`` from FILE alone and runs nothing. With ``--plan`` nothing is verified.
+run again. Rows of ``docs/families.md`` that are not in FILE are kept as they stand there, with the commit that they ran
+at. ``--page`` writes that page and runs nothing. With ``--plan`` nothing is verified.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import argparse
 import json
 import multiprocessing
 import pickle
-import re
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,46 +30,27 @@ from autopar.errors import AutoparError, VerificationError
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import Plan
-from autopar.runtime.verdict import DOUBLE_TENSOR_TOLERANCE
-from autopar.runtime.verify import LOSS_TOLERANCE, PRELOAD, TENSOR_TOLERANCE, verify
+from autopar.runtime.verify import PRELOAD, verify
 from autopar.runtime.workers import WorkerPool
 from tests.campaigns.models import LAYOUTS, RANKS, USER_FAILURES, Result, result_of, said, splits
+from tests.campaigns.others_page import (
+    BROKEN,
+    LIMIT_S,
+    PAGE,
+    USED,
+    VERIFY_LIMIT_S,
+    WRONG,
+    Outcome,
+    cell,
+    kept,
+    page,
+    remarks,
+    spec_of,
+    standing,
+)
 from tests.campaigns.types import TYPES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 TOKENS = 16
-LIMIT_S, VERIFY_LIMIT_S = 120.0, 90.0
-USED = ("tp2 x dp2", "pp2 x tp2", "pp2 x dp2")
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of one type: a refusal, or the plans by layout (or what was said instead of one).
-
-    Attributes:
-        traceback: of an error that is not autopar's own, which is a defect.
-        whole: targets of operators that no strategy splits.
-        notes: of the plans: opaque regions, samples that meet.
-        wall_s: seconds that it all took.
-        version: the commit that it ran at.
-    """
-
-    error: str = ""
-    traceback: str = ""
-    graph: Graph | None = None
-    plans: dict[str, Plan | str] = field(default_factory=dict)
-    num_operators: int = 0
-    num_split: int = 0
-    whole: tuple[str, ...] = ()
-    results: dict[str, Result] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    wall_s: float = 0.0
-    version: str = ""
-
-
-def spec_of(kind: str) -> str:
-    """The MODEL description."""
-    return f"hf:{kind}?{TYPES[kind]}"
 
 
 def subject_of(kind: str) -> VerifiedModel:
@@ -159,109 +140,6 @@ def run_type(kind: str, pool: WorkerPool | None) -> Outcome:
     return found
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-_HEAD = """# Further model types
-
-Written by `python -m tests.campaigns.others --results FILE`; do not edit. Model types of transformers besides those of
-[models.md](models.md), at small sizes, each planned under three layouts and verified on four local ranks in the same
-way: the largest relative error of losses, of the first gradients, and of the parameters after three AdamW steps; the
-limits are {loss:g} for losses and {tensor:g} for the others. Where float32 is past a limit the same plan is run in
-float64 against one device in float64, where all errors must stay below {double:g}: `f64` stands before the largest.
-A type or layout that is refused says why under the table. Tracing and planning may take {limit:.0f} s, the comparison of
-one layout {verify:.0f} s.
-
-{summary}
-
-| type | {layouts} | operators that split |
-|---|{bars}---|
-"""
-
-
-def cell(found: Outcome, layout: str) -> str:
-    """What the table says of one layout."""
-    result = found.results.get(layout)
-    if result is None:
-        plan = found.plans.get(layout)
-        return "refused" if found.error or not isinstance(plan, Plan) else f"planned ({plan.mesh})"
-    if result.error:
-        return "refused"
-    numbers = f"{result.loss:.0e}, {result.gradient:.0e}, {result.parameter:.0e}"
-    if result.is_within:
-        return numbers
-    return f"{numbers}; f64 {result.double:.0e}" if result.passed else f"**wrong** {numbers}"
-
-
-def remarks(kind: str, found: Outcome) -> list[str]:
-    """Refusals, each once, and what is past the limits."""
-    lines = [f"- {kind}: {found.error}\n"] if found.error else []
-    reasons: dict[str, list[str]] = {}
-    for layout in USED:
-        plan, result = found.plans.get(layout), found.results.get(layout)
-        said_here = plan if isinstance(plan, str) else result.error if result else ""
-        if result is not None and not result.error and not result.passed:
-            said_here = result.verdict
-        if said_here:
-            reasons.setdefault(said_here, []).append(layout)
-    lines += [f"- {kind}, {', '.join(layouts)}: {reason}\n" for reason, layouts in reasons.items()]
-    return lines
-
-
-def roundings(kind: str, found: Outcome) -> list[str]:
-    """What float64 has shown to be rounding."""
-    return [
-        f"- {kind}, {layout}: one device alone, float32 against float64, is off by {result.alone}. "
-        f"{result.verdict[:1].upper() + result.verdict[1:]}.\n"
-        for layout, result in found.results.items()
-        if result.passed and not result.is_within
-    ]
-
-
-def summary(outcomes: Mapping[str, Outcome]) -> str:
-    """How many types came to what, each counted once by its worst layout."""
-    kinds: dict[str, list[str]] = {}
-    for kind, found in outcomes.items():
-        kinds.setdefault(standing(found), []).append(kind)
-    total = len(outcomes)
-    lines = [f"{total} of {len(TYPES)} types were run:\n\n"]
-    lines += [
-        f"- {what}: {len(kinds[what])}" + ("" if what == _RIGHT else f" ({', '.join(kinds[what])})") + "\n"
-        for what in (_RIGHT, _ROUNDED, _PARTLY, _REFUSED, _BROKEN, _WRONG)
-        if what in kinds
-    ]
-    missing = [kind for kind in TYPES if kind not in outcomes]
-    versions: dict[str, list[str]] = {}
-    for kind, found in outcomes.items():
-        versions.setdefault(found.version or "unknown", []).append(kind)
-    if missing:
-        lines.append(f"- not run: {len(missing)} ({', '.join(missing)})\n")
-    lines.append("\nThe commit of the code that they ran at:\n\n")
-    lines += [f"- {version}: {', '.join(kinds)}\n" for version, kinds in versions.items()]
-    return "".join(lines)
-
-
-_RIGHT = "right under all three layouts, within the limits in float32"
-_ROUNDED = "right under all three, shown in float64 where float32 is past a limit"
-_PARTLY = "right under some layouts, the others refused with a reason"
-_REFUSED = "refused with a reason"
-_BROKEN = "**no answer**: killed, or an error that is not autopar's own"
-_WRONG = "**wrong numbers** under some layout"
-
-
-def standing(found: Outcome) -> str:
-    """Which of these a type is."""
-    results = list(found.results.values())
-    if any(not r.error and not r.passed for r in results):
-        return _WRONG
-    if found.traceback:
-        return _BROKEN
-    if not any(not r.error for r in results):
-        return _REFUSED
-    if any(r.error for r in results):
-        return _PARTLY
-    return _RIGHT if all(r.is_within for r in results) else _ROUNDED
-
-
 def _loaded(path: Path) -> dict[str, Outcome]:
     """What earlier runs wrote by :func:`_saved`."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -283,45 +161,6 @@ def _saved(outcomes: Mapping[str, Outcome], path: Path) -> None:
     draft.replace(path)
 
 
-def shortened(text: str) -> str:
-    """At most 400 characters, and no path of this machine."""
-    text = re.sub(r"/\S*?/site-packages/", "", text)
-    return text if len(text) <= 400 else text[:400] + " ..."
-
-
-def page(outcomes: Mapping[str, Outcome]) -> str:
-    """The whole page."""
-    outcomes = {kind: outcomes[kind] for kind in TYPES if kind in outcomes}
-    head = _HEAD.format(
-        loss=LOSS_TOLERANCE,
-        tensor=TENSOR_TOLERANCE,
-        double=DOUBLE_TENSOR_TOLERANCE,
-        limit=LIMIT_S,
-        verify=VERIFY_LIMIT_S,
-        summary=summary(outcomes),
-        layouts=" | ".join(USED),
-        bars="---|" * len(USED),
-    )
-    lines = [head]
-    for kind, found in outcomes.items():
-        share = f"{found.num_split} of {found.num_operators}" if found.num_operators else "not traced"
-        lines.append(f"| {kind} | {' | '.join(cell(found, layout) for layout in USED)} | {share} |\n")
-    lines.append("\n## What does not work\n\n")
-    refused = [line for kind, found in outcomes.items() for line in remarks(kind, found)]
-    lines += [re.sub(r"/\S*?/site-packages/", "", line) for line in refused] or ["Nothing in the table.\n"]
-    lines.append("\n## Rounding\n\n")
-    lines += [line for kind, o in outcomes.items() for line in roundings(kind, o)] or ["Nothing is past a limit.\n"]
-    lines.append("\n## Notes of the plans\n\nOpaque regions (see [opaque.md](opaque.md)) and samples that meet.\n\n")
-    lines += [f"- {kind}: {shortened(note)}\n" for kind, o in outcomes.items() for note in o.notes]
-    lines.append("\n## Operators that are repeated on every rank\n\n")
-    repeated = {kind: [t for t in o.whole if t != "aten.div.Tensor"] for kind, o in outcomes.items()}
-    lines.append("Beside the division of the loss by its count, a number:\n\n")
-    lines += [f"- {kind}: {', '.join(f'`{t}`' for t in targets)}\n" for kind, targets in repeated.items() if targets]
-    lines.append("\n## Descriptions\n\n")
-    lines += [f"- {kind}: `{spec_of(kind)}`\n" for kind in outcomes]
-    return "".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE", help=", ".join(TYPES))
@@ -332,7 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [kind for kind in options.types if kind not in TYPES]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(TYPES)}")
-    outcomes = _loaded(options.results) if options.results else {}
+    outcomes = kept(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else {}
+    fresh = _loaded(options.results) if options.results else {}
+    outcomes |= fresh
     if options.page:
         PAGE.write_text(page(outcomes), encoding="utf-8")
         return 0
@@ -340,15 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with nullcontext() if options.plan else WorkerPool(RANKS, preload=PRELOAD) as pool:
         for kind in options.types or [kind for kind in TYPES if kind not in outcomes]:
             start = time.perf_counter()
-            found = outcomes[kind] = run_type(kind, pool)
+            found = outcomes[kind] = fresh[kind] = run_type(kind, pool)
             found.graph, found.wall_s, found.version = None, time.perf_counter() - start, version
             sys.stdout.write(shown(kind, found))
             sys.stdout.flush()
             if options.results and not options.plan:
-                _saved(outcomes, options.results)
-    if options.results and not options.types and not options.plan:
+                _saved(fresh, options.results)
+    if options.results and not options.plan:
         PAGE.write_text(page(outcomes), encoding="utf-8")
-    return int(any(standing(o) in (_BROKEN, _WRONG) for o in outcomes.values()))
+    return int(any(standing(o) in (BROKEN, WRONG) for o in outcomes.values()))
 
 
 def _version() -> str:

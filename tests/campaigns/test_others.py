@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.campaigns import others
 from tests.campaigns.models import Result
-from tests.campaigns.others import PAGE, USED, Outcome, page, standing
+from tests.campaigns.others_page import PAGE, USED, Outcome, kept, page, standing
 from tests.campaigns.types import TYPES
 
 GOOD = Result(mesh="tp=2", loss=1e-7, gradient=2e-7, parameter=3e-7)
@@ -65,7 +67,23 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     assert not others._loaded(tmp_path / "none.json")
 
 
+def test_a_page_is_kept_row_by_row_with_its_commits() -> None:
+    versions = {"phi": "0123abc", "olmo": "0123abc", "qwen2": "4567def or before"}
+    text = page({kind: replace(found, version=versions.get(kind, "")) for kind, found in OUTCOMES.items()})
+    again = kept(text)
+    assert page(again) == text
+    assert [standing(o) for o in again.values()] == [standing(o) for o in OUTCOMES.values()]
+    assert {kind: again[kind].version for kind in versions} == versions
+
+
+def test_a_row_whose_description_changed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = page(OUTCOMES)
+    monkeypatch.setitem(TYPES, "phi", "num_hidden_layers=3")
+    assert set(kept(text)) == set(OUTCOMES) - {"phi"}
+
+
 def test_the_published_page_has_no_wrong_numbers() -> None:
     text = PAGE.read_text(encoding="utf-8")
+    assert page(kept(text)) == text
     assert "**wrong" not in text
     assert "Traceback" not in text

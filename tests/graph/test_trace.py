@@ -363,6 +363,7 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
         (lambda: trace(nn.Linear(4, 4), ()), "at least one tensor"),
         (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2))), "fit the model's forward"),
         (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), {"why": torch.ones(2)}), "fit the model's forward"),
+        (lambda: trace(nn.Bilinear(4, 4, 1), (torch.ones(2, 4),)), "fit the model's forward.*input2.*give a factory"),
         (
             lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda o, b: torch.ones(()) * 3),
             "depends on the model",

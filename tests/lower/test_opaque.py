@@ -48,6 +48,17 @@ def test_a_pipeline_passes_a_region() -> None:
     assert len(plan.stages) == 2
 
 
+def test_modules_of_a_class_are_found_by_two_exports_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    exports: list[object] = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *a, **k: (exports.append(a), export(*a, **k))[1])
+    layers = (nn.Sequential(nn.Linear(8, 8), u.Router()) for _ in range(4))
+    graph = trace(u.Around(lambda: nn.Sequential(*layers)), (), u.batch())
+    assert len(exports) == 3
+    assert [op.target for op in graph.ops].count("autopar.opaque") == 4
+    assert "Linear" not in "".join(graph.notes)
+
+
 @pytest.mark.parametrize("inner", [u.BatchBranch, u.Item])
 def test_samples_that_meet_in_a_region_are_gathered_for_it(inner: type[nn.Module]) -> None:
     plan = check(u.Around(inner), u.batch(), ["dp_replicate=2"], ranks=2)

@@ -115,6 +115,22 @@ class CastSubject:
         return {"x": torch.randn(batch_size, 7, generator=torch.Generator().manual_seed(seed))}
 
 
+def test_grouped_products_have_a_float64() -> None:
+    """torch has no kernel: whoever trains experts on it could not be told rounding from wrong."""
+    rows, matrices = torch.randn(7, 4, dtype=torch.float64), torch.randn(3, 4, 8, dtype=torch.float64)
+    rows.requires_grad_(), matrices.requires_grad_()
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)  # no row for the second, one after the last
+    with in_double():
+        found = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    torch.testing.assert_close(found[:2], rows[:2] @ matrices[0])
+    torch.testing.assert_close(found[2:6], rows[2:6] @ matrices[2])
+    got = torch.autograd.grad(found.sin().sum(), (rows, matrices))
+    belongs = torch.tensor([0, 0, 2, 2, 2, 2])
+    truth = torch.einsum("sk,skn->sn", rows[:6], matrices[belongs]).sin().sum()
+    for mine, wanted in zip(got, torch.autograd.grad(truth, (rows, matrices)), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
 def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
     wide = DoubleSubject(CastSubject())
     batch = wide.make_batch(2, seed=0)
