@@ -211,6 +211,13 @@ def _beside(gathers: Sequence[float], times: Sequence[float], interference: floa
 def own_parameters(blocks: Sequence[BlockCost]) -> Iterator[tuple[ParameterCost, ...]]:
     """For each block of a stage the parameters that no earlier block of it has."""
     seen: set[str] = set()
+    sharing: dict[int, set[str]] = {}
     for block in blocks:
-        yield tuple(p for p in block.parameters if not (p.shared and p.name in seen))
-        seen |= {p.name for p in block.parameters if p.shared}
+        key = id(block.parameters)
+        if key not in sharing:
+            sharing[key] = {p.name for p in block.parameters if p.shared}
+        if sharing[key].isdisjoint(seen):
+            yield block.parameters
+        else:
+            yield tuple(p for p in block.parameters if not (p.shared and p.name in seen))
+        seen |= sharing[key]

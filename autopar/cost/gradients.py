@@ -9,7 +9,7 @@ FSDP holds is summed over pending axes after the last backward, all of one set o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.block import BlockCost, ParameterCost
@@ -42,10 +42,16 @@ def stage_parameters(
 
     Equal blocks may be one object here, so that names tell parameters apart only where they are shared.
     """
-    readers = Counter(p.name for block in blocks for p in block.parameters if p.shared)
-    own = tuple(tuple(p for p in block.parameters if not p.shared or readers[p.name] == 1) for block in blocks)
-    shared = {p.name: p for block in blocks for p in block.parameters if p.shared and readers[p.name] > 1}
-    return own, tuple(shared.values())
+    distinct = {id(block.parameters): block.parameters for block in blocks}
+    sharing = {key: [p for p in parameters if p.shared] for key, parameters in distinct.items()}
+    keys = [id(block.parameters) for block in blocks]
+    readers = Counter(p.name for key in keys for p in sharing[key])
+    alone = {
+        key: tuple(p for p in parameters if not p.shared or readers[p.name] == 1) if sharing[key] else parameters
+        for key, parameters in distinct.items()
+    }
+    shared = {p.name: p for key in keys for p in sharing[key] if readers[p.name] > 1}
+    return tuple(alone[key] for key in keys), tuple(shared.values())
 
 
 def is_fsdps(parameter: ParameterCost, uses_fsdp: bool) -> bool:
@@ -73,10 +79,8 @@ def buckets(stages: Sequence[Sequence[BlockCost]], mesh: Mesh, uses_fsdp: bool, 
     """
     done: list[Bucket] = []
     filling: dict[tuple[str, ...], Bucket] = {}
-    for stage, block, parameter in reversed(list(_in_order(stages))):
-        axes = sum_axes(parameter, mesh, uses_fsdp)
-        if is_fsdps(parameter, uses_fsdp) or not parameter.trained or not axes:
-            continue
+    wanted = _Summed(mesh, uses_fsdp)
+    for stage, block, parameter, axes in reversed(list(_in_order(stages, wanted.in_buckets))):
         before = filling.get(axes)
         last = (stage, block) if before is None else min((before.stage, before.block), (stage, block))
         size = parameter.numel * itemsize + (before.num_bytes if before is not None else 0)
@@ -91,24 +95,47 @@ def late_sums(
 ) -> dict[tuple[str, ...], int]:
     """Bytes that are summed over each set of axes after the last backward: gradients' shards of what FSDP holds."""
     found: dict[tuple[str, ...], int] = {}
-    for _, _, parameter in _in_order(stages):
-        axes = sum_axes(parameter, mesh, uses_fsdp)
-        if is_fsdps(parameter, uses_fsdp) and parameter.trained and axes:
-            found[axes] = found.get(axes, 0) + parameter.shard_numel(shards) * itemsize
+    for _, _, parameter, axes in _in_order(stages, _Summed(mesh, uses_fsdp).late):
+        found[axes] = found.get(axes, 0) + parameter.shard_numel(shards) * itemsize
     return found
 
 
-def _in_order(stages: Sequence[Sequence[BlockCost]]) -> Iterator[tuple[int, int, ParameterCost]]:
-    """Parameters in the order in which the runtime holds them; shared ones are there when their first reader is done."""
+class _Summed:
+    """Which parameters are summed over which axes; worked out once for each tuple of parameters, as blocks repeat."""
+
+    def __init__(self, mesh: Mesh, uses_fsdp: bool) -> None:
+        self.mesh, self.uses_fsdp = mesh, uses_fsdp
+
+    def in_buckets(self, parameters: Sequence[ParameterCost]) -> list[tuple[ParameterCost, tuple[str, ...]]]:
+        """Those that FSDP does not hold, with their axes."""
+        return self._of([p for p in parameters if not is_fsdps(p, self.uses_fsdp)])
+
+    def late(self, parameters: Sequence[ParameterCost]) -> list[tuple[ParameterCost, tuple[str, ...]]]:
+        """Those that it holds."""
+        return self._of([p for p in parameters if is_fsdps(p, self.uses_fsdp)])
+
+    def _of(self, parameters: Sequence[ParameterCost]) -> list[tuple[ParameterCost, tuple[str, ...]]]:
+        found = ((p, sum_axes(p, self.mesh, self.uses_fsdp)) for p in parameters if p.trained)
+        return [(p, axes) for p, axes in found if axes]
+
+
+def _in_order(
+    stages: Sequence[Sequence[BlockCost]],
+    wanted: Callable[[Sequence[ParameterCost]], list[tuple[ParameterCost, tuple[str, ...]]]],
+) -> Iterator[tuple[int, int, ParameterCost, tuple[str, ...]]]:
+    """Wanted parameters in the order in which the runtime holds them; shared ones when their first reader is done."""
     for turn, blocks in enumerate(stages):
         own, shared = stage_parameters(blocks)
+        known: dict[int, list[tuple[ParameterCost, tuple[str, ...]]]] = {}
         for i, parameters in enumerate(own):
-            yield from ((turn, i, p) for p in parameters)
-        for p in shared:
+            if id(parameters) not in known:
+                known[id(parameters)] = wanted(parameters)
+            yield from ((turn, i, p, axes) for p, axes in known[id(parameters)])
+        for p, axes in wanted(shared):
             first = next(
                 i for i, block in enumerate(blocks) if any(q.shared and q.name == p.name for q in block.parameters)
             )
-            yield turn, first, p
+            yield turn, first, p, axes
 
 
 def beside_backward(leaving: Sequence[tuple[int, float]], times: Sequence[float]) -> float:

@@ -38,16 +38,19 @@ class CostModel:
         cluster: with profiles of its devices, links and collective library.
         precision: dtypes.
         optimizer: name of one of ``autopar.cost.optimizer.OPTIMIZERS``.
+        collectives: of the cluster, where their times are known already.
 
     Raises:
         UsageError: the optimizer is unknown, or the device's profile does not know the compute dtype.
     """
 
-    def __init__(self, cluster: Cluster, precision: Precision, optimizer: str) -> None:
+    def __init__(
+        self, cluster: Cluster, precision: Precision, optimizer: str, collectives: CollectiveModel | None = None
+    ) -> None:
         self.cluster, self.precision = cluster, precision
         self.optimizer = optimizer_cost(optimizer)
         self.device = min(cluster.devices, key=lambda device: device.rate(precision.compute).ceiling_flops_per_s)
-        self.collectives = CollectiveModel(cluster)
+        self.collectives = collectives or CollectiveModel(cluster)
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._units: dict[tuple[int, DataParallel], tuple[BlockCost, Unit]] = {}
@@ -190,6 +193,14 @@ class CostModel:
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
+        parts, sums = self._timed(stages, step)
+        return self._prediction(parts, sums, self.memory(stages, step), step)
+
+    def breakdown(self, stages: Sequence[StageCost], step: Step) -> Breakdown:
+        """The step time of :meth:`predict` and what it is made of, without memory."""
+        return self._timed(stages, step)[0]
+
+    def _timed(self, stages: Sequence[StageCost], step: Step) -> tuple[Breakdown, list[StageSums]]:
         self._virtual_stages(stages, step)
         data, count = self._data(step), step.num_micro_batches
         units = [self._stage_units(stage, data) for stage in stages]
@@ -217,7 +228,7 @@ class CostModel:
             if best is None or parts.total_s > best[0]:
                 best = (parts.total_s, parts)
         assert best is not None
-        return self._prediction(best[1], sums, self.memory(stages, step), step)
+        return best[1], sums
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -291,10 +302,14 @@ class CostModel:
         return found[1]
 
     def _stage_units(self, stage: StageCost, data: DataParallel) -> list[Unit]:
-        units = []
+        units, known = [], {}
         for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True):
-            whole = len(own) == len(block.parameters)
-            units.append(self._unit(block, data) if whole else data.unit(own, self.collectives, self.device))
+            if len(own) < len(block.parameters):
+                units.append(data.unit(own, self.collectives, self.device))
+                continue
+            if id(block) not in known:
+                known[id(block)] = self._unit(block, data)
+            units.append(known[id(block)])
         return units
 
     # --- once a step

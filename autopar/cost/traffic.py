@@ -209,8 +209,8 @@ def tied(stages: Sequence[StageCost], data: DataParallel) -> dict[tuple[int, ...
     holders: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
     for s, stage in enumerate(stages):
-        for block in stage.blocks:
-            for p in block.parameters:
+        for parameters in {id(block.parameters): block.parameters for block in stage.blocks}.values():
+            for p in parameters:
                 if p.shared and p.trained:
                     holders.setdefault(p.name, set()).add(s % pp)
                     shards = data.mesh.dp_shard if is_fsdps(p, data.uses_fsdp) else 1

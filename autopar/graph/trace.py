@@ -43,6 +43,7 @@ def trace(
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
     exact: bool = False,
+    repeats: bool = False,
 ) -> Graph:
     """The forward pass of ``model`` in training, from a batch to a scalar loss, cleaned up.
 
@@ -57,6 +58,7 @@ def trace(
         opaque: modules that are not looked into, by path, pattern or class: each is one operator that runs as it
             is written. Modules that cannot be traced become so by themselves, and a note says it.
         exact: the graph is for batches of the example's size alone: numbers may count samples, and none is doubled.
+        repeats: the model is known to do the same at every step, so that none is tried to see it.
 
     Returns:
         The graph; batch sizes in its shapes are those of the example (or 2).
@@ -68,7 +70,8 @@ def trace(
     marks = pins_of(model)
     opaque = (*opaque, *(mark.removeprefix("opaque=") for mark in marks if mark.startswith("opaque=")))
     batch = named_batch(model, args, kwargs or {})
-    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths_of(model, opaque), reasons={})
+    paths = paths_of(model, opaque)
+    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths, reasons={}, repeats=repeats)
     memory.check_model(model)
     hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
     job = replace(
@@ -91,7 +94,7 @@ def trace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What is traced; ``reasons``: why each opaque module is one."""
+    """What is traced; ``reasons``: why each opaque module is one; ``repeats``: no steps are tried."""
 
     model: torch.nn.Module
     batch: dict[str, Any]
@@ -99,6 +102,7 @@ class _Job:
     loss_fn: LossFunction | None
     opaque: tuple[str, ...]
     reasons: Mapping[str, str]
+    repeats: bool = False
 
 
 class _UntraceableError(TraceError):
@@ -165,7 +169,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     with regions.autograd_functions(), memory.tensor_hooks_refused():
         program = _export(wrapper, batch, model)
         with _quiet():
-            notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 else ()
+            notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
     builder = Builder()
     converter = Converter(builder)
     inputs = _inputs(batch, batch_size)

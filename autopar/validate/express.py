@@ -13,10 +13,11 @@ from functools import partial
 
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
+from autopar.cost.collectives import CollectiveModel
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.work import LINEAR
 from autopar.device import Kind
-from autopar.graph.ir import Op, Ref
+from autopar.graph.ir import Graph, Op, Ref
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction
@@ -29,7 +30,8 @@ from autopar.validate.families import Sizes, build
 from autopar.validate.runs import Run
 from autopar.validate.sites import PLAIN, Site
 
-TRACED_LAYERS = 5
+TRACED_LAYERS = 4
+"""The fewest of which one has equal layers before and behind it, and another like it."""
 PADDED_VOCABULARY = 128
 """Megatron pads the vocabulary to a multiple of 128 * tp (``--make-vocab-size-divisible-by``)."""
 
@@ -69,6 +71,7 @@ class Expressed:
 
     def __init__(self, cluster_of: Callable[[Run, Site], Cluster], site_of: Callable[[Run], Site]) -> None:
         self.cluster_of, self.site_of = cluster_of, site_of
+        self._graphs: dict[Sizes, Graph] = {}
         self._layouts: dict[object, Layouts] = {}
         self._structures: dict[object, tuple[Structure, ...]] = {}
 
@@ -97,14 +100,12 @@ class Expressed:
         split_rows = _splits_rows(run, self.site_of(run))
         key = (sizes, run.device, None if run.tp == 1 else split_rows)
         if key not in self._layouts:
-            model, batch = build(sizes, TRACED_LAYERS)
-            graph = trace(model, (), batch, name=run.family)
             inside = run.devices_per_node if run.devices_per_node % (run.tp * run.cp) == 0 else run.tp * run.cp
             whole = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
             cluster = self.cluster_of(whole, self.site_of(run))
             space = replace(load_space("default"), price_ratios=(0.0,))
             self._layouts[key] = Layouts(
-                graph,
+                self._graph_of(sizes),
                 CostModel(cluster, PRECISIONS[run.precision], "adamw"),
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
@@ -112,6 +113,12 @@ class Expressed:
                 narrow=partial(as_megatron, run.seq, split_rows),
             )
         return self._layouts[key]
+
+    def _graph_of(self, sizes: Sizes) -> Graph:
+        if sizes not in self._graphs:
+            model, batch = build(sizes, TRACED_LAYERS)
+            self._graphs[sizes] = trace(model, (), batch, name=sizes.family, repeats=True)
+        return self._graphs[sizes]
 
 
 def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
@@ -221,7 +228,15 @@ def regathered(op: Op) -> bool:
 def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
     """The prediction of a run on a cluster: the fastest of its structures."""
     model = CostModel(cluster, PRECISIONS[run.precision], "adamw")
-    return min((_predict(run, s, model, site) for s in structures), key=lambda p: p.step_time_s)
+    return min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
+
+
+def step_time_s(
+    run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site, collectives: CollectiveModel
+) -> float:
+    """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
+    model = CostModel(cluster, PRECISIONS[run.precision], "adamw", collectives)
+    return min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
 
 
 def mesh_of(run: Run) -> Mesh:
@@ -230,7 +245,8 @@ def mesh_of(run: Run) -> Mesh:
     return Mesh(pp=run.pp, dp_replicate=run.dp // shards, dp_shard=shards, cp=run.cp, tp=run.tp)
 
 
-def _predict(run: Run, structure: Structure, model: CostModel, site: Site) -> Prediction:
+def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> tuple[list[StageCost], Step]:
+    """The priced stages of a run and how they are run."""
     mesh = mesh_of(run)
     quantized = QUANTIZED.get(run.precision)
     made: dict[int, BlockCost] = {}
@@ -265,7 +281,7 @@ def _predict(run: Run, structure: Structure, model: CostModel, site: Site) -> Pr
         partitioned_sends=site.partitioned_sends and run.sequence_parallel is False,
         overlapped_reductions=site.overlapped_reductions,
     )
-    return model.predict(stages, step)
+    return stages, step
 
 
 def schedule_of(run: Run, micro_batches: int) -> str:

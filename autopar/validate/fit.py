@@ -118,6 +118,24 @@ def fit(
     return Fit(values=values, num_seen=seen)
 
 
+def corrected(
+    near: Linearized, values: Mapping[str, float], log_times: Array, parameters: Sequence[Parameter]
+) -> Linearized:
+    """Times near another point: slopes are those known, and agree with what the step there changed (Broyden 1965).
+
+    Args:
+        values, log_times: of the point and there.
+        parameters: of the columns; those that ``values`` lack do not move.
+    """
+    step = np.array([math.log(values[p.key] / near.values[p.key]) if p.key in near.values else 0.0 for p in parameters])
+    length = float(step @ step)
+    if length < CLOSE**2:
+        return Linearized(values=dict(values), log_times=log_times, slopes=near.slopes)
+    missed = log_times - near.log_times - near.slopes @ step
+    slopes = near.slopes + np.outer(missed, step) / length
+    return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
+
+
 def robust_loss(error: Array) -> float:
     """The sum of soft L1 losses of logarithmic errors."""
     return float(2 * OUTLIER**2 * np.sum(np.sqrt(1 + (error / OUTLIER) ** 2) - 1))

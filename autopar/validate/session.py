@@ -9,19 +9,24 @@ from pathlib import Path
 import numpy as np
 
 from autopar.cluster import Cluster
+from autopar.cost.collectives import CollectiveModel
 from autopar.device import ALIGNED_ELEMENTS
 from autopar.errors import AutoparError, UsageError
 from autopar.links import CollectiveLibrary
 from autopar.plan import Prediction
 from autopar.profile.store import MachineProfile, load_library, load_profile
 from autopar.validate import parameters as free
-from autopar.validate.express import Expressed, Structure, predict
-from autopar.validate.fit import Fit, Linearized, fit, robust_loss, sensitivities
+from autopar.validate.express import Expressed, Structure, predict, step_time_s
+from autopar.validate.fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
 from autopar.validate.parameters import PARAMETERS, Parameter
 from autopar.validate.runs import Run
 from autopar.validate.sites import Site, cluster_of, load_sites, site_of
 
-ROUNDS = 6
+ROUNDS = 8
+MEASURED_ROUNDS = (0,)
+SETTLED = 1e-3
+"""Relative gain of a round below which no other follows."""
+
 LEAST_SEEN = 4
 """Runs that a parameter must be seen by, in order that it is fitted."""
 
@@ -53,6 +58,7 @@ class Session:
         sites = tuple(load_sites() if sites is None else sites)
         self.sites = tuple(site_of(run, sites) for run in self.runs)
         self._libraries: dict[str, CollectiveLibrary] = {}
+        self._known_collectives: dict[object, CollectiveModel] = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
         for run in self.runs:
             if run.device not in self.profiles:
@@ -105,9 +111,7 @@ class Session:
         self, values: Mapping[str, float] | None = None, runs: Sequence[int] | None = None
     ) -> list[Prediction]:
         """Predictions of runs, by index; of all where None. ``values``: of parameters; the profiles' where None."""
-        profiles = self.profiles
-        if values is not None:
-            profiles = {name: free.write(profile, values) for name, profile in profiles.items()}
+        profiles = self._written(values)
         chosen = range(len(self.runs)) if runs is None else runs
         return [
             predict(
@@ -124,9 +128,31 @@ class Session:
             self._libraries[profile.library] = load_library(profile.library)
         return cluster_of(self.runs[index], profile, self.sites[index], self._libraries[profile.library])
 
+    def _written(self, values: Mapping[str, float] | None) -> dict[str, MachineProfile]:
+        """The profiles under these values of their parameters; as they are where None."""
+        if values is None:
+            return self.profiles
+        return {name: free.write(profile, values) for name, profile in self.profiles.items()}
+
     def times_s(self, values: Mapping[str, float], runs: Sequence[int]) -> list[float]:
-        """Predicted step times."""
-        return [prediction.step_time_s for prediction in self.predictions(values, runs)]
+        """Predicted step times: those of :meth:`predictions`, without what they say of memory."""
+        profiles = self._written(values)
+        times = []
+        for i in runs:
+            cluster = self._cluster(i, profiles[self.runs[i].device])
+            times.append(
+                step_time_s(self.runs[i], self.structures[i], cluster, self.sites[i], self._collectives(cluster))
+            )
+        return times
+
+    def _collectives(self, cluster: Cluster) -> CollectiveModel:
+        """Collectives of a cluster, remembered by its links: most parameters change devices alone."""
+        (group,) = cluster.groups
+        shape = (group.num_nodes, group.devices_per_node, group.nics_per_node)
+        key = (*shape, group.nic, group.intra_node, cluster.library.name)
+        if key not in self._known_collectives:
+            self._known_collectives[key] = CollectiveModel(cluster)
+        return self._known_collectives[key]
 
     # --- fits
 
@@ -156,51 +182,56 @@ class Session:
             case _:
                 return True
 
-    def linearized(self, values: Mapping[str, float], *, slopes: bool = True) -> Linearized:
-        """The step times of all runs near ``values``; rows of runs without a time are zero, and so is all without ``slopes``."""
-        timed, wanted = self.timed, slopes
-        log_times, slopes_of = np.zeros(len(self.runs)), np.zeros((len(self.runs), len(PARAMETERS)))
-        known = [j for j, p in enumerate(PARAMETERS) if p.key in self.start and wanted]
-        log_times[timed] = np.log(self.times_s(values, timed))
+    def log_times(self, values: Mapping[str, float], runs: Sequence[int]) -> Array:
+        """Logarithms of the step times of ``runs``, as a column of all runs; zero for others."""
+        column = np.zeros(len(self.runs))
+        column[list(runs)] = np.log(self.times_s(values, runs))
+        return column
+
+    def linearized(self, values: Mapping[str, float], runs: Sequence[int]) -> Linearized:
+        """The step times of ``runs`` near ``values``; rows of others are zero."""
+        known = [j for j, p in enumerate(PARAMETERS) if p.key in self.start]
+        log_times, slopes = self.log_times(values, runs), np.zeros((len(self.runs), len(PARAMETERS)))
+        rows = list(runs)
         for done, j in enumerate(known):
             if self.progress is not None:
                 self.progress(f"measuring what {PARAMETERS[j].key} changes", done, len(known))
-            column = sensitivities(self.times_s, values, [PARAMETERS[j]], timed, self.touches, log_times[timed])
-            slopes_of[timed, j] = column[:, 0]
-        return Linearized(values=dict(values), log_times=log_times, slopes=slopes_of)
+            column = sensitivities(self.times_s, values, [PARAMETERS[j]], rows, self.touches, log_times[rows])
+            slopes[rows, j] = column[:, 0]
+        return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
 
-    def fitted(
-        self, runs: Sequence[int], *, near: Linearized | None = None, rounds: int = ROUNDS
-    ) -> tuple[Fit, tuple[Parameter, ...]]:
+    def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> tuple[Fit, tuple[Parameter, ...]]:
         """Parameters fitted to ``runs`` alone: those that at least :data:`LEAST_SEEN` of them see.
 
+        Each round steps on the slopes known and prices the runs where it came to. Slopes are measured at the start, and
+        again in the rounds :data:`MEASURED_ROUNDS`; between they are corrected by what the step showed (:func:`corrected`).
+        The best values by the model itself count.
+
         Args:
-            near: of all runs at the point to begin with; at the start where None.
-            rounds: steps, each from what the one before found; the best by the model itself counts.
+            near: ``runs`` at the start, where that is known already.
         """
+        rows = list(runs)
         chosen = tuple(
-            p for p in PARAMETERS if p.key in self.start and sum(self.touches(p, i) for i in runs) >= LEAST_SEEN
+            p for p in PARAMETERS if p.key in self.start and sum(self.touches(p, i) for i in rows) >= LEAST_SEEN
         )
-        measured = [self.runs[i].step_time_s or 1.0 for i in runs]
+        measured = [self.runs[i].step_time_s or 1.0 for i in rows]
         columns = [PARAMETERS.index(p) for p in chosen]
-
-        def solved(whole: Linearized) -> Fit:
-            rows = list(runs)
-            part = Linearized(
-                values=whole.values, log_times=whole.log_times[rows], slopes=whole.slopes[np.ix_(rows, columns)]
-            )
-            return fit(part, measured, self.start, chosen)
-
-        here = near or self.linearized(self.start)
+        here = near or self.linearized(self.start, rows)
         best: tuple[float, Fit] | None = None
-        for turn in range(rounds):
-            found = solved(here)
-            if rounds == 1:
-                return found, chosen
-            here = self.linearized(found.values, slopes=turn < rounds - 1)
-            loss = robust_loss(here.log_times[list(runs)] - np.log(np.array(measured)))
+        for turn in range(ROUNDS):
+            part = Linearized(
+                values=here.values, log_times=here.log_times[rows], slopes=here.slopes[np.ix_(rows, columns)]
+            )
+            found = fit(part, measured, self.start, chosen)
+            if turn in MEASURED_ROUNDS:
+                here = self.linearized(found.values, rows)
+            else:
+                here = corrected(here, found.values, self.log_times(found.values, rows), PARAMETERS)
+            loss = robust_loss(here.log_times[rows] - np.log(np.array(measured)))
             if best is None or loss < best[0]:
                 best = (loss, found)
+            elif loss > best[0] * (1 - SETTLED):
+                break
         assert best is not None
         return best[1], chosen
 
@@ -210,9 +241,9 @@ class Session:
         Args:
             groups: of each run.
         """
-        near = self.linearized(self.fitted(self.timed)[0].values)
+        near = self.linearized(self.start, self.timed)
         result = {}
         for group in dict.fromkeys(groups):
             others = [i for i in self.timed if groups[i] != group]
-            result[group] = self.fitted(others, near=near, rounds=3)[0].values if others else dict(self.start)
+            result[group] = self.fitted(others, near=near)[0].values if others else dict(self.start)
         return result
