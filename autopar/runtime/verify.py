@@ -54,7 +54,15 @@ ADAM_EPSILON = 1e-5
 _DROPOUT_ARGUMENT = {"autopar.dropout": 1, "aten.scaled_dot_product_attention.default": 4}
 """Position of the probability among the arguments."""
 
-PRELOAD = ("torch", "transformers", "autopar.runtime.verify")
+PRELOAD = (
+    "torch",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.generation",
+    "autopar.api",
+    "autopar.cli.models",
+    "autopar.runtime.verify",
+)
 
 
 class Subject(Protocol):
