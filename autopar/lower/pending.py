@@ -36,6 +36,9 @@ _LINEAR = frozenset(
 )
 """Operators of our own, besides, that are linear in what may be a pending sum on another axis."""
 
+_CHOOSE = frozenset((torch.gather, torch.index_select, torch.repeat_interleave))
+"""Linear in what is chosen from; the checker would have the indices be summands too."""
+
 
 def passes_by(target: Any, call: Callable[..., Any]) -> bool:
     """Whether the checker cannot follow a pending sum through an operator that the program states to be linear in it."""
@@ -61,7 +64,7 @@ def linear_call(target: Any) -> Callable[..., Any]:
         return _looked_up
     if isinstance(target, torch._ops.OpOverload):
         public = getattr(torch, target._schema.name.partition("::")[2], None)
-        if public in _checker._OP_REGISTRY:
+        if public in _checker._OP_REGISTRY and public not in _CHOOSE:
             return cast("Callable[..., Any]", public)
     return cast("Callable[..., Any]", target)
 
