@@ -150,7 +150,7 @@ def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.M
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [u.InPlace, u.ShapeNumber, u.Nested])
+@pytest.mark.parametrize("model", [u.InPlace, u.ShapeNumber, u.Nested, u.Asserts])
 def test_what_only_looks_hard_is_traced(model: Callable[[], nn.Module]) -> None:
     assert check(model(), u.batch(), ["dp_replicate=2"], ranks=2).notes == ()
 
