@@ -155,6 +155,9 @@ def _mend(config: Any, given: Mapping[str, Any]) -> None:
             config.decoder_start_token_id = config.pad_token_id
 
 
+_UNFIT_REMEDY = "mend the keys after `?`, or give a factory `package.module:factory`"
+
+
 def _unfit(error: BaseException, where: str) -> UsageError:
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     value = f"{type(error).__name__}: {lines[0][:200]}"
@@ -162,7 +165,7 @@ def _unfit(error: BaseException, where: str) -> UsageError:
         return UsageError(
             "the packages that a model needs are installed", value=value, place=where, remedy="install what it names"
         )
-    return UsageError("the settings describe a model", value=value, place=where, remedy="mend the keys after `?`")
+    return UsageError("the settings describe a model", value=value, place=where, remedy=_UNFIT_REMEDY)
 
 
 def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Module], str]:

@@ -73,6 +73,8 @@ class Converter:
 
     def _call(self, node: fx.Node, owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> Value:
         target = node.target
+        if _is_asserted_number(node):
+            return None
         if target is operator.getitem:
             values, index = _argument(node.args[0], env), node.args[1]
             assert isinstance(values, tuple) and isinstance(index, int)
@@ -234,10 +236,7 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
         TraceError: a shape, or a Python number that the model uses, depends on the values of tensors.
     """
     value = node.meta.get("val")
-    used = any(
-        not isinstance(user.target, torch._ops.OpOverload) or not _is_dropped(user.target) for user in node.users
-    )
-    number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and used
+    number = _is_number(node)
     try:
         specs = _specs(value)
     except (RuntimeError, TypeError):  # an unknown size: GuardOnDataDependentSymNode
@@ -250,6 +249,19 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
             remedy="write it with torch.where or a mask, or keep the number in a tensor",
         )
     return specs
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a call makes a Python number that depends on the values of tensors."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _is_asserted_number(node: fx.Node) -> bool:
+    """Whether a call makes a number that assertions alone look at: ``assert lengths.max().item() <= 16``."""
+    return _is_number(node) and all(
+        _is_dropped(user.target) if isinstance(user.target, torch._ops.OpOverload) else _is_asserted_number(user)
+        for user in node.users
+    )
 
 
 def module_of(node: fx.Node) -> str:

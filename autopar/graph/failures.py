@@ -25,6 +25,10 @@ FAILURES = (
 )
 """What user code and torch.export raise."""
 
+_DEPENDENT = (
+    *("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0"),
+    *("SymInt", "SymFloat", "SymBool"),  # which no size is here: a number that code formats or hands on
+)
 _FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
 
 
@@ -35,8 +39,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     reason = f"{type(error).__name__}: {first_line(error)}"
     if line:
         reason += f" at `{line}`"
-    dependent = ("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0")
-    if "DataDependent" in type(error).__name__ or any(word in text for word in dependent):
+    if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT):
         return TraceError(
             "control flow, shapes and Python numbers do not depend on the values of tensors",
             value=f"one that does at `{line}`" if line else reason,

@@ -49,7 +49,8 @@ class Subject:
     Attributes:
         inputs: shapes and dtypes as traced.
         parameters, buffers: values; random ones for those on meta.
-        unit: random inputs lie between 0 and 1: some code takes roots and logarithms.
+        span: random inputs lie between 0 and this, or anywhere: some code takes roots and logarithms, or arc cosines of
+            products.
     """
 
     region: Region
@@ -57,7 +58,7 @@ class Subject:
     inputs: tuple[TensorSpec, ...]
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
-    unit: bool = False
+    span: float | None = None
 
     def wide(self) -> Subject:
         """The same in float64."""
@@ -186,10 +187,7 @@ def _splits(
     for precision in (subject.wide(), subject):
         trial = precision
         try:
-            one = draw(trial.inputs, (None,) * len(trial.inputs), 1)
-            if not all(y.isfinite().all() for y in _run(trial, one, seed=1)[0] if y.is_floating_point()):
-                trial = replace(trial, unit=True)
-                one = draw(trial.inputs, (None,) * len(trial.inputs), 1, unit=True)
+            trial, one = _within_its_domain(precision)
             first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
         except (Unclear, *FAILURES) as error:
             why = why or first_line(error)
@@ -206,6 +204,21 @@ def _splits(
     return None, why or _NO_BATCH, False
 
 
+def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
+    """The subject with a span in which what it returns is finite, and inputs in it.
+
+    Raises:
+        Unclear: no span is known.
+    """
+    for span in _SPANS:
+        found = replace(subject, span=span)
+        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span)
+        if all(y.isfinite().all() for y in _run(found, inputs, seed=1)[0] if y.is_floating_point()):
+            return found, inputs
+    raise Unclear("random inputs give values that are not finite")
+
+
+_SPANS = (None, 1.0, 0.01)
 _NO_BATCH = "no input has a batch dim"
 
 
@@ -232,7 +245,7 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """
     found: tuple[int, ...] | None = None
     for number in range(DRAWS):
-        whole = draw(subject.inputs, dims, number, unit=subject.unit)
+        whole = draw(subject.inputs, dims, number, span=subject.span)
         parts = [
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)
@@ -305,8 +318,10 @@ def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
     return all(_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
 
 
-def draw(specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int, *, unit: bool = False) -> list[Tensor]:
-    """Random inputs; along a batch dim two batches, the second far from the first; ``unit``: between 0 and 1."""
+def draw(
+    specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int, *, span: float | None = None
+) -> list[Tensor]:
+    """Random inputs; along a batch dim two batches, the second far from the first; ``span``: between 0 and that."""
     generator = torch.Generator().manual_seed(number)
     scale = 10.0 ** (number % 4 - 1)
     found = []
@@ -321,7 +336,7 @@ def draw(specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int, *
             sign = 1.0 if number % 2 else -1.0
             x.narrow(dim, 0, half).mul_(scale).add_(sign * scale)
             x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
-        found.append((x.sigmoid() if unit else x).to(spec.dtype).requires_grad_())
+        found.append((x if span is None else span * x.sigmoid()).to(spec.dtype).requires_grad_())
     return found
 
 

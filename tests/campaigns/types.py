@@ -175,7 +175,7 @@ TYPES: dict[str, str] = {
     "patchtst": "num_hidden_layers=2&d_model=32&num_attention_heads=4&ffn_dim=64&context_length=16&patch_length=4"
     "&patch_stride=4",
     "time_series_transformer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1",
-    "informer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1",
+    "informer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1&distil=false",
     "decision_transformer": "hidden_size=32&n_layer=2&n_head=4&state_dim=4&act_dim=2&max_ep_len=32&n_positions=64",
     # more decoders
     "phimoe": f"{_TEXT2}&num_local_experts=4&num_experts_per_tok=2",
@@ -183,8 +183,7 @@ TYPES: dict[str, str] = {
     "&num_local_experts=4&num_experts_per_tok=2",
     "olmo3": f"{_TEXT2}&sliding_window=8",
     "deepseek_v2": f"{_TEXT}&{_LATENT}",
-    "glm4_moe": f"{_TEXT2}&head_dim=8&n_routed_experts=4&num_experts_per_tok=2&moe_intermediate_size=32"
-    "&first_k_dense_replace=1",
+    "glm4_moe": f"{_TEXT2}&n_routed_experts=4&num_experts_per_tok=2&moe_intermediate_size=32&first_k_dense_replace=1",
     "qwen3_next": f"{_TEXT2}&head_dim=8&num_experts=4&num_experts_per_tok=2&moe_intermediate_size=32"
     "&shared_expert_intermediate_size=32&linear_num_value_heads=4&linear_num_key_heads=2&linear_key_head_dim=8"
     '&linear_value_head_dim=8&layer_types=["linear_attention","full_attention"]',
@@ -219,7 +218,7 @@ TYPES: dict[str, str] = {
     "perceiver": "num_latents=8&d_latents=32&d_model=32&num_blocks=1&num_self_attends_per_block=2"
     "&num_self_attention_heads=4&num_cross_attention_heads=4&vocab_size=96&max_position_embeddings=16",
     "reformer": "hidden_size=32&num_attention_heads=4&attention_head_size=8&feed_forward_size=64&vocab_size=96"
-    "&max_position_embeddings=16&axial_pos_shape=[4,4]&axial_pos_embds_dim=[16,16]&is_decoder=true"
+    "&max_position_embeddings=16&axial_pos_shape=[4,4]&axial_pos_embds_dim=[16,16]&is_decoder=false"
     '&attn_layers=["local","lsh"]&local_attn_chunk_length=4&lsh_attn_chunk_length=4&num_buckets=4',
     "esm": f"{_BERT}&pad_token_id=1&mask_token_id=2",
     "mobilebert": f"{_BERT}&embedding_size=16&intra_bottleneck_size=32&num_feedforward_networks=2",
@@ -248,13 +247,20 @@ TYPES: dict[str, str] = {
     "vivit": f"{_TOWER}&image_size=16&num_frames=4&tubelet_size=[2,4,4]&num_labels=5",
     "upernet": "hidden_size=16&pool_scales=[1,2]",
     "detr": "d_model=32&encoder_layers=1&decoder_layers=1&encoder_attention_heads=4&decoder_attention_heads=4"
-    "&encoder_ffn_dim=64&decoder_ffn_dim=64&num_queries=4",
+    "&encoder_ffn_dim=64&decoder_ffn_dim=64&num_queries=4"
+    '&backbone_config={"model_type":"resnet","embedding_size":8,"hidden_sizes":[8,16],"depths":[1,1],"out_features":["stage2"]}',
     "mask2former": "feature_size=32&mask_feature_size=32&hidden_dim=32&num_queries=4&num_attention_heads=4"
-    "&encoder_layers=1&decoder_layers=2&dim_feedforward=64&encoder_feedforward_dim=64",
+    "&encoder_layers=1&decoder_layers=2&dim_feedforward=64&encoder_feedforward_dim=64"
+    '&backbone_config={"model_type":"swin","image_size":224,"embed_dim":8,"depths":[1,1,1,1],"num_heads":[1,1,2,2]'
+    ',"window_size":7,"out_features":["stage1","stage2","stage3","stage4"]}',
     "owlvit": f"text_config={_TEXT_TOWER}&vision_config={_IMAGE_TOWER}&projection_dim=16",
     "altclip": f"text_config={_TEXT_TOWER}&vision_config={_IMAGE_TOWER}&projection_dim=16",
-    "groupvit": f"text_config={_TEXT_TOWER}&projection_dim=16&projection_intermediate_dim=32",
-    "clap": "projection_dim=16",
+    "groupvit": f"text_config={_TEXT_TOWER}&projection_dim=16&projection_intermediate_dim=32"
+    '&vision_config={"hidden_size":32,"depths":[1,1,1],"num_hidden_layers":3,"num_group_tokens":[4,2,0]'
+    ',"num_output_groups":[4,2,0],"num_attention_heads":4,"image_size":16,"patch_size":4,"intermediate_size":64}',
+    "clap": f"text_config={_TEXT_TOWER}&projection_dim=16"
+    '&audio_config={"num_mel_bins":16,"spec_size":32,"patch_size":4,"patch_stride":[4,4],"depths":[1,1]'
+    ',"num_attention_heads":[2,4],"patch_embeds_hidden_size":16,"hidden_size":32,"window_size":4,"num_hidden_layers":2}',
     "blip-2": f"vision_config={_IMAGE_TOWER}&num_query_tokens=4",
     "data2vec-audio": f"{_TEXT}&{_WAVES}",
     "sew": f"{_TEXT}&{_WAVES}",
@@ -264,8 +270,11 @@ TYPES: dict[str, str] = {
     "&encoder_num_attention_heads=4&decoder_num_attention_heads=4&vocab_size=96",
     "seamless_m4t": "hidden_size=32&encoder_layers=1&decoder_layers=1&speech_encoder_layers=1&vocab_size=96"
     "&t2u_encoder_layers=1&t2u_decoder_layers=1",
-    "musicgen": "audio_channels=1",
+    "musicgen": 'text_encoder={"model_type":"t5","num_layers":2,"d_model":32,"d_kv":8,"num_heads":4,"d_ff":64,"vocab_size":96}'
+    '&audio_encoder={"model_type":"encodec","num_filters":4,"hidden_size":16,"codebook_size":96}'
+    f'&decoder={{"vocab_size":96,"num_codebooks":1,"ffn_dim":64,"pad_token_id":0,"bos_token_id":0,{_HEADS}}}',
     "patchtsmixer": "context_length=16&patch_length=4&patch_stride=4&d_model=16&num_layers=2",
-    "autoformer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1",
+    "autoformer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1"
+    "&label_length=4&moving_average=5",
 }
 """The settings of each model type."""

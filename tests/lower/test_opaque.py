@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,25 @@ def test_samples_that_meet_in_a_region_are_gathered_for_it(inner: type[nn.Module
     assert plan.num_micro_batches == 1
     assert any("samples are not known to be apart" in note for note in plan.notes)
     assert any("samples meet in opaque" in note for note in plan.notes)
+
+
+class Angles(nn.Module):
+    """Of products of unit vectors: nothing finite for inputs that are no such."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(f"{x.mean().item():.3f}")  # noqa: T201
+        return x * torch.acos(x.square().sum(-1, keepdim=True))
+
+
+class Logarithm(Angles):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.log(-1.0 - x.square())
+
+
+@pytest.mark.parametrize(("inner", "said"), [(Angles, ""), (Logarithm, "to be apart: .*values that are not finite")])
+def test_a_region_is_tried_where_what_it_gives_is_finite(inner: type[nn.Module], said: str) -> None:
+    (note,) = trace(u.Around(inner), (), u.batch()).notes
+    assert re.search(said or r"outside forward\)$", note), note
 
 
 def test_a_backward_that_is_the_usual_one_is_traced() -> None:
@@ -150,7 +170,7 @@ def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.M
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("model", [u.InPlace, u.ShapeNumber, u.Nested])
+@pytest.mark.parametrize("model", [u.InPlace, u.ShapeNumber, u.Nested, u.Asserts])
 def test_what_only_looks_hard_is_traced(model: Callable[[], nn.Module]) -> None:
     assert check(model(), u.batch(), ["dp_replicate=2"], ranks=2).notes == ()
 

@@ -156,6 +156,16 @@ class ShapeNumber(Around):
         return super().forward(x.reshape(int(x.shape[0]), 2, 4).flatten(1), y)
 
 
+class Asserts(Around):
+    """Numbers that depend on values, but that assertions alone look at."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        largest = y.max().item()
+        assert largest < 4
+        assert largest + 1 >= 0
+        return super().forward(x, y)
+
+
 class Yields(Around):
     def forward(self, x: Tensor, y: Tensor) -> Iterator[Tensor]:  # type: ignore[override]
         yield super().forward(x, y)
