@@ -19,6 +19,7 @@ from autopar.search.outer import Limits, Progress
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
+from autopar.search.workers import shared
 from autopar.table import closest
 from autopar.tracing import samples_of, trace_model
 
@@ -48,6 +49,8 @@ def search(  # noqa: PLR0913  keywords of the public call
     timeout_s: float | None = None,
     max_step_time_s: float | None = None,
     storage: str | None = None,
+    study_name: str | None = None,
+    workers: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
     loss_fn: LossFunction | None = None,
@@ -69,19 +72,26 @@ def search(  # noqa: PLR0913  keywords of the public call
         space: what may be chosen: a name or a TOML file.
         trials, timeout_s: stop after so many evaluations or seconds.
         max_step_time_s: slower plans do not count.
-        storage: an Optuna URL, in which every trial is recorded.
-        seed: of the sampler of spaces too large for an exhaustive search.
+        storage: an Optuna URL (``sqlite:///study.db``, ``postgresql://...``, ``journal:///study.log``), in which every
+            trial is recorded; a search that finds trials of an earlier one there goes on from them.
+        study_name: of the study in the storage; None for one that says what it is of.
+        workers: processes that share the work; the plan does not depend on their number.
+        seed: a search draws no random numbers, so that every seed gives the same plan.
         progress: called with (what, done, total).
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
         opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.graph.opaque``.
         name: of the model in the plan.
         cache_dir: where rules that are found by execution are kept; nowhere when None.
 
+    An interrupt (Ctrl-C) ends the search with the best plan so far, which its notes say.
+
     Raises:
-        UsageError: malformed pins, cluster, space or batch.
+        UsageError: malformed pins, cluster, space or batch; a storage that cannot be opened; a study of something else.
         TraceError: the model cannot be traced.
+        KeyboardInterrupt: before there was any plan.
         InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
     """
+    sharing = shared(storage, study_name, workers)
     planner = _planner(
         model,
         cluster,
@@ -100,7 +110,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         progress,
     )
     limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
-    return planner.search(limits=limits, seed=seed, storage=storage, progress=progress)
+    return planner.search(limits=limits, sharing=sharing, progress=progress)
 
 
 def estimate(  # noqa: PLR0913  keywords of the public call
@@ -235,7 +245,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
             example_inputs, samples, tuple(pins), precision, optimizer, space, "", None, loss_fn, tuple(opaque)
         )
         limits = Limits(trials=trials, timeout_s=search_timeout_s)
-        return _searched(model, where or Cluster.detect(num_ranks=ranks), wish, limits, seed)
+        return _searched(model, where or Cluster.detect(num_ranks=ranks), wish, limits)
 
     log = None if log_dir is None else Path(log_dir)
     return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s, log_dir=log)
@@ -259,10 +269,10 @@ def _trace_for(
     )
 
 
-def _searched(model: torch.nn.Module, cluster: Cluster, wish: _Wish, limits: Limits, seed: int) -> tuple[Plan, Graph]:
+def _searched(model: torch.nn.Module, cluster: Cluster, wish: _Wish, limits: Limits) -> tuple[Plan, Graph]:
     """The plan that a search finds, and the graph that it is for."""
     graph = wish.trace(model)
-    return _planner(graph, cluster, wish, None).search(limits=limits, seed=seed), graph
+    return _planner(graph, cluster, wish, None).search(limits=limits), graph
 
 
 def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:

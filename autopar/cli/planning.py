@@ -47,8 +47,20 @@ def search(
     trials: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds.")] = None,
     storage: Annotated[
-        str | None, typer.Option(metavar="URL", help="Optuna storage shared by machines, as sqlite:///study.db.")
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Optuna storage in which trials are kept, for a later search or other machines: sqlite:///study.db, "
+            "postgresql://user@host/database, journal:///study.log.",
+        ),
     ] = None,
+    study_name: Annotated[
+        str | None,
+        typer.Option("--study-name", metavar="NAME", help="Of the study in --storage, if not named by what it is of."),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes; the plan is the same for any number.")
+    ] = 1,
     max_step_time: Annotated[
         float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
     ] = None,
@@ -95,6 +107,12 @@ def search(
     """
     asked = [minimize is not None, sweep is not None, longest_sequence, largest_batch]
     if any(asked):
+        if storage is not None or study_name is not None or workers > 1:
+            raise UsageError(
+                "--storage, --study-name and --workers share the search for the fastest plan",
+                value="another question",
+                remedy="leave them out",
+            )
         from autopar.cli.questions import answer
 
         plan = answer(
@@ -119,8 +137,8 @@ def search(
         if output is not None and plan is not None:
             _save(plan, output)
         return
-    options = {"space": space, "trials": trials, "timeout_s": timeout, "storage": storage}
-    options["max_step_time_s"] = max_step_time
+    options = {"space": space, "trials": trials, "timeout_s": timeout, "max_step_time_s": max_step_time}
+    options |= {"storage": storage, "study_name": study_name, "workers": workers}
     plan = make_plan(
         "search",
         model,

@@ -21,7 +21,7 @@ from autopar.graph.ir import Argument, Graph, Op, Ref, TensorSpec, digest
 from autopar.rules import default_table
 from autopar.rules.discover import discover_rule
 from autopar.rules.grammar import Pattern, bind, parse
-from autopar.rules.table import Rule, RuleTable
+from autopar.rules.table import Rule, RuleTable, torch_rules
 from autopar.rules.verify import call, verify_rule
 
 VERSION = "1"
@@ -41,6 +41,15 @@ class Found:
     key: str
     line: str
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRule:
+    """A rule that a user declared (``line``) or that execution found (``found``: lines by kind of call)."""
+
+    target: str
+    line: str = ""
+    found: tuple[tuple[str, str], ...] = ()
 
 
 def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | None = None) -> tuple[Found, ...]:
@@ -72,6 +81,31 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
             table.put(op.target, Rule(make=_ByCall({**by_call.lines, key: found[key].line}), found=True))
     kept.save()
     return tuple(found.values())
+
+
+def own_rules(graph: Graph, *, table: RuleTable | None = None) -> tuple[OwnRule, ...]:
+    """The rules of a graph's operators that are not shipped, in the order of targets."""
+    known, shipped = (table or default_table()).rules, torch_rules()
+    calls: dict[str, set[str]] = {}
+    for op in (*graph.prelude, *graph.ops):
+        calls.setdefault(op.target, set()).add(key_of(op, tuple(graph.spec(ref) for ref in op.operands)))
+    own = []
+    for target in sorted(calls):
+        rule = known.get(target)
+        if rule is not None and isinstance(rule.make, _ByCall):
+            lines = tuple((key, line) for key, line in sorted(rule.make.lines.items()) if key in calls[target])
+            own.append(OwnRule(target=target, found=lines))
+        elif rule is not None and rule.line and (target not in shipped or shipped[target].line != rule.line):
+            own.append(OwnRule(target=target, line=rule.line))
+    return tuple(own)
+
+
+def adopt(rules: Sequence[OwnRule], *, table: RuleTable | None = None) -> None:
+    """Add rules that :func:`own_rules` gave in another process, without checking them again."""
+    table = table or default_table()
+    for rule in rules:
+        made = Rule(line=rule.line) if rule.line else Rule(make=_ByCall(dict(rule.found)), found=True)
+        table.put(rule.target, made)
 
 
 def key_of(op: Op, operands: Sequence[TensorSpec]) -> str:

@@ -1,4 +1,4 @@
-"""The search: exact inside (layouts of a block, stage cut), branch and bound or Optuna outside.
+"""The search: exact inside (layouts of a block, stage cut), branch and bound outside.
 
 ``autopar.search`` is this package and a function at once: calling it is :func:`autopar.api.search`.
 """

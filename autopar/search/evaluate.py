@@ -24,6 +24,9 @@ from autopar.search.space import Space
 MAX_CUTS = 4
 """Times a cut is made again because the memory model finds more than the cut counted."""
 
+SLOW = "slower than the best plan by a bound"
+"""The reason of a candidate that was left unfinished."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
@@ -144,7 +147,7 @@ class Evaluator:
         if best is not None:
             return best if cut_short and best.prediction.step_time_s >= at_most_s else self._remember(best)
         if cut_short:
-            return Misfit(candidate=candidate, reason="slower than the best plan by a bound")
+            return Misfit(candidate=candidate, reason=SLOW)
         least_bytes = min(failure.needs_bytes for failure in failures)
         reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))

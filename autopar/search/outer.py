@@ -1,10 +1,14 @@
 """The outer search: which candidates are evaluated, in which order, and when it may stop.
 
-A space that is small enough is searched to the end by branch and bound, best first: candidates come in order of their
-lower bound (:mod:`autopar.search.bounds`), and the search stops when none is below the best plan found. A larger one
-goes to Optuna (TPE, ask and tell), which is seeded with the same defaults; a trial asks for numbers, and the nearest
-candidate is what is evaluated. Either way every trial stands in the study, failed ones with their reason, where a
-storage is given.
+Branch and bound, best first: candidates come in order of their lower bound (:mod:`autopar.search.bounds`), and the search
+stops when none is below the best plan found. Where there are too many to go on to the end, those with the least bounds
+are evaluated.
+
+The order depends on bounds alone, never on what was evaluated. Several searches of the same candidates can therefore
+share one ledger (:mod:`autopar.search.ledger`): each goes through the same order, takes what others have found, passes
+over what they are evaluating, and at the end evaluates what it passed over and what has still no outcome, whether its
+owner is slow or dead. The plan is that of the candidate which one search alone would have chosen, whatever the number of
+searches and their timing (``docs/adr/0010-one-order.md``).
 """
 
 from __future__ import annotations
@@ -14,17 +18,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from autopar.errors import UsageError
 from autopar.schedule import SCHEDULES
 from autopar.search.candidates import Candidate
-from autopar.search.evaluate import Evaluation, Evaluator, Misfit
-
-if TYPE_CHECKING:
-    from autopar.search.study import Study
+from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
+from autopar.search.ledger import Ledger, OwnLedger, Told
 
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
+
+PATIENCE = 8
+"""Evaluations of its own after which a search takes over a candidate that another has claimed and not told of: without the
+time of the best candidate, which a dead search may have claimed, many worse ones would be evaluated."""
+
+ROUNDING = 1e-6
+"""A bound is below the time of its plan up to rounding (1e-9 of it in the tests): what others found earlier than a search
+alone would have found it cuts off only what is above it by more than this part of it."""
 
 Progress = Callable[[str, int, int], None]
 """``(what, done, total)``; ``total`` 0 while it is not known."""
@@ -34,6 +44,7 @@ Progress = Callable[[str, int, int], None]
 class Limits:
     """When a search stops: after so many trials or seconds; None for no limit.
 
+    ``trials``: of all searches that share a ledger together, those that were made before among them.
     ``max_step_time_s``: slower plans do not count, and what cannot be faster by its bound is not looked at.
     """
 
@@ -52,7 +63,8 @@ class Outcome:
         evaluated: how many of them were looked at; the others cannot fit in any layout, or are slower by a bound.
         lower_bound_s: no candidate that may fit is faster.
         misfits: those that failed, with their reasons.
-        finished: False where a limit stopped the search.
+        finished: False where a limit or an interrupt stopped the search.
+        interrupted: by the user.
     """
 
     best: Evaluation | None
@@ -61,6 +73,7 @@ class Outcome:
     lower_bound_s: float
     misfits: tuple[Misfit, ...]
     finished: bool
+    interrupted: bool = False
 
 
 class OuterSearch:
@@ -71,7 +84,8 @@ class OuterSearch:
         pool: the candidates.
         exhaustive: up to so many are searched to the end.
         trials: of a larger pool, where ``limits`` says nothing.
-        study: where trials are recorded; a pool that is not searched to the end needs one.
+        ledger: what is known of the candidates; None for one of its own.
+        is_wanted: asked between evaluations; the search stops where it says no.
     """
 
     def __init__(
@@ -82,54 +96,81 @@ class OuterSearch:
         exhaustive: int,
         trials: int,
         limits: Limits,
-        study: Study | None = None,
+        ledger: Ledger | None = None,
         progress: Progress | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         self.evaluator, self.pool = evaluator, tuple(pool)
-        self.limits, self.progress = limits, progress
-        self.is_exhaustive = len(self.pool) <= exhaustive or study is None
-        self.trials = limits.trials or (len(self.pool) if self.is_exhaustive else trials)
+        self.limits, self.progress, self.is_wanted = limits, progress, is_wanted
+        self.ledger = OwnLedger() if ledger is None else ledger
+        self.trials = limits.trials or (len(self.pool) if len(self.pool) <= exhaustive else trials)
         self.start = time.monotonic()
-        self.best: Evaluation | None = None
-        self.seen: dict[Candidate, None] = {}
-        self.misfits: list[Misfit] = []
         self.bounds: dict[Candidate, float] = {}
+        self.order: list[int] = []  # positions in the pool, as the search came to them
         self.finished = True
-        self.study = study
+        self._plans: dict[int, Evaluation] = {}
+        self._hopeless: list[Misfit] = []
+        self._made = 0
+        self._passed: dict[int, int] = {}  # what others had claimed, with the evaluations made until then
 
     def run(self) -> Outcome:
-        """Search until the end or a limit."""
-        self.bounds = dict(zip(self.pool, self.evaluator.ideal_bounds_s(self.pool), strict=True))
-        if self.is_exhaustive:
-            self._branch_and_bound()
-        else:
-            self._sample()
-        if self.best is None and self.finished and self.limits.max_step_time_s is None:
-            self._explain_misfits()
+        """Search until the end, a limit or an interrupt (Ctrl-C), which gives the best plan so far.
+
+        Raises:
+            KeyboardInterrupt: there is no plan yet.
+            UsageError: the ledger has other times than this evaluator gives.
+        """
+        interrupted = False
+        try:
+            self.work()
+            if math.isinf(self.ledger.least_s) and self.finished and self.limits.max_step_time_s is None:
+                self._explain_misfits()
+        except KeyboardInterrupt:
+            self.finished, interrupted = False, True
+            if self._chosen() is None:
+                raise
         return Outcome(
-            best=self.best,
+            best=self._best(),
             candidates=len(self.pool),
-            evaluated=len(self.seen),
+            evaluated=len(self.ledger.found),
             lower_bound_s=min(self.bounds.values(), default=0.0),
-            misfits=tuple(self.misfits),
+            misfits=(*self._misfits(), *self._hopeless),
             finished=self.finished,
+            interrupted=interrupted,
         )
+
+    def work(self) -> None:
+        """Search until the end or a limit; what is found stands in the ledger."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[None]:
+        """The search, with a pause wherever another may get ahead of it."""
+        self.bounds = dict(zip(self.pool, self.evaluator.ideal_bounds_s(self.pool), strict=True))
+        self.ledger.read()
+        for i in self._best_first():
+            if len(self.order) >= self.trials or self._is_late():
+                self.finished = False
+                break
+            self.order.append(i)
+            yield
+            self.ledger.read()
+            if self._is_settled(i):
+                self._report()
+            elif self.ledger.is_running(i):
+                self._passed[i] = self._made
+            else:
+                yield from self._evaluate(i)
+            yield from self._catch_up(PATIENCE)
+        yield from self._catch_up(0)
 
     @property
     def open(self) -> list[Candidate]:
         """Candidates that may have a plan."""
         return [c for c in self.pool if math.isfinite(self.bounds[c])]
 
-    def _explain_misfits(self) -> None:
-        """What the least of the candidates that cannot fit would need."""
-        lost = [c for c in self.pool if c not in self.seen]
-        found = [self.evaluator.hopeless(c) for c in lost]
-        self.misfits += [misfit for misfit in found if misfit is not None]
-        for candidate in [c for c, misfit in zip(lost, found, strict=True) if misfit is None][:MAX_EXPLAINED]:
-            self._try(candidate)
-
-    def _branch_and_bound(self) -> None:
-        """Best first.
+    def _best_first(self) -> Iterator[int]:
+        """Candidates that may be faster than the best plan, in order of their bounds and then of the pool.
 
         The first bound of a candidate needs no layout, the second the quickest one of each block, the third those that
         the prices of memory make best: each is asked for only when the one before it is the least of all.
@@ -148,9 +189,7 @@ class OuterSearch:
             if made < level[i]:
                 continue
             if made == len(bounds):
-                if self._is_over():
-                    return
-                self._try(self.pool[i])
+                yield i
                 continue
             mine = alike[_split(self.pool[i])]
             asked = [k for k in mine if level[k] == made and self.bounds[self.pool[k]] < self._best_s()]
@@ -160,69 +199,124 @@ class OuterSearch:
                 if math.isfinite(found):
                     heapq.heappush(heap, (self.bounds[self.pool[k]], made + 1, k))
 
-    def _sample(self) -> None:
-        assert self.study is not None
-        self.study.enqueue(defaults(self.open))
-        allowed = set(self.open)
-        while not self._is_over():
-            candidate = self.study.ask()
-            if candidate not in allowed or candidate in self.seen:
-                self.study.tell_again(candidate)
-                self.trials -= 1  # a repeated question costs no evaluation, and must end too
-            elif self.evaluator.lower_bound_s(candidate) >= self._best_s():
-                self.seen[candidate] = None
-                self.study.tell_slow(candidate, self.evaluator.lower_bound_s(candidate))
-            else:
-                self._try(candidate)
-        self.finished = False
+    def _catch_up(self, patience: int) -> Iterator[None]:
+        """Evaluate what was passed over and still has no outcome ``patience`` evaluations later."""
+        for i, before in list(self._passed.items()):
+            if self._made - before < patience:
+                return
+            yield
+            self.ledger.read()
+            if not self._is_settled(i):
+                if self._is_late():
+                    self.finished = False
+                    return
+                yield from self._evaluate(i)
+            del self._passed[i]
 
-    def _try(self, candidate: Candidate) -> None:
-        found = self.evaluator.evaluate(candidate, at_most_s=self._best_s())
-        self.seen[candidate] = None
-        if isinstance(found, Evaluation):
-            if found.prediction.step_time_s < self._best_s():
-                self.best = found
-        else:
-            self.misfits.append(found)
-        if self.study is not None:
-            self.study.tell(candidate, found)
-        if self.progress is not None:
-            best = f", best {self.best.prediction.step_time_s:.3g} s" if self.best else ""
-            self.progress(f"searching{best}", len(self.seen), len(self.open) if self.is_exhaustive else self.trials)
+    def _evaluate(self, index: int) -> Iterator[None]:
+        candidate = self.pool[index]
+        self.ledger.claim(index, self.bounds[candidate])
+        try:
+            yield
+            # what takes no longer than the best is told its own time: then it does not matter which was evaluated first
+            at_most_s = self._best_s() * (1 + ROUNDING)
+            found = self.evaluator.evaluate(candidate, at_most_s=at_most_s)
+            self._made += 1
+            if isinstance(found, Evaluation):
+                self._plans[index] = found
+            yield
+            self.ledger.tell(index, _told(found, at_most_s))
+        except (Exception, KeyboardInterrupt):
+            self.ledger.release(index)
+            raise
+        self._report()
+
+    def _explain_misfits(self) -> None:
+        """What the least of the candidates that cannot fit would need."""
+        lost = [i for i in range(len(self.pool)) if i not in self.ledger.found]
+        found = [self.evaluator.hopeless(self.pool[i]) for i in lost]
+        self._hopeless = [misfit for misfit in found if misfit is not None]
+        for i in [i for i, misfit in zip(lost, found, strict=True) if misfit is None][:MAX_EXPLAINED]:
+            for _ in self._evaluate(i):
+                pass
+
+    def _misfits(self) -> Iterator[Misfit]:
+        for i, told in sorted(self.ledger.found.items()):
+            if told.time_s is None:
+                yield Misfit(candidate=self.pool[i], reason=told.reason or SLOW, needs_bytes=told.needs_bytes)
+
+    # --- the best
+
+    def _chosen(self) -> int | None:
+        """What a search alone finds: in its order the first candidate of the least time, up to where it would have stopped.
+
+        A candidate that this search did not come to (found by an earlier one with other limits) counts where it is
+        faster by more than rounding.
+        """
+        times_s = {i: told.time_s for i, told in self.ledger.found.items() if told.time_s is not None}
+        best, least_s = None, self._limit_s()
+        for i in self.order:
+            if self.bounds[self.pool[i]] >= least_s:
+                break
+            if times_s.get(i, math.inf) < least_s:
+                best, least_s = i, times_s[i]
+        other_s, other = min(((time_s, i) for i, time_s in times_s.items()), default=(math.inf, None))
+        return other if other_s < least_s * (1 - ROUNDING) else best
+
+    def _best(self) -> Evaluation | None:
+        """The plan of the chosen candidate, made here where another search found it."""
+        index = self._chosen()
+        if index is None:
+            return None
+        time_s, found = self.ledger.found[index].time_s, self._plans.get(index)
+        assert time_s is not None
+        if found is not None and found.prediction.step_time_s == time_s:
+            return found
+        again = self.evaluator.evaluate(self.pool[index])
+        here = again.prediction.step_time_s if isinstance(again, Evaluation) else again.reason
+        if not isinstance(again, Evaluation) or abs(again.prediction.step_time_s - time_s) > ROUNDING * time_s:
+            raise UsageError("a study holds what this search would find", value=f"{time_s} s, here {here}",
+                             place=str(self.pool[index]), remedy="take another study name or storage")  # fmt: skip
+        return again
 
     def _best_s(self) -> float:
         """What a plan has to be faster than."""
-        if self.best is not None:
-            return self.best.prediction.step_time_s
+        slack = ROUNDING if self.ledger.is_shared else 0.0
+        return min(self.ledger.least_s * (1 + slack), self._limit_s())
+
+    def _limit_s(self) -> float:
         most = self.limits.max_step_time_s
         return math.inf if most is None else math.nextafter(most, math.inf)
 
-    def _is_over(self) -> bool:
+    def _is_settled(self, index: int) -> bool:
+        told = self.ledger.found.get(index)
+        return told is not None and told.settles(self._best_s())
+
+    def _is_late(self) -> bool:
         late = self.limits.timeout_s is not None and time.monotonic() - self.start >= self.limits.timeout_s
-        if late or len(self.seen) >= self.trials:
-            self.finished = len(self.seen) >= len(self.open)
-            return True
-        return False
+        return late or not self.is_wanted()
+
+    def _report(self) -> None:
+        if self.progress is not None:
+            best = f", best {self.ledger.least_s:.3g} s" if math.isfinite(self.ledger.least_s) else ""
+            self.progress(f"searching{best}", len(self.order), min(len(self.open), self.trials))
+
+
+def _told(found: Evaluation | Misfit, at_most_s: float) -> Told:
+    """An outcome of an evaluation under a limit, above which times are not worked out to the end."""
+    if isinstance(found, Evaluation):
+        time_s = found.prediction.step_time_s
+        if time_s < at_most_s:
+            return Told(time_s=time_s, peak_memory_bytes=found.prediction.peak_memory_bytes)
+        return Told(at_least_s=at_most_s)
+    if found.reason == SLOW:
+        return Told(at_least_s=at_most_s)
+    return Told(reason=found.reason, needs_bytes=found.needs_bytes)
 
 
 def _split(candidate: Candidate) -> tuple[int, ...]:
     """Equal for candidates that share their layouts."""
     return candidate.micro_batch_size, candidate.mesh.ep_data, candidate.mesh.cp, candidate.mesh.tp
-
-
-def defaults(pool: Sequence[Candidate]) -> Iterator[Candidate]:
-    """What practice starts from.
-
-    ZeRO-1 with the smallest micro-batch under every tensor and pipeline degree, then ZeRO-3 over everything.
-    """
-    best: dict[tuple[int, int], Candidate] = {}
-    for candidate in pool:
-        key = (candidate.mesh.cp * candidate.mesh.tp, candidate.mesh.pp)
-        if key not in best or usual(candidate) < usual(best[key]):
-            best[key] = candidate
-    yield from sorted(best.values(), key=lambda c: (c.mesh.cp * c.mesh.tp * c.mesh.pp, usual(c)))
-    whole = [c for c in pool if c.zero_stage == 3 and c.mesh.pp == 1 and c.mesh.dp_replicate == 1]
-    yield from sorted(whole, key=usual)[:4]
 
 
 def usual(candidate: Candidate) -> tuple[int, ...]:

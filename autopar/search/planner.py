@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.graph.ir import Graph, Op
-from autopar.plan import BlockPlan, ModelInfo, Plan, Precision, SearchRecord, StagePlan
+from autopar.graph.ir import Op
+from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
 from autopar.search.layouts import expert_degree, operators_without_rule
+from autopar.search.ledger import Ledger
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
 from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
 from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
 from autopar.search.shapes import measured_note
-from autopar.search.space import Space
+from autopar.search.task import Task
+from autopar.search.workers import Sharing, helpers
+
+__all__ = ["Planner", "Task"]
 
 MAX_CONFLICT_TRIALS = 24
 """Candidates tried, leanest first, before a set of pins counts as too large for the memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept.
-
-    ``pins`` hold beside those that the graph carries from the modules of the model. ``opaque``: modules that the user
-    named so, for the plan to say.
-    """
-
-    graph: Graph
-    cluster: Cluster
-    global_batch_size: int
-    precision: Precision
-    optimizer: str
-    pins: Pins
-    space: Space
-    cache_dir: Path | None = None
-    opaque: tuple[str, ...] = ()
 
 
 class Planner:
@@ -108,20 +92,18 @@ class Planner:
 
     # --- verbs
 
-    def search(
-        self,
-        *,
-        limits: Limits,
-        seed: int = 0,
-        storage: str | None = None,
-        progress: Progress | None = None,
-    ) -> Plan:
+    def search(self, *, limits: Limits, sharing: Sharing | None = None, progress: Progress | None = None) -> Plan:
         """The fastest plan that fits.
+
+        Args:
+            sharing: with other processes or earlier searches; None: neither.
 
         Raises:
             InfeasibleError: there is none; names the smallest set of constraints that conflict.
+            UsageError: the storage cannot be opened, or its study is of something else.
+            KeyboardInterrupt: before any plan was found; later it ends the search with the best so far.
         """
-        outcome = self._outcome(limits, seed=seed, storage=storage, progress=progress)
+        outcome = self._outcome(limits, sharing=sharing, progress=progress)
         if outcome.best is None:
             if outcome.finished and limits.max_step_time_s is not None:
                 raise self._too_slow(outcome, limits.max_step_time_s)
@@ -136,7 +118,7 @@ class Planner:
 
     def fastest(self, limits: Limits, *, progress: Progress | None = None) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
-        outcome = self._outcome(limits, seed=0, storage=None, progress=progress)
+        outcome = self._outcome(limits, sharing=None, progress=progress)
         return self._plan(outcome.best, outcome) if outcome.best is not None else None
 
     def fits(self) -> bool:
@@ -156,24 +138,32 @@ class Planner:
             per_sample.append(whole_s / size)
         return most * min(per_sample, default=0.0)
 
-    def _outcome(self, limits: Limits, *, seed: int, storage: str | None, progress: Progress | None) -> Outcome:
-        space = self.task.space
-        study = None
-        if storage is not None or len(self.pool) > space.exhaustive:
-            from autopar.search.study import Study  # optuna is slow to import
+    def _outcome(self, limits: Limits, *, sharing: Sharing | None, progress: Progress | None) -> Outcome:
+        with ExitStack() as stack:
+            ledger = None
+            if sharing is not None:
+                ledger = stack.enter_context(helpers(self.task, self.pool, sharing, limits))
+            return self.outer(limits, ledger=ledger, progress=progress).run()
 
-            name = f"{self.task.graph.name} {self.task.graph.fingerprint} on {self.task.cluster.name}"
-            study = Study(self.pool, storage=storage, seed=seed, name=name)
-        search = OuterSearch(
+    def outer(
+        self,
+        limits: Limits,
+        *,
+        ledger: Ledger | None = None,
+        progress: Progress | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> OuterSearch:
+        """The search over this planner's candidates."""
+        return OuterSearch(
             self.evaluator,
             self.pool,
-            exhaustive=space.exhaustive,
-            trials=space.trials,
+            exhaustive=self.task.space.exhaustive,
+            trials=self.task.space.trials,
             limits=limits,
-            study=study,
+            ledger=ledger,
             progress=progress,
+            is_wanted=is_wanted,
         )
-        return search.run()
 
     def estimate(self) -> Plan:
         """The plan that the pins describe; what they leave open is as usual (see ``outer.usual``), as far as it fits.
@@ -254,6 +244,7 @@ class Planner:
                 *self.evaluator.layouts.mixtures(best.option),
                 *_precision_note(task),
                 *measured_note(self.evaluator, best),
+                *_interrupted_note(outcome),
             ),
         )
 
@@ -331,6 +322,13 @@ def _texts_on(pins: Pins, key: str) -> list[str]:
         return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
 
     return [pin.text for pin in pins.pins if named(pin) == key]
+
+
+def _interrupted_note(outcome: Outcome) -> tuple[str, ...]:
+    """The plan of a search that did not end is not the best of its candidates for sure."""
+    if not outcome.interrupted:
+        return ()
+    return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
 
 
 def _mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:

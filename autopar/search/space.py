@@ -26,8 +26,8 @@ class Space:
         recompute: modes that a block may take.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
             the block's compute time.
-        exhaustive: up to so many candidates are searched to the end by branch and bound; more go to Optuna.
-        trials: of Optuna, where the caller says nothing.
+        exhaustive: up to so many candidates are searched to the end.
+        trials: evaluations in a larger space, where the caller says nothing.
     """
 
     name: str

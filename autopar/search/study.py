@@ -1,100 +1,201 @@
-"""Optuna behind three verbs: enqueue what is known to be good, ask for a candidate, tell how it went."""
+"""The ledger of a search as an Optuna study: in any storage, shared by processes and machines, seen in optuna-dashboard.
+
+A trial is a candidate: RUNNING while a search evaluates it, COMPLETE with the seconds of a step, PRUNED with the seconds
+that it takes at least where it was left unfinished, FAIL with the reason where it has no plan or its search was
+interrupted. A dead search leaves a RUNNING trial, which another takes over. Whoever tells of a trial first is right: both
+evaluated the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.trial import TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autopar.errors import UsageError
 from autopar.search.candidates import Candidate
-from autopar.search.evaluate import Evaluation, Misfit
+from autopar.search.ledger import Told
+from autopar.search.storage import answering, open_storage
 
-_KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule")
+KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule")
 Value = int | str
+_INTERRUPTED = "interrupted"
+_PLACE = "autopar "
+"""Begins the names of the study's attributes that say what it is of."""
 
 
 class Study:
     """A study over a fixed pool of candidates.
 
     Args:
-        storage: an Optuna URL, shared by machines; None for memory.
-        seed: of the sampler.
+        storage, durable: see :func:`autopar.search.storage.open_storage`.
+        name: of the study; one that exists is gone on with.
+        identity: what its times depend on, by name.
 
     Raises:
-        UsageError: the storage cannot be opened.
+        UsageError: the storage cannot be opened; a study of that name is of something else.
     """
 
-    def __init__(self, pool: Sequence[Candidate], *, storage: str | None, seed: int, name: str) -> None:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+    is_shared = True
+
+    def __init__(
+        self,
+        pool: Sequence[Candidate],
+        *,
+        storage: str,
+        name: str,
+        identity: Mapping[str, str],
+        durable: bool = True,
+    ) -> None:
+        self.url, self.name = storage, name
         self.pool = tuple(pool)
-        self.values = {candidate: _values(candidate) for candidate in self.pool}
-        self.distributions: dict[str, BaseDistribution] = {
-            key: CategoricalDistribution(sorted({v[key] for v in self.values.values()}, key=str)) for key in _KEYS
+        self.found: dict[int, Told] = {}
+        self.least_s = math.inf
+        self._params = [params(candidate) for candidate in self.pool]
+        self._index = {tuple(p.values()): i for i, p in enumerate(self._params)}
+        self._distributions: dict[str, BaseDistribution] = {
+            key: CategoricalDistribution(sorted({p[key] for p in self._params}, key=str)) for key in KEYS
         }
-        try:
-            self.study = optuna.create_study(
-                study_name=name,
-                storage=storage,
-                load_if_exists=True,
-                direction="minimize",
-                sampler=optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=16),
-            )
-        except (SQLAlchemyError, ImportError, optuna.exceptions.StorageInternalError) as error:
+        self._running: dict[int, list[int]] = {}  # candidates, with the numbers of their open trials
+        self._mine: dict[int, list[int]] = {}  # candidates that this search evaluates, with the ids of those trials
+        self._begun: set[int] = set()  # those whose trial is this search's own
+        self._read: set[int] = set()
+        self._who = f"{socket.gethostname()}:{os.getpid()}"
+        self.storage = open_storage(storage, durable=durable)
+        with answering(self.url):
+            optuna.create_study(study_name=name, storage=self.storage, load_if_exists=True, direction="minimize")
+            self.id = self.storage.get_study_id_from_name(name)
+            self._introduce(identity)
+
+    def _introduce(self, identity: Mapping[str, str]) -> None:
+        """Say what the study is of, or check that it is of the same.
+
+        Raises:
+            UsageError: names what differs.
+        """
+        known = self.storage.get_study_user_attrs(self.id)
+        for key, text in identity.items():
+            if _PLACE + key not in known:
+                self.storage.set_study_user_attr(self.id, _PLACE + key, text)
+        known = self.storage.get_study_user_attrs(self.id)
+        other = [key for key, text in identity.items() if known[_PLACE + key] != text]
+        if other:
             raise UsageError(
-                "the storage is a database URL that can be opened",
-                value=f"{storage!r}: {str(error).splitlines()[0]}",
-                place="--storage",
-                remedy="write for example sqlite:///study.db",
-            ) from error
-        self.asked: dict[Candidate, optuna.trial.Trial] = {}
-        self.last: optuna.trial.Trial | None = None
+                "a study holds trials of one model, cluster and set of options",
+                value=f"study {self.name!r} with another {', '.join(other)}",
+                place="--study-name",
+                remedy="take another name, or leave it out: then the name says what the study is of",
+            )
 
-    def enqueue(self, candidates: Iterable[Candidate]) -> None:
-        """Ask for these first."""
-        for candidate in candidates:
-            self.study.enqueue_trial(dict(self.values[candidate]))
+    def close(self) -> None:
+        """Give up the connections to the storage."""
+        self.storage.remove_session()
 
-    def ask(self) -> Candidate:
-        """The candidate nearest to what the sampler suggests."""
-        trial = self.study.ask(self.distributions)
-        nearest = min(self.pool, key=lambda c: _distance(self.values[c], trial.params))
-        self.asked[nearest], self.last = trial, trial
-        trial.set_user_attr("candidate", str(nearest))
-        return nearest
+    # --- the ledger
 
-    def tell(self, candidate: Candidate, found: Evaluation | Misfit) -> None:
-        """How it went; a candidate that nobody asked for becomes a trial of its own."""
-        trial = self.asked.pop(candidate, None)
-        if trial is None:
-            self.study.enqueue_trial(dict(self.values[candidate]))
-            trial = self.study.ask(self.distributions)
-            trial.set_user_attr("candidate", str(candidate))
-        if isinstance(found, Evaluation):
-            trial.set_user_attr("peak_memory_bytes", found.prediction.peak_memory_bytes)
-            self.study.tell(trial, found.prediction.step_time_s)
-        else:
-            trial.set_user_attr("reason", found.reason)
-            self.study.tell(trial, state=TrialState.FAIL)
+    def read(self) -> None:
+        """Take in what others have written."""
+        with answering(self.url):
+            trials = self.storage.get_all_trials(self.id, deepcopy=False)
+        self._running = {}
+        for trial in trials:
+            index = self._index.get(tuple(trial.params.get(key, "") for key in KEYS))
+            if index is None or trial.number in self._read:
+                continue
+            if trial.state.is_finished():
+                self._read.add(trial.number)
+                self._take(index, _told(trial))
+            elif trial.state == TrialState.RUNNING:
+                self._running.setdefault(index, []).append(trial.number)
 
-    def tell_slow(self, candidate: Candidate, bound_s: float) -> None:
-        """A candidate whose lower bound is above the best plan."""
-        trial = self.asked.pop(candidate)
-        trial.set_user_attr("reason", f"no faster than {bound_s:.4g} s by its lower bound")
-        self.study.tell(trial, bound_s)
+    def is_running(self, index: int) -> bool:
+        return index in self._running
 
-    def tell_again(self, candidate: Candidate) -> None:
-        """A candidate that was evaluated before."""
-        trial = self.asked.pop(candidate)
-        trial.set_user_attr("reason", "evaluated before")
-        self.study.tell(trial, state=TrialState.PRUNED)
+    def claim(self, index: int, bound_s: float) -> None:
+        """Begin the trial of a candidate, or take over the one that another search has begun."""
+        with answering(self.url):
+            numbers = self._running.get(index, ())
+            self._mine[index] = [self.storage.get_trial_id_from_study_id_trial_number(self.id, n) for n in numbers]
+            if numbers:
+                return
+            attributes = {"candidate": str(self.pool[index]), "by": self._who}
+            steps = {0: bound_s} if math.isfinite(bound_s) else {}
+            self._mine[index] = [self._new(index, TrialState.RUNNING, attributes=attributes, steps=steps)]
+            self._begun.add(index)
+
+    def release(self, index: int) -> None:
+        """End the trial without an outcome; one that another search has begun is left to it."""
+        trials = self._mine.pop(index, [])
+        if index in self._begun:
+            with answering(self.url):
+                self._end(trials, TrialState.FAIL, None, {"reason": _INTERRUPTED})
+
+    def tell(self, index: int, told: Told) -> None:
+        """End the trial; where another search has ended it without an outcome, a new one."""
+        state, value, attributes = _written(told)
+        with answering(self.url):
+            if not self._end(self._mine.pop(index), state, value, attributes):
+                self.read()
+                known = self.found.get(index)
+                if known is None or (told.at_least_s is None and known.at_least_s is not None):
+                    more = {"candidate": str(self.pool[index]), "by": self._who}
+                    self._new(index, state, value=value, attributes={**more, **attributes})
+        self._take(index, told)
+
+    def _take(self, index: int, told: Told | None) -> None:
+        """Keep the outcome that says more: the first one that is not a bound, or else the largest bound."""
+        before = self.found.get(index)
+        if told is None or (before is not None and before.at_least_s is None):
+            return
+        if before is None or told.at_least_s is None or told.at_least_s > (before.at_least_s or 0.0):
+            self.found[index] = told
+        if told.time_s is not None:
+            self.least_s = min(self.least_s, told.time_s)
+
+    # --- trials
+
+    def _new(
+        self,
+        index: int,
+        state: TrialState,
+        *,
+        value: float | None = None,
+        attributes: Mapping[str, str | int],
+        steps: Mapping[int, float] | None = None,
+    ) -> int:
+        trial = create_trial(
+            state=state,
+            value=value,
+            params=dict(self._params[index]),
+            distributions=self._distributions,
+            user_attrs=dict(attributes),
+            intermediate_values=dict(steps or {}),
+        )
+        return self.storage.create_new_trial(self.id, trial)
+
+    def _end(
+        self, trials: Sequence[int], state: TrialState, value: float | None, attributes: Mapping[str, str | int]
+    ) -> bool:
+        """Whether one of them was still open."""
+        ended = False
+        for trial in trials:
+            with suppress(UpdateFinishedTrialError):
+                for key, text in attributes.items():
+                    self.storage.set_trial_user_attr(trial, key, text)
+                self.storage.set_trial_state_values(trial, state, None if value is None else [value])
+                ended = True
+        return ended
 
 
-def _values(candidate: Candidate) -> dict[str, Value]:
+def params(candidate: Candidate) -> dict[str, Value]:
+    """A candidate by the names of :data:`KEYS`: no two of a pool have equal ones."""
     return {
         "pp": candidate.mesh.pp,
         "dp_shard": candidate.mesh.dp_shard,
@@ -107,13 +208,21 @@ def _values(candidate: Candidate) -> dict[str, Value]:
     }
 
 
-def _distance(own: dict[str, Value], asked: dict[str, Value]) -> float:
-    """Doublings between numbers, one for each name that differs."""
-    total = 0.0
-    for key in _KEYS:
-        mine, wanted = own[key], asked[key]
-        if isinstance(mine, int) and isinstance(wanted, int):
-            total += abs(math.log2((mine + 0.5) / (wanted + 0.5)))
-        else:
-            total += mine != wanted
-    return total
+def _written(told: Told) -> tuple[TrialState, float | None, dict[str, str | int]]:
+    if told.time_s is not None:
+        return TrialState.COMPLETE, told.time_s, {"peak_memory_bytes": told.peak_memory_bytes}
+    if told.at_least_s is not None:
+        return TrialState.PRUNED, told.at_least_s, {"reason": f"takes {told.at_least_s:.4g} s or more"}
+    return TrialState.FAIL, None, {"reason": told.reason, "needs_bytes": told.needs_bytes}
+
+
+def _told(trial: FrozenTrial) -> Told | None:
+    """What a finished trial says; None for one that was interrupted."""
+    attributes = trial.user_attrs
+    if trial.state == TrialState.COMPLETE:
+        return Told(time_s=trial.value, peak_memory_bytes=attributes.get("peak_memory_bytes", 0))
+    if trial.state == TrialState.PRUNED:
+        return Told(at_least_s=trial.value)
+    if attributes.get("reason", _INTERRUPTED) == _INTERRUPTED:
+        return None
+    return Told(reason=attributes["reason"], needs_bytes=attributes.get("needs_bytes", 0))

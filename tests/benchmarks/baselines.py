@@ -29,8 +29,8 @@ from autopar.search.outer import Limits
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
-from autopar.search.study import Study
 from autopar.validate.families import Sizes, build
+from tests.benchmarks.tpe import Sampler
 
 TIMES, LEAST_TRIALS, SEED = 10, 100, 0
 
@@ -165,11 +165,11 @@ def random_search(problem: Problem, graph: Graph, trials: int) -> Row:
 def plain_tpe(problem: Problem, graph: Graph, trials: int) -> Row:
     start = time.process_time()
     found = planner(problem, graph)
-    study, made, seen = Study(found.pool, storage=None, seed=SEED, name="plain"), [], set()
+    study, made, seen = Sampler(found.pool, seed=SEED), [], set()
     for _ in range(trials):
         candidate = study.ask()
         evaluation = found.evaluator.evaluate(candidate)
-        study.tell(candidate, evaluation)
+        study.tell(evaluation)
         seen.add(candidate)
         if isinstance(evaluation, Evaluation):
             made.append(evaluation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +14,7 @@ from autopar.errors import RuleError
 from autopar.graph.ir import Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.rules import RuleTable, has_rule, register_rule
 from autopar.rules import missing as found_rules
-from autopar.rules.missing import complete
+from autopar.rules.missing import adopt, complete, own_rules
 from autopar.rules.table import torch_rules
 from autopar.rules.verify import verify_rule
 
@@ -110,3 +111,19 @@ def test_a_declared_rule_is_checked_by_execution() -> None:
     with pytest.raises(RuleError, match="split n"):
         register_rule("aten::cumsum", "b n -> b n", example=(torch.rand(4, 8, dtype=torch.float64), 1), table=table)
     register_rule("autopar_test::gated", "b... n, n -> b... n; linear 0", table=table, check=False)
+
+
+def test_rules_that_are_not_shipped_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of("autopar_test.gated.default", (2, 12, 20), (20,))
+    found, declared = RuleTable(rules=torch_rules()), RuleTable(rules=torch_rules())
+    assert own_rules(graph, table=found) == ()
+    complete(graph, table=found)
+    declared.register("autopar_test::gated", "b c a, a -> b c a")
+    monkeypatch.setattr(found_rules, "discover_rule", None)
+    for table in (found, declared):
+        elsewhere = RuleTable(rules=torch_rules())
+        adopt(pickle.loads(pickle.dumps(own_rules(graph, table=table))), table=elsewhere)
+        complete(graph, table=elsewhere)
+        assert names(elsewhere, graph, 2) == names(table, graph, 2)
+        assert own_rules(graph, table=elsewhere) == own_rules(graph, table=table)
+    assert names(found, graph, 2) != names(declared, graph, 2)

@@ -1,0 +1,91 @@
+"""What is known of the candidates of one search: what came of them, and which are being worked on.
+
+A search alone keeps this to itself (:class:`OwnLedger`); searches that share a storage see each other's
+(:mod:`autopar.search.study`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What came of one candidate: a time, or that it takes no less than one that was known, or why it has no plan.
+
+    Attributes:
+        time_s: of the step of its best plan.
+        at_least_s: it was left unfinished because it takes no less.
+        reason: why it has no plan.
+        needs_bytes: of the leanest plan that was tried, 0 where not known.
+        peak_memory_bytes: of its best plan; for people.
+    """
+
+    time_s: float | None = None
+    at_least_s: float | None = None
+    reason: str = ""
+    needs_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+    def settles(self, best_s: float) -> bool:
+        """Whether nothing more has to be known of the candidate to say if it takes less than ``best_s``."""
+        return self.at_least_s is None or self.at_least_s > best_s
+
+
+class Ledger(Protocol):
+    """Candidates by their position in the pool."""
+
+    is_shared: bool
+
+    def read(self) -> None:
+        """Take in what others have written."""
+
+    @property
+    def found(self) -> Mapping[int, Told]:
+        """What came of the candidates that were evaluated."""
+
+    @property
+    def least_s(self) -> float:
+        """The least time found so far; infinite before there is one."""
+
+    def is_running(self, index: int) -> bool:
+        """Whether another search has claimed a candidate and has not said what came of it: it may be dead."""
+
+    def claim(self, index: int, bound_s: float) -> None:
+        """Say that this search evaluates a candidate, or takes it over from another."""
+
+    def release(self, index: int) -> None:
+        """Say that it does so no more."""
+
+    def tell(self, index: int, told: Told) -> None:
+        """Say what came of it."""
+
+
+class OwnLedger:
+    """For a search that is alone."""
+
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.found: dict[int, Told] = {}
+        self.least_s = math.inf
+
+    def read(self) -> None:
+        """Nobody else writes."""
+
+    def is_running(self, index: int) -> bool:
+        return False
+
+    def claim(self, index: int, bound_s: float) -> None:
+        """Nobody else asks."""
+
+    def release(self, index: int) -> None:
+        """Nobody else asks."""
+
+    def tell(self, index: int, told: Told) -> None:
+        self.found[index] = told
+        if told.time_s is not None:
+            self.least_s = min(self.least_s, told.time_s)
