@@ -28,13 +28,16 @@ from autopar.search.ledger import Ledger, OwnLedger, Told
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
 
+LEVELS = 2
+"""Bounds that a candidate can have after its first one."""
+
 PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed and not told of: without the
 time of the best candidate, which a dead search may have claimed, many worse ones would be evaluated."""
 
 ROUNDING = 1e-6
-"""A bound is below the time of its plan up to rounding (1e-9 of it in the tests): what others found earlier than a search
-alone would have found it cuts off only what is above it by more than this part of it."""
+"""A bound is below the time of its plan up to rounding (1e-9 of it in the tests): the best time cuts off only what is above it
+by more than this part of it, so that ties do not depend on which was evaluated first."""
 
 Progress = Callable[[str, int, int], None]
 """``(what, done, total)``; ``total`` 0 while it is not known."""
@@ -173,31 +176,57 @@ class OuterSearch:
         """Candidates that may be faster than the best plan, in order of their bounds and then of the pool.
 
         The first bound of a candidate needs no layout, the second the quickest one of each block, the third those that
-        the prices of memory make best: each is asked for only when the one before it is the least of all.
+        the prices of memory make best: each is asked for only when the one before it is the least of all. A search
+        that is alone also tries the best of those that share their layouts as soon as it has their last bounds: the
+        sooner there is a good plan, the fewer bounds are asked for. What is chosen in the end is the same.
         """
-        bounds = (self.evaluator.least_bounds_s, self.evaluator.bounds_s)
         heap = [(self.bounds[c], 0, i) for i, c in enumerate(self.pool) if math.isfinite(self.bounds[c])]
         heapq.heapify(heap)
         level = {i: 0 for _, _, i in heap}
         alike: dict[tuple[int, ...], list[int]] = {}
         for i in sorted(level):
             alike.setdefault(_split(self.pool[i]), []).append(i)
+        given = set[int]()
+        for split, own in alike.items():
+            if split[2:] == (1, 1):  # nothing to solve: a first plan to be faster than costs little
+                self._raise(own, 0, level, heap)
+                self._raise(own, 1, level, heap)
+                yield from self._dive(own, given)
         while heap:
             bound, made, i = heapq.heappop(heap)
             if bound >= self._best_s():
                 return
-            if made < level[i]:
+            if made < level[i] or i in given:
                 continue
-            if made == len(bounds):
+            if made == LEVELS:
+                given.add(i)
                 yield i
                 continue
             mine = alike[_split(self.pool[i])]
-            asked = [k for k in mine if level[k] == made and self.bounds[self.pool[k]] < self._best_s()]
-            for k, found in zip(asked, bounds[made]([self.pool[k] for k in asked]), strict=True):
-                level[k] = made + 1
-                self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], found)
-                if math.isfinite(found):
-                    heapq.heappush(heap, (self.bounds[self.pool[k]], made + 1, k))
+            self._raise(mine, made, level, heap)
+            if made + 1 == LEVELS:
+                yield from self._dive(mine, given)
+
+    def _raise(
+        self, places: Sequence[int], made: int, level: dict[int, int], heap: list[tuple[float, int, int]]
+    ) -> None:
+        """The next bound of those of these candidates that have ``made`` and may still be the best."""
+        best_s = self._best_s()
+        asked = [k for k in places if level[k] == made and self.bounds[self.pool[k]] < best_s]
+        some = [self.pool[k] for k in asked]
+        found = self.evaluator.least_bounds_s(some) if made == 0 else self.evaluator.bounds_s(some, best_s)
+        for k, bound in zip(asked, found, strict=True):
+            level[k] = made + 1
+            self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], bound)
+            if math.isfinite(bound):
+                heapq.heappush(heap, (self.bounds[self.pool[k]], made + 1, k))
+
+    def _dive(self, places: Sequence[int], given: set[int]) -> Iterator[int]:
+        """The one that may be the best of these; not where the order is shared, in which it would depend on timing."""
+        first = min(places, key=lambda k: (self.bounds[self.pool[k]], k))
+        if not self.ledger.is_shared and first not in given and self.bounds[self.pool[first]] < self._best_s():
+            given.add(first)
+            yield first
 
     def _catch_up(self, patience: int) -> Iterator[None]:
         """Evaluate what was passed over and still has no outcome ``patience`` evaluations later."""
@@ -248,20 +277,11 @@ class OuterSearch:
     # --- the best
 
     def _chosen(self) -> int | None:
-        """What a search alone finds: in its order the first candidate of the least time, up to where it would have stopped.
-
-        A candidate that this search did not come to (found by an earlier one with other limits) counts where it is
-        faster by more than rounding.
-        """
-        times_s = {i: told.time_s for i, told in self.ledger.found.items() if told.time_s is not None}
-        best, least_s = None, self._limit_s()
-        for i in self.order:
-            if self.bounds[self.pool[i]] >= least_s:
-                break
-            if times_s.get(i, math.inf) < least_s:
-                best, least_s = i, times_s[i]
-        other_s, other = min(((time_s, i) for i, time_s in times_s.items()), default=(math.inf, None))
-        return other if other_s < least_s * (1 - ROUNDING) else best
+        """Of the candidates of the least time the first in the order of bounds, then of the pool."""
+        limit_s = self._limit_s()
+        timed = [(told.time_s, i) for i, told in self.ledger.found.items() if told.time_s is not None]
+        allowed = [(time_s, self.bounds[self.pool[i]], i) for time_s, i in timed if time_s < limit_s]
+        return min(allowed)[2] if allowed else None
 
     def _best(self) -> Evaluation | None:
         """The plan of the chosen candidate, made here where another search found it."""
@@ -280,9 +300,8 @@ class OuterSearch:
         return again
 
     def _best_s(self) -> float:
-        """What a plan has to be faster than."""
-        slack = ROUNDING if self.ledger.is_shared else 0.0
-        return min(self.ledger.least_s * (1 + slack), self._limit_s())
+        """What a plan has to be faster than: ties within rounding are evaluated, for the order to decide."""
+        return min(self.ledger.least_s * (1 + ROUNDING), self._limit_s())
 
     def _limit_s(self) -> float:
         most = self.limits.max_step_time_s
