@@ -14,6 +14,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from autopar.errors import UsageError
 
@@ -80,6 +81,9 @@ def _database(url: str, *, durable: bool) -> RDBStorage:
             )
         parsed = parsed.set(drivername="postgresql+psycopg")
     options: dict[str, Any] = {}
+    if parsed.database not in (None, "", ":memory:"):
+        # evaluations take longer than to connect, and a server has few connections for many workers that are busy elsewhere
+        options["poolclass"] = NullPool
     if parsed.get_backend_name() == "sqlite":
         options["connect_args"] = {"timeout": LOCK_TIMEOUT_S}
         if not durable:

@@ -19,6 +19,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.pool import NullPool
 
 from autopar import api
 from autopar.cluster import Cluster
@@ -41,6 +42,7 @@ from .graphs import mlp
 run = run_fixture
 
 CLUSTER = "cpu:1x4"
+LIMIT_S = 250
 RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
 
 
@@ -88,8 +90,9 @@ def study_of(planner: Planner, url: str) -> Study:
 
 
 def trials_of(url: str) -> list[FrozenTrial]:
-    (summary,) = optuna.get_all_study_summaries(url)
-    return optuna.load_study(study_name=summary.study_name, storage=url).trials
+    storage = optuna.storages.RDBStorage(url, engine_kwargs={"poolclass": NullPool})
+    (summary,) = optuna.get_all_study_summaries(storage)
+    return optuna.load_study(study_name=summary.study_name, storage=storage).trials
 
 
 @pytest.fixture(params=["sqlite", "journal"])
@@ -236,7 +239,7 @@ def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
         "api.search(mlp(), cluster='cpu:1x2', global_batch_size=4, space='quick')\n"
         "print('optuna' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False,
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False,
                           cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)})  # fmt: skip
     assert done.stdout.rstrip() == "False", done.stderr
 
@@ -252,8 +255,6 @@ def test_the_command_names_a_study(run: Run, tmp_path: Path) -> None:
 
 
 # --- processes
-
-LIMIT_S = 250
 
 
 class Doomed(Study):
