@@ -8,7 +8,6 @@ https://arxiv.org/pdf/2104.04473). Stage ``s`` runs on pipeline rank ``s % pp``.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,14 +142,15 @@ def _interleaved(rank: int, pp: int, virtual_stages: int, num_micro_batches: int
     per_round = num_micro_batches // max(1, num_micro_batches // pp)
     total = virtual_stages * num_micro_batches
     warm = min((virtual_stages - 1) * per_round + 2 * (pp - 1 - rank), total)
-    done: dict[tuple[str, int], int] = defaultdict(int)
+    done = {"F": [0] * virtual_stages, "B": [0] * virtual_stages}
     actions = []
 
     def add(kind: Literal["F", "B"], step: int) -> None:
         turn = step // per_round % virtual_stages
-        stage = (turn if kind == "F" else virtual_stages - 1 - turn) * pp + rank
-        actions.append(Action(stage, kind, done[kind, stage]))
-        done[kind, stage] += 1
+        if kind == "B":
+            turn = virtual_stages - 1 - turn
+        actions.append(Action(turn * pp + rank, kind, done[kind][turn]))
+        done[kind][turn] += 1
 
     for step in range(total + warm):
         if step < total:

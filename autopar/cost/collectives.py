@@ -93,7 +93,8 @@ def _shapes(ranks: NDArray[Any], cluster: Cluster) -> tuple[GroupShape, ...]:
     """Shapes of the rows of ``ranks`` [groups, size]."""
     nodes = _nodes(cluster)[ranks]
     columns = [*_spread(nodes), *_crossing(nodes, cluster)]
-    found = np.unique(np.stack([np.asarray(column, dtype=float) for column in columns], axis=1), axis=0)
+    table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
+    found = table[:1] if bool((table == table[0]).all()) else np.unique(table, axis=0)  # mostly all are alike
     size = ranks.shape[1]
     shapes = []
     for num_nodes, fewest, slowest, egress, latency, half in found:
@@ -113,7 +114,8 @@ def _shapes(ranks: NDArray[Any], cluster: Cluster) -> tuple[GroupShape, ...]:
 
 def _nodes(cluster: Cluster) -> NDArray[Any]:
     """The node of each rank."""
-    per_node = [group.devices_per_node for group in cluster.groups for _ in range(group.num_nodes)]
+    groups = cluster.groups
+    per_node = np.repeat([group.devices_per_node for group in groups], [group.num_nodes for group in groups])
     return np.repeat(np.arange(len(per_node)), per_node)
 
 
@@ -128,10 +130,14 @@ def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """The distinct (domain, group) pairs and how many ranks of the group stand in the domain."""
-    groups = np.repeat(np.arange(len(domains)), domains.shape[1])
-    count = len(domains)
-    keys, counts = np.unique(domains.reshape(-1).astype(np.int64) * count + groups, return_counts=True)
-    return keys // count, keys % count, counts
+    count, size = domains.shape
+    if size > 1 and not bool((domains[:, 1:] >= domains[:, :-1]).all()):
+        domains = np.sort(domains, axis=1)
+    begins = np.ones((count, size), dtype=bool)
+    np.not_equal(domains[:, 1:], domains[:, :-1], out=begins[:, 1:])
+    first = np.flatnonzero(begins)
+    counts = np.diff(first, append=count * size)
+    return domains.reshape(-1)[first], first // size, counts
 
 
 def _crossing(nodes: NDArray[Any], cluster: Cluster) -> tuple[NDArray[Any], ...]:

@@ -63,6 +63,17 @@ def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_mi
     return State(parameters=parameters, gradients=gradients, optimizer=kept)
 
 
+def least_state_bytes(data: DataParallel, optimizer_bytes: float, num_micro_batches: int) -> float:
+    """What :func:`state_bytes` gives for an element of a large trained parameter, whose shards are all equal."""
+    storage, share = itemsize(data.precision.storage), 1 / data.mesh.dp_shard
+    total = (storage + optimizer_bytes) * share
+    if data.uses_fsdp and data.zero_stage < 3:
+        total += itemsize(data.precision.compute)
+    if not data.uses_fsdp:
+        return total + storage
+    return total + (itemsize(data.precision.reduce) if data.accumulates(num_micro_batches) else storage * share)
+
+
 def rank_memory(
     stages: Sequence[StageCost],
     units: Sequence[Sequence[Unit]],
@@ -85,7 +96,9 @@ def rank_memory(
         pp_rank: this one.
     """
     _, pp, virtual_stages, num_micro_batches = schedule
-    state = [state_bytes(unit, data, optimizer, num_micro_batches) for stage in units for unit in stage]
+    different = {id(unit): unit for stage in units for unit in stage}
+    states = {key: state_bytes(unit, data, optimizer, num_micro_batches) for key, unit in different.items()}
+    state = [states[id(unit)] for stage in units for unit in stage]
     parameters = sum(s.parameters for s in state)
     gradients = sum(s.gradients for s in state)
     kept = [

@@ -12,10 +12,10 @@ from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
 from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
 from autopar.cost.measured import Measured
-from autopar.cost.memory import StageCost, State, kept_bytes, rank_memory, state_bytes
+from autopar.cost.memory import StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, simulate
-from autopar.cost.stages import StageSums, own_times, stage_sums, stage_times
+from autopar.cost.stages import StageKey, StageSums, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.errors import UsageError
@@ -121,6 +121,11 @@ class CostModel:
         unit = self._unit(block, data)
         return self._moved_s([unit]) + data.tail_s([unit])
 
+    def state_bytes_per_element(self, step: Step) -> float:
+        """The least that a trained element (not of experts over data ranks) takes of each rank that holds its parameter."""
+        data, storage = self._data(step), itemsize(self.precision.storage)
+        return least_state_bytes(data, self.optimizer.bytes_per_element(storage), step.num_micro_batches)
+
     # --- whole plans
 
     @property
@@ -146,7 +151,7 @@ class CostModel:
         """
         data, pp = self._data(step), step.mesh.pp
         virtual_stages = self._virtual_stages(stages, step)
-        units = [self._stage_units(stage, data) for stage in stages]
+        units = self._all_units(stages, data)
         return tuple(
             rank_memory(
                 stages[rank::pp],
@@ -180,44 +185,42 @@ class CostModel:
         """Bytes that one micro-batch keeps on a stage from forward to backward."""
         return kept_bytes(stage, receives=receives, sends=sends)
 
-    def predict(self, stages: Sequence[StageCost], step: Step) -> Prediction:
+    def predict(
+        self, stages: Sequence[StageCost], step: Step, *, memory: tuple[Memory, ...] | None = None
+    ) -> Prediction:
         """Step time and memory of a plan.
 
         Args:
             stages: in order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
             step: how they are run.
+            memory: what :meth:`memory` gives for them, where it is known already.
 
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
         self._virtual_stages(stages, step)
         data, count = self._data(step), step.num_micro_batches
-        units = [self._stage_units(stage, data) for stage in stages]
-        sums = [
-            stage_sums(
-                stage,
-                own,
-                data,
-                share=gathering_share(data, step.schedule, len(stages), count, s),
-                interference=self.device.interference,
-                prelude_s=step.prelude_s,
-                action_s=self.device.overheads.action_s if step.mesh.pp > 1 else 0.0,
-            )
-            for s, (stage, own) in enumerate(zip(stages, units, strict=True))
-        ]
+        units = self._all_units(stages, data)
+        sums = self._all_sums(stages, units, data, step)
         times = stage_times(stages, sums, step, self.collectives)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         once = self._once_s(data, step)
         best: tuple[float, Breakdown] | None = None
+        ties = tied(stages, data)
+        known: dict[tuple[StageKey, ...], dict[str, float]] = {}
         for rank in range(step.mesh.pp):
-            sent = self._gradients_s(stages, data, step, rank)
+            own = tuple(stage_key(stage) for stage in stages[rank :: step.mesh.pp])
+            if own not in known:
+                known[own] = self._gradients_s(stages[rank :: step.mesh.pp], data, step)
+            sent = dict(known[own])
+            sent["data"] += self._ties_s(ties, step, rank)
             sent["data"] += once
             sent["pipeline"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
             parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
             if best is None or parts.total_s > best[0]:
                 best = (parts.total_s, parts)
         assert best is not None
-        return self._prediction(best[1], sums, self.memory(stages, step), step)
+        return self._prediction(best[1], sums, memory or self.memory(stages, step), step)
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -297,12 +300,43 @@ class CostModel:
             units.append(self._unit(block, data) if whole else data.unit(own, self.collectives, self.device))
         return units
 
+    def _all_units(self, stages: Sequence[StageCost], data: DataParallel) -> list[list[Unit]]:
+        """Those of each stage; stages of the same blocks are equal."""
+        known: dict[tuple[int, ...], list[Unit]] = {}
+        for stage in stages:
+            key = tuple(map(id, stage.blocks))
+            if key not in known:
+                known[key] = self._stage_units(stage, data)
+        return [known[tuple(map(id, stage.blocks))] for stage in stages]
+
+    def _all_sums(
+        self, stages: Sequence[StageCost], units: Sequence[Sequence[Unit]], data: DataParallel, step: Step
+    ) -> list[StageSums]:
+        """What each stage spends on one micro-batch."""
+        known: dict[tuple[StageKey, float], StageSums] = {}
+        sums = []
+        for s, (stage, own) in enumerate(zip(stages, units, strict=True)):
+            share = gathering_share(data, step.schedule, len(stages), step.num_micro_batches, s)
+            key = (stage_key(stage), share)
+            if key not in known:
+                known[key] = stage_sums(
+                    stage,
+                    own,
+                    data,
+                    share=share,
+                    interference=self.device.interference,
+                    prelude_s=step.prelude_s,
+                    action_s=self.device.overheads.action_s if step.mesh.pp > 1 else 0.0,
+                )
+            sums.append(known[key])
+        return sums
+
     # --- once a step
 
-    def _gradients_s(self, stages: Sequence[StageCost], data: DataParallel, step: Step, rank: int) -> dict[str, float]:
-        """Exposed sums of gradients that FSDP does not do, on one pipeline rank: of data axes, ``tp`` and ``cp``."""
+    def _gradients_s(self, own: Sequence[StageCost], data: DataParallel, step: Step) -> dict[str, float]:
+        """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
         seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
-        own, size = stages[rank :: step.mesh.pp], itemsize(self.precision.storage)
+        size = itemsize(self.precision.storage)
         blocks = [stage.blocks for stage in own]
         leaving: dict[int, list[Bucket]] = {}
         for bucket in buckets(blocks, step.mesh, data.uses_fsdp, size):
@@ -319,15 +353,17 @@ class CostModel:
                 seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
         for axes, num_bytes in late_sums(blocks, step.mesh, data.uses_fsdp, step.mesh.dp_shard, size).items():
             seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh)
-        for ranks, num_bytes in tied(stages, data).items():
+        return seconds
+
+    def _ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
+        """Sums of the gradients of parameters that several pipeline ranks have (:func:`tied`)."""
+        seconds = 0.0
+        for ranks, num_bytes in ties.items():
             if rank in ranks:
-                axes = ("pp",)
-                whole = len(ranks) == step.mesh.pp
-                seconds["data"] += (
-                    self.collectives.time_s("all_reduce", num_bytes, step.mesh, axes)
-                    if whole
-                    else self.collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
-                )
+                if len(ranks) == step.mesh.pp:
+                    seconds += self.collectives.time_s("all_reduce", num_bytes, step.mesh, ("pp",))
+                else:
+                    seconds += self.collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
         return seconds
 
     def _sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.schedule import Action, dependencies, schedule_actions
+from autopar.schedule import schedule_actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,35 +79,42 @@ class _Compiled:
 @lru_cache(maxsize=64)
 def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> _Compiled:
     actions = schedule_actions(name, pp, virtual_stages, num_micro_batches)
-    last = pp * virtual_stages - 1
-    place: dict[Action, int] = {}
+    stages, m = pp * virtual_stages, num_micro_batches
+    # an action as a number: those of a stage side by side, first its forwards, then its backwards
+    numbers = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]
+    place = [-1] * (2 * stages * m)
     next_of = [0] * pp
     rows: list[tuple[int, int, int, int]] = []
-    waiting: dict[Action, int] = {}
+    waiting: dict[int, int] = {}
     ready = list(range(pp))
     while ready:
         rank = ready.pop()
-        while next_of[rank] < len(actions[rank]):
-            action = actions[rank][next_of[rank]]
-            needs = dependencies(action, last)
-            if needs and needs[0] not in place:
-                waiting[needs[0]] = rank
+        own = numbers[rank]
+        while next_of[rank] < len(own):
+            number = own[next_of[rank]]
+            stage, rest = divmod(number, 2 * m)
+            is_backward = rest >= m
+            need = _needed(number, stage, is_backward, stages, m)
+            before = place[need] if need >= 0 else -1
+            if need >= 0 and before < 0:
+                waiting[need] = rank
                 break
-            place[action] = len(rows)
-            rows.append((rank, place[needs[0]] if needs else -1, *_indices(action, needs, pp)))
+            place[number] = len(rows)
+            made = need // (2 * m)  # the stage before, or the one after
+            message = -1 if need < 0 or made % pp == stage % pp else 2 * made + is_backward
+            rows.append((rank, before, 3 * stage + (is_backward if rest else 2), message))
             next_of[rank] += 1
-            if action in waiting:
-                ready.append(waiting.pop(action))
-    rank_column, need, duration, message = zip(*rows, strict=True)
-    return _Compiled(rank_column, need, duration, message)
+            if number in waiting:
+                ready.append(waiting.pop(number))
+    rank_column, need_column, duration, message_column = zip(*rows, strict=True)
+    return _Compiled(rank_column, need_column, duration, message_column)
 
 
-def _indices(action: Action, needs: tuple[Action, ...], pp: int) -> tuple[int, int]:
-    is_first = action.kind == "F" and action.micro_batch == 0
-    duration = 3 * action.stage + (2 if is_first else int(action.kind == "B"))
-    if not needs or needs[0].stage % pp == action.stage % pp:
-        return duration, -1
-    return duration, 2 * needs[0].stage + (action.kind == "B")
+def _needed(number: int, stage: int, is_backward: bool, stages: int, num_micro_batches: int) -> int:
+    """What :func:`autopar.schedule.dependencies` says, in the numbers of :func:`_compile`; -1 for nothing."""
+    if is_backward:
+        return number - num_micro_batches if stage == stages - 1 else number + 2 * num_micro_batches
+    return number - 2 * num_micro_batches if stage else -1
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:

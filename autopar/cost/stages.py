@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from autopar.cost.block import BlockCost
 from autopar.cost.collectives import CollectiveModel
@@ -11,6 +12,13 @@ from autopar.cost.data_parallel import DataParallel, Unit
 from autopar.cost.memory import StageCost
 from autopar.cost.pipeline import StageTimes
 from autopar.cost.step import Step
+
+StageKey: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]
+
+
+def stage_key(stage: StageCost) -> StageKey:
+    """Equal for stages of the same blocks that recompute alike, for as long as the blocks are there."""
+    return tuple(map(id, stage.blocks)), stage.recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +94,15 @@ def stage_times(
     """What the pipeline simulates of each stage, in order of the model."""
     times = []
     received = 0.0
+    known: dict[int, float] = {}
     for i, (stage, own) in enumerate(zip(stages, sums, strict=True)):
         forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
         before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
         backward_send = before.send_gradient_bytes if before is not None else 0
-        sent, sent_back = (_send_s(size, step, collectives) for size in (forward_send, backward_send))
+        for size in (forward_send, backward_send):
+            if size not in known:
+                known[size] = _send_s(size, step, collectives)
+        sent, sent_back = known[forward_send], known[backward_send]
         waits = sent + received if step.blocking_sends else 0.0
         received = sent
         times.append(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -79,6 +79,7 @@ class Op:
     module: str = ""
     source: str = ""
     layouts: tuple[Layout, ...] = ()
+    _operands: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -86,11 +87,15 @@ class Op:
 
         A rule's ``Strategy.inputs`` has one type for each of these.
         """
+        if self._operands is not None:
+            return self._operands
         found: list[Ref] = []
         _collect(self.args, found)
         if self.kwargs:
             _collect((value for _, value in self.kwargs), found)
-        return tuple(found)
+        operands = tuple(found)
+        object.__setattr__(self, "_operands", operands)  # asked for again and again; follows from the other fields
+        return operands
 
     @property
     def spec(self) -> TensorSpec:
@@ -99,6 +104,8 @@ class Op:
 
     def with_operands(self, refs: tuple[Ref, ...]) -> Op:
         """The same call on other tensors, one for each of :attr:`operands`."""
+        if refs == self.operands:
+            return self
         rest = iter(refs)
         args = tuple(map_refs(arg, lambda _: next(rest)) for arg in self.args)
         kwargs = tuple((key, map_refs(value, lambda _: next(rest))) for key, value in self.kwargs)
@@ -268,18 +275,23 @@ class Graph:
 
     def block_parameters(self, block: Block) -> tuple[Parameter, ...]:
         """Parameters read in the block, in order of first use."""
-        names = dict.fromkeys(r.name for op in self.block_ops(block) for r in op.operands if self.is_parameter(r))
-        return tuple(self.parameter(name) for name in names)
+        key = ("parameters", block.start, block.stop)
+        if key not in self._index.of_block:
+            known = self._index.parameters
+            names = dict.fromkeys(r.name for op in self.block_ops(block) for r in op.operands if r.name in known)
+            self._index.of_block[key] = tuple(known[name] for name in names)
+        found: tuple[Parameter, ...] = self._index.of_block[key]
+        return found
 
     def block_inputs(self, block: Block) -> tuple[Ref, ...]:
         """Live values of earlier blocks that this block reads, in order of first use."""
-        inside = {op.name for op in self.block_ops(block)}
-        refs = (r for op in self.block_ops(block) for r in op.operands)
-        return tuple(
-            dict.fromkeys(
-                r for r in refs if r.name not in inside and not self.is_parameter(r) and not self.is_prelude(r)
-            )
-        )
+        key = ("inputs", block.start, block.stop)
+        if key not in self._index.of_block:
+            others = {op.name for op in self.block_ops(block)} | self._index.free | self._index.parameters.keys()
+            refs = (r for op in self.block_ops(block) for r in op.operands)
+            self._index.of_block[key] = tuple(dict.fromkeys(r for r in refs if r.name not in others))
+        found: tuple[Ref, ...] = self._index.of_block[key]
+        return found
 
     def block_prelude(self, block: Block) -> tuple[Ref, ...]:
         """Inputs, buffers and prelude values that this block reads, in order of first use."""
@@ -288,12 +300,16 @@ class Graph:
 
     def block_outputs(self, block: Block) -> tuple[Ref, ...]:
         """Values of this block that later blocks (or the caller, the loss) read, in order of making."""
-        return tuple(
-            ref
-            for op in self.block_ops(block)
-            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
-            if ref == self.loss or any(user >= block.stop for user in self._index.users.get(ref, ()))
-        )
+        key = ("outputs", block.start, block.stop)
+        if key not in self._index.of_block:
+            self._index.of_block[key] = tuple(
+                ref
+                for op in self.block_ops(block)
+                for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+                if ref == self.loss or self._index.last_use(ref) >= block.stop
+            )
+        found: tuple[Ref, ...] = self._index.of_block[key]
+        return found
 
     def block_mutations(self, block: Block) -> tuple[Mutation, ...]:
         """Buffers whose new value this block makes."""
@@ -313,7 +329,7 @@ class Graph:
             ref
             for op in self.ops[:stop]
             for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
-            if any(user >= stop for user in self.users(ref))
+            if self._index.last_use(ref) >= stop
         )
 
     @property
@@ -328,7 +344,7 @@ class Graph:
 class _Index:
     """Look-ups over one graph, made once."""
 
-    __slots__ = ("block_of", "free", "parameters", "producers", "specs", "users")
+    __slots__ = ("block_of", "free", "of_block", "parameters", "producers", "specs", "users")
 
     def __init__(self, graph: Graph) -> None:
         self.specs: dict[Ref, TensorSpec] = {}
@@ -348,6 +364,13 @@ class _Index:
                 users.setdefault(ref, []).append(position)
         self.users = {ref: tuple(positions) for ref, positions in users.items()}
         self.block_of = {op.name: b.index for b in graph.blocks for op in graph.block_ops(b)}
+        self.of_block: dict[tuple[str, int, int], Any] = {}
+        """What was asked for of the operators between two positions."""
+
+    def last_use(self, ref: Ref) -> int:
+        """Position of the last live operator that reads ``ref``; -1 for none."""
+        users = self.users.get(ref)
+        return users[-1] if users else -1
 
 
 def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:

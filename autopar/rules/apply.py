@@ -192,7 +192,17 @@ class _Sharding:
         layouts: tuple[Layout, ...] = tuple(
             (*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)
         )
-        new = replace(_localize(op.with_operands(operands), strategy, local), outputs=outputs, layouts=layouts)
+        called = _localize(op.with_operands(operands), strategy, local)
+        new = Op(
+            name=called.name,
+            target=called.target,
+            args=called.args,
+            kwargs=called.kwargs,
+            outputs=outputs,
+            module=called.module,
+            source=called.source,
+            layouts=layouts,
+        )
         section.ops.append(new)
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
             self.types[Ref(op.name, i)], self.specs[Ref(op.name, i)] = kind, spec
@@ -345,14 +355,16 @@ class _Sharding:
             return spec
         if kind.dim >= len(spec.shape):
             raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
-        part = spec.shape[kind.dim] / self.typing.size
-        if part.denominator != 1:
+        size = self.typing.size
+        part, rest = divmod(spec.shape[kind.dim] * size.denominator, size.numerator)
+        if rest:
             raise RuleError(
                 f"a split dim divides by the axis ({self.axis}={self.typing.size})",
                 value=f"{kind} of shape {spec.shape}",
                 place=place,
             )
-        return replace(spec, shape=(*spec.shape[: kind.dim], int(part), *spec.shape[kind.dim + 1 :]))
+        shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
+        return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)
 
     def _name(self, wanted: str) -> str:
         name, count = wanted, 1

@@ -38,7 +38,7 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
         op = replace(op, target=strategy.target)
     if strategy.extra:
         op = replace(op, kwargs=(*op.kwargs, *strategy.extra))
-    return replace(op, outputs=local.outputs)
+    return op if op.outputs is local.outputs else replace(op, outputs=local.outputs)
 
 
 def _with_argument(op: Op, position: int, value: Argument) -> Op:

@@ -140,7 +140,7 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
         if mutation.value.name in problem.ops:
             ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
             problem.end(mutation.value, partial(_ends_as, ends))
-    best = problem.solve((), Weights())
+    best = problem.solve_all((), [Weights()])[0]
     value = float(best.table)
     if value == float("inf"):
         raise _mixes(graph, graph.producer(graph.loss), "no choice of strategies fits together")

@@ -119,15 +119,25 @@ class _Columns:
         )
 
 
-def bounds(rows: Sequence[Row]) -> Array:
-    """For each row the step time, in seconds, below which no plan exists; infinite where none fits in memory."""
+def bounds(rows: Sequence[Row], at_most_s: float = np.inf) -> Array:
+    """For each row the step time, in seconds, below which no plan exists; infinite where none fits in memory.
+
+    Args:
+        at_most_s: what is not possible in this time is not looked at more closely: it is then the bound, or infinity.
+    """
     if not rows:
         return np.zeros(0)
     columns = _Columns(rows)
     low = np.array([flow_s(row) for row in rows])
     found = np.where(_possible(columns, np.full(len(rows), np.inf)), low, np.inf)
-    open_ = np.isfinite(found) & ~_possible(columns, low)
-    high = low * 2
+    open_ = np.isfinite(found) & (low < at_most_s)
+    if not open_.any():
+        return found
+    open_ &= ~_possible(columns, low)
+    if np.isfinite(at_most_s) and open_.any():
+        slow = open_ & ~_possible(columns, np.full(len(rows), at_most_s))
+        found, open_ = np.where(slow, at_most_s, found), open_ & ~slow
+    high = np.minimum(low * 2, np.where(open_, at_most_s, np.inf))
     for _ in range(40):  # to where it is possible
         short = open_ & ~_possible(columns, high)
         if not short.any():
@@ -150,11 +160,16 @@ def flow_s(row: Row) -> float:
     virtual stages too, over all stages. A rank's own work gives (m * total + once) / p, and with virtual stages at least
     r blocks stand before rank r.
     """
-    m, pp, stages = row.num_micro_batches, row.pp, row.pp * row.virtual_stages
-    total_s = row.total_s + stages * row.every_s
-    latency = total_s / (1 - (1 - 1 / m) ** stages)
+    stages = row.pp * row.virtual_stages
     before = 0.0 if row.waits else sum(row.before_s)
-    return max(latency, (m * total_s + row.once_s + before) / pp)
+    total_s = row.total_s + stages * row.every_s
+    return least_flow_s(total_s, row.num_micro_batches, row.pp, stages, row.once_s + before)
+
+
+def least_flow_s(total_s: float, num_micro_batches: int, pp: int, stages: int, once_s: float = 0.0) -> float:
+    """:func:`flow_s` from the seconds of a micro-batch on all ranks together; ``once_s`` of all of them once a step."""
+    latency = total_s / (1 - (1 - 1 / num_micro_batches) ** stages)
+    return max(latency, (num_micro_batches * total_s + once_s) / pp)
 
 
 def _possible(c: _Columns, time_s: Array) -> NDArray[np.bool_]:

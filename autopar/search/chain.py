@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -22,7 +23,7 @@ from autopar.layout import Type
 from autopar.plan import AxisTyping
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact
-from autopar.search.elimination import Energy, Factor, marginalise
+from autopar.search.elimination import Energy, Factor, Prepared, Table, prepare
 from autopar.search.intra import (
     MAX_BOUNDARY_STATES,
     AxisCosts,
@@ -33,24 +34,39 @@ from autopar.search.intra import (
     boundary_of,
     crossing_types,
 )
-from autopar.search.problem import Choice, Weights, rests_of
+from autopar.search.problem import Weights, rests_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSolution:
     """A typing of a whole compact graph.
 
-    ``value``: what it costs under the weights that it was found with; ``blocks``: for each block of the compact graph.
+    ``value``: what it costs under the weights that it was found with; ``blocks``: for each block of the compact graph;
+    ``time_s``: of a micro-batch, forward and backward, of all blocks that the graph stands for, without what is done
+    once a step.
     """
 
     typing: Typing
     blocks: tuple[AxisTyping, ...]
     value: float
+    time_s: float
 
     @property
     def signature(self) -> tuple[object, ...]:
         """Equal for equal typings."""
         return tuple((b.strategies, b.parameters) for b in self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Chain:
+    """What the energy of the chain has apart from the tables of the blocks.
+
+    ``variables``: of the values and parameters; ``equal``: tables that keep pairs of values of one type.
+    """
+
+    variables: Mapping[Ref | str, int]
+    equal: tuple[Table, ...]
+    prepared: Prepared
 
 
 class AxisSolver:
@@ -84,12 +100,12 @@ class AxisSolver:
         self.types = crossing_types(graph, self.boundaries, size)
         self.twins = self._untie()
         self.problems: dict[object, BlockProblem] = {}
-        self.of_block: list[BlockProblem] = []
-        for i, block in enumerate(graph.blocks):
-            key = self._key(i)
+        self.keys = [self._key(i) for i in range(len(graph.blocks))]
+        for block, key, boundary in zip(graph.blocks, self.keys, self.boundaries, strict=True):
             if key not in self.problems:
-                self.problems[key] = BlockProblem(graph, block, self.costs, self.rests, self.types, self.boundaries[i])
-            self.of_block.append(self.problems[key])
+                self.problems[key] = BlockProblem(graph, block, self.costs, self.rests, self.types, boundary)
+        self._made: _Chain | None = None
+        self._known: dict[tuple[tuple[int, ...], ...], AxisSolution] = {}
 
     def _untie(self) -> list[tuple[int, int]]:
         """Blocks that are one module called again, where its parameters are too many to have a table over their types.
@@ -129,38 +145,67 @@ class AxisSolver:
         Raises:
             InfeasibleError: none fits together.
         """
-        graph = self.compact.graph
-        tables = {id(p): p.solve(weights) for p in self.problems.values()}
-        variables: dict[Ref | str, int] = {}
-        sizes: list[int] = []
-        factors: list[Factor] = []
-        for i, boundary in enumerate(self.boundaries):
-            table = tables[id(self.of_block[i])].table
-            keys = _keys(boundary)
-            for key, count in zip(keys, table.shape, strict=True):
-                if key not in variables:
-                    variables[key] = len(sizes)
-                    sizes.append(count)
-            scope = tuple(variables[key] for key in keys)
-            factors.append(Factor(scope=scope, table=table * len(self.compact.members[i])))
-        for a, b in (*self.compact.alike, *self._twin_values()):
-            if a != b and a in variables and b in variables:
-                factors.append(self._equal(a, b, variables))
-        best = marginalise(Energy(sizes=tuple(sizes), factors=tuple(factors)), ())
-        if np.isinf(best.table):
-            raise InfeasibleError(f"the blocks have typings on axis {self.axis} that fit together", value=graph.name)
-        chosen = best.decode(())
-        choices = []
-        for i, boundary in enumerate(self.boundaries):
-            index = tuple(chosen[variables[k]] for k in _keys(boundary))
-            problem = self.of_block[i]
-            choices.append(problem.choice(tables[id(problem)], index))
-        return self._solution(choices, float(best.table))
+        return self.solve_all([weights])[0]
 
-    def least_s(self) -> tuple[float, ...]:
-        """For each block the time of a micro-batch in its quickest typing, whatever the others'."""
-        least = {id(p): float(p.solve(Weights()).table.min()) for p in self.problems.values()}
-        return tuple(least[id(problem)] for problem in self.of_block)
+    def solve_all(self, weights: Sequence[Weights]) -> list[AxisSolution]:
+        """The best typing under each of these.
+
+        Raises:
+            InfeasibleError: none fits together.
+        """
+        tables = {key: problem.solve_all(weights) for key, problem in self.problems.items()}
+        of_block = [tables[key] for key in self.keys]
+        counts = [len(members) for members in self.compact.members]
+        stacked = [np.stack([m.table for m in own]) * n for own, n in zip(of_block, counts, strict=True)]
+        chain = self._chain([table[0] for table in stacked])
+        found = []
+        for i, best in enumerate(chain.prepared.solve_all([*stacked, *(t[None] for t in chain.equal)], len(weights))):
+            if np.isinf(best.table):
+                law = f"the blocks have typings on axis {self.axis} that fit together"
+                raise InfeasibleError(law, value=self.compact.graph.name)
+            chosen = best.decode(())
+            assignments = tuple(
+                own[i].decode(tuple(chosen[chain.variables[k]] for k in _keys(boundary)))
+                for own, boundary in zip(of_block, self.boundaries, strict=True)
+            )
+            if assignments not in self._known:
+                self._known[assignments] = self._solution(assignments)
+            found.append(replace(self._known[assignments], value=float(best.table)))
+        return found
+
+    def quickest(self) -> AxisSolution:
+        """The typing of the quickest micro-batch, whatever it keeps.
+
+        Raises:
+            InfeasibleError: none fits together.
+        """
+        return self._quickest
+
+    @cached_property
+    def _quickest(self) -> AxisSolution:
+        return self.solve(Weights())
+
+    def _chain(self, tables: Sequence[Table]) -> _Chain:
+        """The energy of the chain; what is forbidden in it is so at every price."""
+        if self._made is None:
+            variables: dict[Ref | str, int] = {}
+            sizes: list[int] = []
+            factors: list[Factor] = []
+            for boundary, table in zip(self.boundaries, tables, strict=True):
+                keys = _keys(boundary)
+                for key, count in zip(keys, table.shape, strict=True):
+                    if key not in variables:
+                        variables[key] = len(sizes)
+                        sizes.append(count)
+                factors.append(Factor(scope=tuple(variables[key] for key in keys), table=table))
+            equal = [
+                self._equal(a, b, variables)
+                for a, b in (*self.compact.alike, *self._twin_values())
+                if a != b and a in variables and b in variables
+            ]
+            prepared = prepare(Energy(sizes=tuple(sizes), factors=(*factors, *equal)), ())
+            self._made = _Chain(variables=variables, equal=tuple(f.table for f in equal), prepared=prepared)
+        return self._made
 
     def _twin_values(self) -> Iterator[tuple[Ref, Ref]]:
         for i, j in self.twins:
@@ -171,14 +216,16 @@ class AxisSolver:
         table = np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]])
         return Factor(scope=(variables[a], variables[b]), table=table)
 
-    def _solution(self, choices: Sequence[Choice], value: float) -> AxisSolution:
+    def _solution(self, assignments: Sequence[tuple[int, ...]]) -> AxisSolution:
         """Choices of the block that a table was made for, carried over to each block that shares it."""
-        graph = self.compact.graph
+        graph, time_s = self.compact.graph, 0.0
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, Type] = {}
         blocks = []
         for i, block in enumerate(graph.blocks):
-            model, choice = self.of_block[i].block, choices[i]
+            solved = self.problems[self.keys[i]]
+            model, choice = solved.block, solved.problem.choice(assignments[i], 0.0)
+            time_s += len(self.compact.members[i]) * solved.problem.time_s(assignments[i])
             pairs = zip(graph.block_ops(block), graph.block_ops(model), strict=True)
             mine = [(op.name, choice.strategies[other.name]) for op, other in pairs]
             owned = zip(graph.block_parameters(block), graph.block_parameters(model), strict=True)
@@ -196,7 +243,7 @@ class AxisSolver:
                 )
             )
         typing = Typing(axis=self.axis, size=Fraction(self.size), strategies=strategies, parameters=parameters)
-        return AxisSolution(typing=typing, blocks=tuple(blocks), value=value)
+        return AxisSolution(typing=typing, blocks=tuple(blocks), value=0.0, time_s=time_s)
 
 
 def _keys(boundary: Boundary) -> list[Ref | str]:

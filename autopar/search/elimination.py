@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import inf, log2, prod
 
@@ -23,6 +24,9 @@ MAX_TABLE_ENTRIES = 1 << 23
 MANY_ENTRIES = 1 << 19
 """A table that is worth the search for a better order."""
 ORDERS = 32
+
+MAX_SIDE_BY_SIDE = 1 << 20
+"""Entries of the tables of several energies that are eliminated at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,6 +102,7 @@ class Prepared:
         states: for each variable the states that some assignment may take.
         order: of elimination; None where the tables would grow too large.
         keep: variables that stay.
+        largest: entries of the largest table on the way.
     """
 
     sizes: tuple[int, ...]
@@ -105,33 +110,55 @@ class Prepared:
     states: tuple[NDArray[np.intp], ...]
     order: tuple[int, ...] | None
     keep: tuple[int, ...]
+    largest: int
 
     def solve(self, tables: Sequence[Table]) -> Marginal:
         """The marginal of the energy with these tables, which forbid what those it was prepared for forbid."""
-        full = np.full([self.sizes[k] for k in self.keep], np.inf)
+        return self.solve_all([table[None] for table in tables], 1)[0]
+
+    def solve_all(self, tables: Sequence[Table], count: int) -> list[Marginal]:
+        """The marginals of several energies at once, each the same as alone.
+
+        Args:
+            tables: with one more dim in front, as long as there are energies, or 1 where a table is that of all.
+            count: of the energies.
+        """
+        shape = [self.sizes[k] for k in self.keep]
         if any(len(s) == 0 for s in self.states):
-            return Marginal(table=full, decode=lambda _: ())
-        factors = tuple(
-            Factor(scope=scope, table=self.restrict(scope, table))
-            for scope, table in zip(self.scopes, tables, strict=True)
-        )
-        energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
+            return [Marginal(table=np.full(shape, np.inf), decode=lambda _: ()) for _ in range(count)]
+        kept = [self.restrict(scope, table, 1) for scope, table in zip(self.scopes, tables, strict=True)]
+        some = max(1, MAX_SIDE_BY_SIDE // self.largest) if self.order is not None else 1
+        found: list[Marginal] = []
+        for start in range(0, count, some):
+            part = [table if len(table) == 1 else table[start : start + some] for table in kept]
+            found += self._solved(part, min(some, count - start))
+        return found
+
+    def _solved(self, tables: Sequence[Table], count: int) -> list[Marginal]:
+        sizes = tuple(len(s) for s in self.states)
         if self.order is not None:
-            small, decode_small = _eliminate(energy, self.order, self.keep)
+            small, decode_small = _eliminate(sizes, self.scopes, tables, self.order, self.keep)
         else:
-            small, decode_small = _by_milp(energy, self.keep)
-        full[np.ix_(*(self.states[k] for k in self.keep))] = small
+            factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
+            one, decode_one = _by_milp(Energy(sizes=sizes, factors=factors), self.keep)
+            small, decode_small = one[None], lambda _, index: decode_one(index)
+        full = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
+        full[np.ix_(np.arange(count), *(self.states[k] for k in self.keep))] = small
         back = [{int(state): i for i, state in enumerate(self.states[k])} for k in self.keep]
 
-        def decode(index: tuple[int, ...]) -> tuple[int, ...]:
-            found = decode_small(tuple(lookup[i] for lookup, i in zip(back, index, strict=True)))
+        def decode(which: int, index: tuple[int, ...]) -> tuple[int, ...]:
+            found = decode_small(which, tuple(lookup[i] for lookup, i in zip(back, index, strict=True)))
             return tuple(int(s[i]) for s, i in zip(self.states, found, strict=True))
 
-        return Marginal(table=full, decode=decode)
+        return [Marginal(table=full[i], decode=partial(decode, i)) for i in range(count)]
 
-    def restrict(self, scope: tuple[int, ...], table: Table) -> Table:
-        """A table over the states that are left; one that is restricted already stays as it is."""
-        for axis, v in enumerate(scope):
+    def restrict(self, scope: tuple[int, ...], table: Table, before: int = 0) -> Table:
+        """A table over the states that are left; one that is restricted already stays as it is.
+
+        Args:
+            before: dims of the table in front of those of ``scope``.
+        """
+        for axis, v in enumerate(scope, before):
             if len(self.states[v]) != table.shape[axis]:
                 table = table.take(self.states[v], axis=axis)
         return table
@@ -147,6 +174,7 @@ def prepare(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TAB
         states=tuple(states),
         order=order if largest <= max_entries else None,
         keep=keep,
+        largest=largest,
     )
 
 
@@ -213,52 +241,54 @@ def _greedy(
     return tuple(order), largest
 
 
-def _aligned(factor: Factor, scope: Sequence[int], sizes: Sequence[int]) -> Table:
-    """The factor's table with a dim for every variable of ``scope`` (size 1 where it has none)."""
+def _sum(parts: Sequence[tuple[tuple[int, ...], Table]], scope: Sequence[int], sizes: Sequence[int]) -> Table:
+    """The sum of tables over ``scope``, the energies side by side in front."""
     position = {v: i for i, v in enumerate(scope)}
-    axes = sorted(range(len(factor.scope)), key=lambda i: position[factor.scope[i]])
-    mine = set(factor.scope)
-    return factor.table.transpose(axes).reshape([sizes[v] if v in mine else 1 for v in scope])
-
-
-def _sum(factors: Sequence[Factor], scope: Sequence[int], sizes: Sequence[int]) -> Table:
-    total = np.zeros([sizes[v] for v in scope])
-    for factor in factors:
-        total += _aligned(factor, scope, sizes)
+    total = np.zeros([max((len(t) for _, t in parts), default=1), *(sizes[v] for v in scope)])
+    for own, table in parts:
+        axes = [0, *(1 + i for i in sorted(range(len(own)), key=lambda i: position[own[i]]))]
+        mine = set(own)
+        total += table.transpose(axes).reshape([len(table), *(sizes[v] if v in mine else 1 for v in scope)])
     return total
 
 
 def _eliminate(
-    energy: Energy, order: Sequence[int], keep: tuple[int, ...]
-) -> tuple[Table, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """Minimise over the variables of ``order`` one by one, remembering the best state for each context."""
-    buckets: list[dict[int, Factor]] = [{} for _ in energy.sizes]
-    alive: dict[int, Factor] = dict(enumerate(energy.factors))
+    sizes: Sequence[int],
+    scopes: Sequence[tuple[int, ...]],
+    tables: Sequence[Table],
+    order: Sequence[int],
+    keep: tuple[int, ...],
+) -> tuple[Table, Callable[[int, tuple[int, ...]], tuple[int, ...]]]:
+    """Minimise over the variables of ``order`` one by one, remembering the best state for each context.
+
+    ``tables`` have the energies side by side in front; the decoder takes which of them it is asked for.
+    """
+    buckets: list[dict[int, tuple[tuple[int, ...], Table]]] = [{} for _ in sizes]
+    alive = dict(enumerate(zip(scopes, tables, strict=True)))
     for key, factor in alive.items():
-        for v in factor.scope:
+        for v in factor[0]:
             buckets[v][key] = factor
     choices: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
     for v in order:
         bucket = list(buckets[v].items())
-        scope = tuple(sorted({u for _, f in bucket for u in f.scope} - {v}))
-        total = _sum([f for _, f in bucket], (*scope, v), energy.sizes)
-        for key, factor in bucket:
+        scope = tuple(sorted({u for _, (own, _) in bucket for u in own} - {v}))
+        total = _sum([factor for _, factor in bucket], (*scope, v), sizes)
+        for key, (own, _) in bucket:
             del alive[key]
-            for u in factor.scope:
+            for u in own:
                 del buckets[u][key]
         choices.append((v, scope, np.argmin(total, axis=-1)))
-        made = Factor(scope=scope, table=np.min(total, axis=-1))
-        key = len(energy.factors) + len(choices)
-        alive[key] = made
+        key = len(tables) + len(choices)
+        alive[key] = scope, np.min(total, axis=-1)
         for u in scope:
-            buckets[u][key] = made
-    table = _sum(list(alive.values()), keep, energy.sizes)
+            buckets[u][key] = alive[key]
+    table = _sum(list(alive.values()), keep, sizes)
 
-    def decode(index: tuple[int, ...]) -> tuple[int, ...]:
+    def decode(which: int, index: tuple[int, ...]) -> tuple[int, ...]:
         found = dict(zip(keep, index, strict=True))
         for v, scope, best in reversed(choices):
-            found[v] = int(best[tuple(found[u] for u in scope)])
-        return tuple(found[v] for v in range(len(energy.sizes)))
+            found[v] = int(best[(which if len(best) > 1 else 0, *(found[u] for u in scope))])
+        return tuple(found[v] for v in range(len(sizes)))
 
     return table, decode
 

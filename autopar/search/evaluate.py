@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.model import CostModel, StageCost, Step
@@ -12,11 +12,12 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import Prediction, Recompute
 from autopar.schedule import live_peaks
-from autopar.search.bounds import bounds
+from autopar.search.bounds import bounds, least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
-from autopar.search.layouts import Layouts, Option
+from autopar.search.layouts import Layouts
+from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
@@ -67,12 +68,14 @@ class Evaluator:
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
         self._shapes: dict[tuple[int, ...], CutShape] = {}
+        self._held: dict[tuple[str, int, int, int], list[int]] = {}
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes
         )
-        self._bounds: dict[tuple[Candidate, int], float] = {}
+        self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
+        """Of a candidate in a layout, and whether it is of its priced blocks."""
 
     # --- bounds
 
@@ -85,29 +88,69 @@ class Evaluator:
         return [float(bound) for bound in bounds(rows)]
 
     def least_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """As :meth:`ideal_bounds_s`, with collectives: for each block the time of its quickest layout."""
-        rows = []
-        for candidate in candidates:
-            whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            least = self.layouts.least_times_s(candidate.micro_batch_size, candidate.mesh)
-            rows.append(self.rows.ideal(candidate, whole, self.step(candidate, whole), least))
-        return [float(bound) for bound in bounds(rows)]
+        """For each candidate seconds below which no layout gives a plan: with collectives, but with all memory it wants."""
+        least = {
+            s: self.layouts.quickest_s(s)
+            for s in dict.fromkeys(split_of(c.micro_batch_size, c.mesh) for c in candidates)
+        }
+        found = []
+        for c in candidates:
+            time_s = least[split_of(c.micro_batch_size, c.mesh)]
+            found.append(least_flow_s(time_s, c.num_micro_batches, c.mesh.pp, c.mesh.pp * c.virtual_stages))
+        return found
 
-    def bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit."""
-        options: list[list[Option]] = []
+    def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
+        """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
+
+        Args:
+            at_most_s: layouts that are slower by a first bound are not priced: that bound is theirs.
+        """
+        loads: dict[Split, list[Load]] = {}
         for candidate in candidates:
+            loads.setdefault(split_of(candidate.micro_batch_size, candidate.mesh), []).append(_load(candidate))
+        for split, own in loads.items():
             try:
-                options.append(list(self._front(candidate)))
+                self.layouts.solve_ahead(split, own)
             except InfeasibleError:  # told with its reason when the candidate is evaluated
-                options.append([])
-        asked = [(c, o) for c, own in zip(candidates, options, strict=True) for o in own]
-        asked = [(c, o) for c, o in asked if (c, id(o)) not in self._bounds]
-        found = bounds([self.rows.exact(c, o, self.step(c, o)) for c, o in asked])
-        self._bounds |= {(c, id(o)): float(bound) for (c, o), bound in zip(asked, found, strict=True)}
+                continue
+        drafts = [self._drafts(candidate) for candidate in candidates]
+        self._price([(c, d) for c, own in zip(candidates, drafts, strict=True) for d in own], at_most_s)
         return [
-            min((self._bounds[c, id(o)] for o in own), default=0.0) for c, own in zip(candidates, options, strict=True)
+            min((self._bounds[candidate, id(draft)][0] for draft in own), default=0.0)
+            for candidate, own in zip(candidates, drafts, strict=True)
         ]
+
+    def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
+        """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
+        asked = []
+        for candidate, draft in pairs:
+            key = (candidate, id(draft))
+            if key not in self._bounds:
+                self._bounds[key] = (self._draft_s(candidate, draft), False)
+            known, is_priced = self._bounds[key]
+            if not is_priced and known < at_most_s:
+                asked.append((candidate, draft, self.layouts.option(draft)))
+        found = bounds([self.rows.exact(c, o, self.step(c, o)) for c, _, o in asked], at_most_s)
+        for (candidate, draft, _), bound in zip(asked, found, strict=True):
+            known, _ = self._bounds[candidate, id(draft)]
+            self._bounds[candidate, id(draft)] = (max(float(bound), known), True)
+
+    def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
+        self._price([(candidate, draft)], at_most_s)
+        return self._bounds[candidate, id(draft)]
+
+    def _drafts(self, candidate: Candidate) -> tuple[Draft, ...]:
+        """Its layouts before they are priced; none where there is none, which its evaluation explains."""
+        try:
+            return self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), _load(candidate))
+        except InfeasibleError:
+            return ()
+
+    def _draft_s(self, candidate: Candidate, draft: Draft) -> float:
+        if not draft.time_s:
+            return 0.0
+        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        return self.rows.draft_s(candidate, draft, whole, self.step(candidate, whole))
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""
@@ -125,15 +168,16 @@ class Evaluator:
             return self._done[candidate]
         best: Evaluation | None = None
         failures: list[_Failure] = []
-        self.bounds_s([candidate])
         try:
-            for option in self._front(candidate):
+            drafts = self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), _load(candidate))
+            for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
-                bound = self._bounds[candidate, id(option)]
-                if least <= bound < float("inf"):
+                bound = self._bound(candidate, draft, least)[0]
+                # one that cannot fit says how much it needs where there is nothing else to say
+                if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(_Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, option, least, fits=bound < float("inf"))
+                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
                 if isinstance(found, _Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -169,10 +213,6 @@ class Evaluator:
         self._done[found.candidate] = found
         return found
 
-    def _front(self, candidate: Candidate) -> Iterator[Option]:
-        in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
-        return self.layouts.front(candidate.micro_batch_size, candidate.mesh, candidate.num_micro_batches, in_flight)
-
     def step(self, candidate: Candidate, option: Option) -> Step:
         """How the cost model sees a candidate."""
         return Step(
@@ -207,10 +247,14 @@ class Evaluator:
                 return _Failure(needs_bytes=needs or self._leanest(candidate, option, step, cutter))
             if self._busy_s(cut, cutter, candidate) >= at_most_s:
                 return _Failure(is_slow=True)
-            memory = self.model.memory(self._stages(cut.stops, cut.modes, option), step)
+            made = self._stages(cut.stops, cut.modes, option)
+            memory = self.model.memory(made, step)
             needs = max(m.total for m in memory)
             if needs <= self.limit_bytes:
-                return self._evaluation(candidate, option, cut, step)
+                prediction = self.model.predict(made, step, memory=memory)
+                return Evaluation(
+                    candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction
+                )
             for rank, found in enumerate(memory):
                 over = found.total - self.limit_bytes
                 for s in range(rank, stages, candidate.mesh.pp):
@@ -239,10 +283,6 @@ class Evaluator:
                 ranks[s % candidate.mesh.pp] += own.time_s
         return candidate.num_micro_batches * max(ranks)
 
-    def _evaluation(self, candidate: Candidate, option: Option, cut: Cut, step: Step) -> Evaluation:
-        prediction = self.model.predict(self._stages(cut.stops, cut.modes, option), step)
-        return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
-
     def _leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
         """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
         n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
@@ -263,12 +303,15 @@ class Evaluator:
         device = self.model.device
         limit = (self.limit_bytes - device.reserved_bytes) / (1 + device.fragmentation)
         pp, v = candidate.mesh.pp, candidate.virtual_stages
-        held = [0] * (pp * v)
-        for rank in range(pp):
-            for counts in live_peaks(candidate.schedule, pp, v, candidate.num_micro_batches, rank):
-                for turn, count in enumerate(counts):
-                    held[turn * pp + rank] = max(held[turn * pp + rank], count)
-        return [limit / v] * (pp * v), held
+        key = (candidate.schedule, pp, v, candidate.num_micro_batches)
+        if key not in self._held:
+            held = [0] * (pp * v)
+            for rank in range(pp):
+                for counts in live_peaks(*key, rank):
+                    for turn, count in enumerate(counts):
+                        held[turn * pp + rank] = max(held[turn * pp + rank], count)
+            self._held[key] = held
+        return [limit / v] * (pp * v), self._held[key]
 
     def _cut_blocks(self, option: Option, step: Step) -> list[CutBlock]:
         """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
@@ -305,6 +348,11 @@ class Evaluator:
                 )
             )
         return CutBlock(key=key, options=tuple(options), static_bytes=self.model.block_state(cost, step).total)
+
+
+def _load(candidate: Candidate) -> Load:
+    in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
+    return Load(num_micro_batches=candidate.num_micro_batches, in_flight=in_flight)
 
 
 def readable(num_bytes: float) -> str:

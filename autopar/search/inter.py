@@ -187,20 +187,30 @@ class StageCutter:
         if np.isinf(bottleneck):
             return None
         least_sum, _ = _forward(tables, n, np.add)
-        bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in tables]))
+        different = list({id(t): t for t in tables}.values())
+        bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in different]))
         best: tuple[float, list[int]] | None = None
         for bound in bounds[bounds >= bottleneck]:
             if best is not None and least_sum + (num_micro_batches - 1) * bound >= best[0]:
                 break
-            total, stops = _forward([np.where(t <= bound, t, np.inf) for t in tables], n, np.add)
+            below = {id(t): np.where(t <= bound, t, np.inf) for t in different}
+            bounded = [below[id(t)] for t in tables]
+            total, before = _forward(bounded, n, np.add)
+            if best is not None and total + (num_micro_batches - 1) * bottleneck >= best[0]:
+                continue  # no stage is quicker than the bottleneck
+            stops = _stops(bounded, n, before)
             slowest = max(t[i, j] for t, i, j in zip(tables, [0, *stops], stops, strict=False))
             value = total + (num_micro_batches - 1) * float(slowest)
             if best is None or value < best[0]:
                 best = value, stops
         assert best is not None
         modes: list[Recompute] = []
+        chosen: dict[tuple[int, int, float], Array] = {}
         for s, (start, stop) in enumerate(zip([0, *best[1]], best[1], strict=False)):
-            modes += self._modes(start, stop, in_flight[s], limit_bytes[s])
+            key = (int(self.shape.which[start, stop]), in_flight[s], limit_bytes[s])
+            if key not in chosen:
+                chosen[key] = self._recomputed(*key)
+            modes += self._modes(start, stop, chosen[key])
         return Cut(stops=tuple(best[1]), modes=tuple(modes), time_s=best[0])
 
     def _tables(self, stages: int, in_flight: Sequence[int], limits: Sequence[float]) -> list[Array]:
@@ -230,12 +240,16 @@ class StageCutter:
             allowed &= (start <= min(mine)) & (stop > max(mine))
         return np.where(allowed, table, np.inf)
 
-    def _modes(self, start: int, stop: int, in_flight: int, limit_bytes: float) -> list[Recompute]:
-        kind = int(self.shape.which[start, stop])
+    def _recomputed(self, kind: int, in_flight: int, limit_bytes: float) -> Array:
+        """How many blocks of each key of a stage of this kind take their second option."""
         begin = int(self.first[kind])
         span = slice(begin, begin + int(self.choices.lengths[kind]))
         best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes, span)))
-        left = dict(zip(self.shape.keys, (int(c) for c in self.choices.second[best]), strict=True))
+        found: Array = self.choices.second[best]
+        return found
+
+    def _modes(self, start: int, stop: int, recomputed: Array) -> list[Recompute]:
+        left = dict(zip(self.shape.keys, (int(c) for c in recomputed), strict=True))
         modes: list[Recompute] = []
         for block in self.blocks[start:stop]:
             second = left[block.key] > 0
@@ -263,16 +277,20 @@ def _choices(limits: NDArray[np.int64], gains: Sequence[float]) -> NDArray[np.in
     return np.array(made)
 
 
-def _forward(tables: Sequence[Array], n: int, combine: np.ufunc) -> tuple[float, list[int]]:
-    """The dynamic program: least ``combine`` of the stages' times for blocks 0:n, and where the stages stop."""
+def _forward(tables: Sequence[Array], n: int, combine: np.ufunc) -> tuple[float, list[Array]]:
+    """The dynamic program: least ``combine`` of the stages' times for blocks 0:n, and that of each prefix before each stage."""
     best = np.full(n + 1, np.inf)
     best[0] = 0.0
-    came: list[NDArray[np.intp]] = []
+    before, through = [], np.empty((n + 1, n + 1))
     for table in tables:
-        through = combine(best[:, None], table)
-        came.append(np.argmin(through, axis=0))
-        best = np.min(through, axis=0)
+        before.append(best)
+        best = combine(best[:, None], table, out=through).min(axis=0)
+    return float(best[n]), before
+
+
+def _stops(tables: Sequence[Array], n: int, before: Sequence[Array]) -> list[int]:
+    """Where the stages of the least sum stop."""
     stops = [n]
-    for back in reversed(came[1:]):
-        stops.append(int(back[stops[-1]]))
-    return float(best[n]), stops[::-1]
+    for table, best in zip(reversed(tables[1:]), reversed(before[1:]), strict=True):
+        stops.append(int(np.argmin(best + table[:, stops[-1]])))
+    return stops[::-1]

@@ -20,7 +20,7 @@ from autopar.layout import I, P, R, Type
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
 from autopar.search.elimination import Marginal
-from autopar.search.problem import FREE, MAX_EXTRAS, Choice, Cost, Problem, Weights, rests_of, types_of
+from autopar.search.problem import FREE, MAX_EXTRAS, Cost, Problem, Weights, rests_of, types_of
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -204,13 +204,9 @@ class BlockProblem:
         """The types at rest that a parameter may have."""
         return self.rests.get(parameter.name) or rests_of(parameter.spec, self.costs.size)
 
-    def solve(self, weights: Weights) -> Marginal:
-        """The table over (inputs, outputs, shared parameters)."""
-        return self.problem.solve(self.keep, weights)
-
-    def choice(self, marginal: Marginal, index: tuple[int, ...]) -> Choice:
-        """The solution behind one entry of a table that :meth:`solve` gave."""
-        return self.problem.choice(marginal.decode(index), float(marginal.table[index]))
+    def solve_all(self, weights: Sequence[Weights]) -> list[Marginal]:
+        """For each of these the table over (inputs, outputs, shared parameters)."""
+        return self.problem.solve_all(self.keep, weights)
 
     def _offered(self, op: Op) -> tuple[Strategy, ...]:
         operands = tuple(self.graph.spec(ref) for ref in op.operands)

@@ -6,29 +6,30 @@ Everything happens on the compact graph and is kept: many candidates of the oute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
 from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import BlockCost, CostModel
+from autopar.cost.stages import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter
 from autopar.graph.padding import lengths, pad
-from autopar.layout import I, S, Type
+from autopar.layout import I, Type
 from autopar.mesh import Mesh
-from autopar.plan import AxisTyping, BlockLayout, PaddedParameter
+from autopar.plan import PaddedParameter
 from autopar.rules.apply import shard
-from autopar.rules.missing import Found, key_of
 from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.rules.spread import AXIS as SPREAD
-from autopar.rules.spread import DISPATCH, EXPERTS, spread, spread_parameters, strategy_names
+from autopar.rules.spread import EXPERTS, spread
 from autopar.rules.types import Strategy, Typing
-from autopar.search.batch import BATCH, solve_batch
+from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
 from autopar.search.intra import Narrow
+from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
 from autopar.search.prices import AxisPricing
@@ -38,52 +39,10 @@ from autopar.search.space import Space
 
 TP = "tp"
 SPREAD_EXPERTS = "autopar.experts_dispatch"
-MIXTURE_NOTE = "mixtures of experts ("
-"""Begins the notes that say which strategy the solver chose for them."""
 MIXTURES = (EXPERTS, SPREAD_EXPERTS)
 COLLECTIVE_WEIGHT = 1e-3
 """Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
 that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model.
-
-    ``ep_data``: data ranks over which experts are split.
-    """
-
-    micro_batch_size: int
-    ep_data: int = 1
-    cp: int = 1
-    tp: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Option:
-    """One layout of the whole model.
-
-    Attributes:
-        sequence: the typing on ``cp``; None where that axis has one rank.
-        kind: of attention on ``cp``; empty likewise.
-        solution: the typing on ``tp``; None where that axis has one rank.
-        ep_data: data ranks over which experts are split.
-        costs: of each block of the compact graph.
-        keys: for each of these blocks a number, equal where the costs are equal.
-        prelude_s: of the operators that every stage repeats.
-        padding: of vocabularies, where the typing on ``tp`` splits them.
-        totals: bytes of each count of the global batch that the loss divides by.
-    """
-
-    sequence: AxisSolution | None
-    kind: str
-    solution: AxisSolution | None
-    ep_data: int
-    costs: tuple[BlockCost, ...]
-    keys: tuple[int, ...]
-    prelude_s: float
-    padding: tuple[PaddedParameter, ...] = ()
-    totals: tuple[int, ...] = ()
 
 
 class Layouts:
@@ -127,8 +86,9 @@ class Layouts:
         self._bases: dict[tuple[Split, str], Compact] = {}
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
+        self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
         self._least: dict[Split, float] = {}
-        self._least_blocks: dict[Split, tuple[float, ...]] = {}
+        self._quickest: dict[Split, float] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -151,63 +111,91 @@ class Layouts:
     def _batch_typing(self, micro_batch_size: int) -> Typing:
         return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
 
-    def front(self, micro_batch_size: int, mesh: Mesh, num_micro_batches: int, in_flight: int) -> Iterator[Option]:
+    def front(self, micro_batch_size: int, mesh: Mesh, load: Load) -> Iterator[Option]:
         """The layouts that some price of memory makes best, from lean to fast, each made when it is asked for.
 
         Args:
             mesh: its degrees of ``cp`` and ``tp`` count.
-            num_micro_batches: over which a gradient sum is spread; only its order of magnitude counts.
-            in_flight: micro-batches that a stage holds; only its order of magnitude counts.
+            load: what a plan does with them.
 
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        split = split_of(micro_batch_size, mesh)
-        seen = set()
-        for ratio in sorted(self.space.price_ratios, reverse=True) if mesh.tp > 1 else (0.0,):
-            for kind in self._kinds(split):
-                solution = self._solution(split, kind, (_round(num_micro_batches), _round(in_flight)), ratio)
-                signature = (kind, solution and solution.signature)
-                if signature not in seen:
-                    seen.add(signature)
-                    yield self._option(split, kind, solution)
+        return (self.option(draft) for draft in self.drafts(split_of(micro_batch_size, mesh), load))
+
+    def drafts(self, split: Split, load: Load) -> tuple[Draft, ...]:
+        """As :meth:`front`, before anything is priced."""
+        key = (split, load.order if split.tp > 1 else (1, 1))
+        if key not in self._drafts:
+            found: dict[object, Draft] = {}
+            for ratio in sorted(self.space.price_ratios, reverse=True) if split.tp > 1 else (0.0,):
+                for kind in self._kinds(split):
+                    draft = self._draft(split, kind, self._solution(split, kind, load.order, ratio))
+                    found.setdefault((kind, draft.solution and draft.solution.signature), draft)
+            self._drafts[key] = tuple(found.values())
+        return self._drafts[key]
+
+    def _draft(self, split: Split, kind: str, solution: AxisSolution | None) -> Draft:
+        if solution is None:
+            return Draft(split=split, kind=kind, solution=None)
+        graph, rests, numel = self._base(split, kind).graph, solution.typing.parameters, 0.0
+        for block, members in zip(graph.blocks, self.compact.members, strict=True):
+            for p in graph.block_parameters(block):
+                if p.spec.requires_grad and not any(axis == SPREAD for axis, _ in p.layout):
+                    owned = p.spec.numel * len(members) / self._owners[p.name]
+                    numel += owned / split.tp if rests[p.name].is_split else owned
+        return Draft(split=split, kind=kind, solution=solution, time_s=solution.time_s, numel=numel)
+
+    def option(self, draft: Draft) -> Option:
+        """The layout with the costs of its blocks."""
+        return self._option(draft.split, draft.kind, draft.solution)
 
     def whole(self, micro_batch_size: int, ep_data: int = 1) -> Option:
         """The layout with neither a context- nor a tensor-parallel axis."""
         return self._option(Split(micro_batch_size=micro_batch_size, ep_data=ep_data), "", None)
 
-    def _solution(self, split: Split, kind: str, orders: tuple[int, int], ratio: float) -> AxisSolution | None:
+    def _solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""
         if split.tp == 1:
             return None
-        key = (split, kind, orders, ratio)
+        key = (split, kind, order, ratio)
         if key not in self._solutions:
-            num_micro_batches, in_flight = orders
-            price = ratio * self._least_s(split) / self.model.device.memory_bytes
-            weights = Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
-            self._solutions[key] = self._solver(split, kind).solve(weights)
+            self._solve(split, kind, [order])
         return self._solutions[key]
 
-    def least_times_s(self, micro_batch_size: int, mesh: Mesh) -> tuple[float, ...]:
-        """For each block of the compact graph the seconds of one micro-batch, forward and backward, in its quickest layout.
+    def solve_ahead(self, split: Split, loads: Iterable[Load]) -> None:
+        """Solve for all of these at once, which is quicker than one after the other."""
+        for kind in self._kinds(split) if split.tp > 1 else ():
+            self._solve(split, kind, dict.fromkeys(load.order for load in loads))
 
-        Sums of gradients are left out, and blocks need not fit together: no plan is faster. Zeros where no kind of
-        attention fits the axis ``cp``.
+    def _solve(self, split: Split, kind: str, orders: Iterable[tuple[int, int]]) -> None:
+        keys = [(split, kind, order, ratio) for order in orders for ratio in self.space.price_ratios]
+        keys = [key for key in keys if key not in self._solutions]
+        if not keys:
+            return
+        weights = []
+        for _, _, (num_micro_batches, in_flight), ratio in keys:
+            price = ratio * self._least_s(split) / self.model.device.memory_bytes
+            weights.append(Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price))
+        self._solutions |= zip(keys, self._solver(split, kind).solve_all(weights), strict=True)
+
+    def quickest_s(self, split: Split) -> float:
+        """Seconds of one micro-batch, forward and backward through all blocks, in the quickest layout.
+
+        Sums of gradients and memory are left out: no plan is faster. Zero where no kind of attention fits the axis ``cp``.
         """
-        split = split_of(micro_batch_size, mesh)
-        if split not in self._least_blocks:
+        if split not in self._quickest:
             try:
-                kinds = [self._least_of_kind(split, kind) for kind in self._kinds(split)]
+                self._quickest[split] = min(self._quickest_of_kind_s(split, kind) for kind in self._kinds(split))
             except InfeasibleError:
-                kinds = [(0.0,) * len(self.compact.members)]
-            self._least_blocks[split] = tuple(min(times) for times in zip(*kinds, strict=True))
-        return self._least_blocks[split]
+                self._quickest[split] = 0.0
+        return self._quickest[split]
 
-    def _least_of_kind(self, split: Split, kind: str) -> tuple[float, ...]:
+    def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
         if split.tp > 1:
-            return self._solver(split, kind).least_s()
-        costs = self._option(split, kind, None).costs
-        return tuple(c.forward_s + c.communication_forward_s + c.backward_s + c.communication_backward_s for c in costs)
+            return self._solver(split, kind).quickest().value
+        costs, counts = self._option(split, kind, None).costs, (len(m) for m in self.compact.members)
+        return sum(n * sum(own_times(c, recompute=False)) for n, c in zip(counts, costs, strict=True))
 
     def _least_s(self, split: Split) -> float:
         if split not in self._least:
@@ -216,7 +204,7 @@ class Layouts:
 
     def _least_of_kind_s(self, split: Split, kind: str) -> float:
         if split.tp > 1:
-            return self._solver(split, kind).solve(Weights()).value
+            return self._solver(split, kind).quickest().value
         costs = self._option(split, kind, None).costs
         counts = [len(m) for m in self.compact.members]
         return sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
@@ -396,99 +384,6 @@ class Layouts:
         sent = tuple(graph.spec(ref) for ref in graph.block_outputs(block))
         return block.hash, shared, sent, graph.loss.name in {op.name for op in graph.block_ops(block)}
 
-    def block_layouts(self, option: Option) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
-        """The distinct layouts of the plan, and for each original block which of them it has."""
-        graph, made = self.compact.graph, dict[BlockLayout, int]()
-        mine = []
-        for i, block in enumerate(graph.blocks):
-            typings = [self._batch_layout(i)]
-            if option.ep_data > 1:
-                typings.append(self._spread_layout(i))
-            typings += [self._named(i, found) for found in (option.sequence, option.solution) if found is not None]
-            layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
-            mine.append(made.setdefault(layout, len(made)))
-        return tuple(made), tuple(mine[k] for k in self.compact.class_of)
-
-    def mixtures(self, option: Option) -> tuple[str, ...]:
-        """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
-        graph, ways = self.compact.graph, Counter[str]()
-        for block, members in zip(graph.blocks, self.compact.members, strict=True):
-            for op in graph.block_ops(block):
-                if op.target != EXPERTS:
-                    continue
-                spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
-                parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
-                for axis, found in ((CP, option.sequence), (TP, option.solution)):
-                    if found is not None:
-                        parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
-                ways[", ".join(parts) or "whole, on each rank's samples"] += len(members)
-        return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
-
-    def _batch_layout(self, index: int) -> AxisTyping:
-        graph = self.compact.graph
-        block = graph.blocks[index]
-        strategies = [self.batch.strategies[op.name] for op in graph.block_ops(block)]
-        made = {op.name: s for op, s in zip(graph.block_ops(block), strategies, strict=True)}
-        return AxisTyping(
-            axis=BATCH,
-            strategies=tuple(s.name for s in strategies),
-            parameters=tuple(I for _ in graph.block_parameters(block)),
-            parameter_names=self._names(index),
-            boundary=tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block)),
-        )
-
-    def _spread_layout(self, index: int) -> AxisTyping:
-        """On ``ep_data`` experts are split, everything else goes on with its rank's samples."""
-        graph = self.compact.graph
-        block = graph.blocks[index]
-        ops, split = graph.block_ops(block), spread_parameters(graph, graph.block_ops(block))
-        return AxisTyping(
-            axis=SPREAD,
-            strategies=tuple(strategy_names(graph, ops)),
-            parameters=tuple(S(0) if p.name in split else I for p in graph.block_parameters(block)),
-            parameter_names=self._names(index),
-        )
-
-    def _named(self, index: int, solution: AxisSolution) -> AxisTyping:
-        graph = self.compact.graph
-        outputs = graph.block_outputs(graph.blocks[index])
-        boundary = tuple(solution.typing.strategies[ref.name].outputs[ref.index] for ref in outputs)
-        return replace(solution.blocks[index], parameter_names=self._names(index), boundary=boundary)
-
-    def _names(self, index: int) -> tuple[str, ...]:
-        block = self.compact.graph.blocks[index]
-        prefix = f"{block.label}."
-        return tuple(p.key.removeprefix(prefix) for p in self.compact.graph.block_parameters(block))
-
-
-def split_of(micro_batch_size: int, mesh: Mesh) -> Split:
-    """What of a mesh a layout depends on."""
-    return Split(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
-
-
-def expert_degree(option: Option, tp: int) -> int:
-    """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
-    chosen = option.solution.typing.strategies.values() if option.solution is not None else ()
-    return option.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
-
-
-def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:
-    """A note for each kind of call without a declared rule: what was found by execution, or what repeating it costs."""
-    notes = []
-    for one in found:
-        calls = [op for op in (*graph.prelude, *graph.ops) if op.target == one.target]
-        calls = [op for op in calls if key_of(op, tuple(graph.spec(r) for r in op.operands)) == one.key]
-        if one.line:
-            notes.append(f"{one.target} has no declared rule: found by execution '{one.line}' ({len(calls)} calls)")
-            continue
-        times = [model.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in calls]
-        cost_s = sum(time.forward_s + time.backward_s for time in times)
-        notes.append(
-            f"{one.target} has no rule and none was found ({one.why}): its {len(calls)} calls are repeated on every "
-            f"rank of an axis that splits the work inside a sample, {1e3 * cost_s:.3g} ms for {graph.batch_size} samples"
-        )
-    return tuple(notes)
-
 
 def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:
     """The last pin that matches wins."""
@@ -497,8 +392,3 @@ def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:
         if pin.matches((parameter.key, parameter.fqn, *parameter.aliases)):
             found = pin.type
     return found
-
-
-def _round(n: int) -> int:
-    """The power of 8 at or below: layouts change with the order of magnitude alone."""
-    return int(8 ** ((n.bit_length() - 1) // 3))

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
 
+LEVELS = 2
+"""Bounds that a candidate can have after its first one."""
+
 Progress = Callable[[str, int, int], None]
 """``(what, done, total)``; ``total`` 0 while it is not known."""
 
@@ -134,31 +137,51 @@ class OuterSearch:
         The first bound of a candidate needs no layout, the second the quickest one of each block, the third those that
         the prices of memory make best: each is asked for only when the one before it is the least of all.
         """
-        bounds = (self.evaluator.least_bounds_s, self.evaluator.bounds_s)
         heap = [(self.bounds[c], 0, i) for i, c in enumerate(self.pool) if math.isfinite(self.bounds[c])]
         heapq.heapify(heap)
         level = {i: 0 for _, _, i in heap}
         alike: dict[tuple[int, ...], list[int]] = {}
         for i in sorted(level):
             alike.setdefault(_split(self.pool[i]), []).append(i)
+        for split, own in alike.items():
+            if split[2:] == (1, 1):  # nothing to solve: a first plan to be faster than costs little
+                self._raise(own, 0, level, heap)
+                self._raise(own, 1, level, heap)
+                self._dive(own)
         while heap:
             bound, made, i = heapq.heappop(heap)
             if bound >= self._best_s():
                 return
-            if made < level[i]:
+            if made < level[i] or self.pool[i] in self.seen:
                 continue
-            if made == len(bounds):
-                if self._is_over():
-                    return
+            if made < LEVELS:
+                mine = alike[_split(self.pool[i])]
+                self._raise(mine, made, level, heap)
+                if made + 1 == LEVELS:
+                    self._dive(mine)
+            elif self._is_over():
+                return
+            else:
                 self._try(self.pool[i])
-                continue
-            mine = alike[_split(self.pool[i])]
-            asked = [k for k in mine if level[k] == made and self.bounds[self.pool[k]] < self._best_s()]
-            for k, found in zip(asked, bounds[made]([self.pool[k] for k in asked]), strict=True):
-                level[k] = made + 1
-                self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], found)
-                if math.isfinite(found):
-                    heapq.heappush(heap, (self.bounds[self.pool[k]], made + 1, k))
+
+    def _raise(
+        self, places: Sequence[int], made: int, level: dict[int, int], heap: list[tuple[float, int, int]]
+    ) -> None:
+        """The next bound of those of these candidates that have ``made`` and may still be the best."""
+        asked = [k for k in places if level[k] == made and self.bounds[self.pool[k]] < self._best_s()]
+        some = [self.pool[k] for k in asked]
+        found = self.evaluator.least_bounds_s(some) if made == 0 else self.evaluator.bounds_s(some, self._best_s())
+        for k, bound in zip(asked, found, strict=True):
+            level[k] = made + 1
+            self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], bound)
+            if math.isfinite(bound):
+                heapq.heappush(heap, (self.bounds[self.pool[k]], made + 1, k))
+
+    def _dive(self, places: Sequence[int]) -> None:
+        """Try the one that may be the best of these: the sooner there is a good plan, the fewer bounds are asked for."""
+        first = min((self.pool[k] for k in places), key=self.bounds.__getitem__)
+        if self.bounds[first] < self._best_s() and first not in self.seen and not self._is_over():
+            self._try(first)
 
     def _sample(self) -> None:
         assert self.study is not None

@@ -17,7 +17,7 @@ from autopar.rules.spread import expert_counts
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
-from autopar.search.layouts import expert_degree, operators_without_rule
+from autopar.search.options import expert_degree
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
 from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
@@ -25,6 +25,7 @@ from autopar.search.reasons import explain
 from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
 from autopar.search.shapes import measured_note
 from autopar.search.space import Space
+from autopar.search.written import block_layouts, mixtures, operators_without_rule
 
 MAX_CONFLICT_TRIALS = 24
 """Candidates tried, leanest first, before a set of pins counts as too large for the memory."""
@@ -200,7 +201,7 @@ class Planner:
     def _plan(self, best: Evaluation, outcome: Outcome) -> Plan:
         task, candidate = self.task, best.candidate
         graph = task.graph
-        layouts, of_block = self.evaluator.layouts.block_layouts(best.option)
+        layouts, of_block = block_layouts(self.evaluator.layouts, best.option)
         reasons = explain(self.evaluator, self.pool, best)
         # a layout's bound is by the sum of its parts; what rounding leaves must not make the gap negative
         lower = min(outcome.lower_bound_s, best.prediction.step_time_s)
@@ -248,7 +249,7 @@ class Planner:
                 *padding_notes(graph, best.option.padding, candidate.mesh.tp),
                 *operators_without_rule(graph, self.found, self.model),
                 *_mixing_note(self.mixing),
-                *self.evaluator.layouts.mixtures(best.option),
+                *mixtures(self.evaluator.layouts, best.option),
                 *_precision_note(task),
                 *measured_note(self.evaluator, best),
             ),

@@ -18,12 +18,13 @@ memory prices: seconds a micro-batch, seconds a step (gradient sums), bytes of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
@@ -32,6 +33,8 @@ from autopar.search.elimination import Energy, Factor, Marginal, Prepared, Table
 
 MAX_EXTRAS = 2
 """Further types that one value may be changed to inside a block; one in blocks that are too wide for more."""
+
+_T = TypeVar("_T")
 
 Made = tuple[Type, frozenset[Type]]
 """A state of a value that several operators read: as made, and what else is made from it."""
@@ -87,12 +90,14 @@ class _Parted:
     parts: tuple[Table, ...]
     """Seconds, seconds a step, saved bytes, state bytes; later ones may be missing."""
 
-    def weighed(self, weights: Weights) -> Table:
-        scale = (1.0, weights.per_step_s, weights.saved_byte, weights.state_byte)
-        table = self.parts[0]
-        for part, weight in zip(self.parts[1:], scale[1:], strict=False):
-            if weight:
-                table = table + weight * part
+    def weighed(self, weights: Sequence[Weights]) -> Table:
+        """Under each of these, side by side; once where they are all the same."""
+        scales = [(1.0, w.per_step_s, w.saved_byte, w.state_byte) for w in weights]
+        table = self.parts[0][None]
+        for i, part in enumerate(self.parts[1:], 1):
+            factors = np.array([scale[i] for scale in scales])
+            if factors.any() and part.any():
+                table = table + factors.reshape(-1, *(1,) * part.ndim) * part
         return table
 
     def within(self, prepared: Prepared) -> _Parted:
@@ -181,13 +186,13 @@ class Problem:
         """A variable for the type in which a value of these operators leaves: as it was made."""
         leaves = self._variable(types)
         source, made = self._source(ref)
-        self._add_allowed((source, leaves), [[m == t for t in types] for m in made])
+        self._add_allowed((source, leaves), np.array([[m == t for t in types] for m in made]))
         return leaves
 
     def same_type(self, a: Ref, b: Ref) -> None:
         """Two values must have one type."""
         (va, ta), (vb, tb) = self._source(a), self._source(b)
-        self._add_allowed((va, vb), [[x == y for y in tb] for x in ta])
+        self._add_allowed((va, vb), np.array([[x == y for y in tb] for x in ta]))
 
     def end(self, ref: Ref, cost: Callable[[Type], Cost | None]) -> None:
         """What the type in which ``ref`` is made costs at the end (the loss)."""
@@ -202,10 +207,10 @@ class Problem:
 
     # --- solving
 
-    def solve(self, keep: tuple[int, ...], weights: Weights) -> Marginal:
-        """The least energy for every combination of the variables ``keep``."""
+    def solve_all(self, keep: tuple[int, ...], weights: Sequence[Weights]) -> list[Marginal]:
+        """Under each of these the least energy for every combination of the variables ``keep``."""
         prepared = self._ready(keep)
-        return prepared.solve([factor.weighed(weights) for factor in self._left])
+        return prepared.solve_all([factor.weighed(weights) for factor in self._left], len(weights))
 
     def is_wide(self, keep: tuple[int, ...]) -> bool:
         """Whether elimination would need tables that are too large, so that an integer program has to do."""
@@ -219,7 +224,7 @@ class Problem:
 
     def energy(self, weights: Weights) -> Energy:
         """All tables, weighted."""
-        factors = tuple(Factor(scope=f.scope, table=f.weighed(weights)) for f in self.factors)
+        factors = tuple(Factor(scope=f.scope, table=f.weighed([weights])[0]) for f in self.factors)
         return Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
 
     def choice(self, assignment: Sequence[int], value: float) -> Choice:
@@ -227,6 +232,10 @@ class Problem:
         strategies = {name: self.states[v][assignment[v]] for name, v in self.ops.items()}
         parameters = {name: self.states[v][assignment[v]] for name, v in self.rests.items()}
         return Choice(strategies=strategies, parameters=parameters, value=value)  # type: ignore[arg-type]
+
+    def time_s(self, assignment: Sequence[int]) -> float:
+        """Seconds of a micro-batch under an assignment."""
+        return float(sum(f.parts[0][tuple(assignment[v] for v in f.scope)] for f in self.factors))
 
     # --- tables
 
@@ -257,23 +266,42 @@ class Problem:
         source, made = self._source(ref)
         wanted = [self._wanted(op, where, ref) for op, where in readers]
         if len(readers) == 1:
-            reader = self.ops[readers[0][0].name]
-            known = {(t, w): self._sum(ref, t, w) for t in set(made) for w in set(wanted[0])}
-            self._add((source, reader), [[known[t, w] for w in wanted[0]] for t in made])
+            kinds, place = _numbered(made)
+            sets, which = _numbered(wanted[0])
+            known = self._changes(ref, kinds, {t for w in sets for t in w})
+            costs = [[self._sum(ref, t, w, known) for w in sets] for t in kinds]
+            self._add((source, self.ops[readers[0][0].name]), costs, (place, which))
             return
         pairs = {(self.ops[op.name], tuple(types)): None for (op, _), types in zip(readers, wanted, strict=True)}
-        states = self._made_states(ref, set(made), {t for w in wanted for s in w for t in s})
+        kinds = sorted(set(made) | {t for w in wanted for s in w for t in s})
+        known = self._changes(ref, made, kinds)
+        states = self._made_states(set(made), {t for w in wanted for s in w for t in s}, known)
         spec = self._specs[ref] if self.alike and ref.name in self.ops else ref  # what changes of type cost
         key = (source, ref.index, spec, frozenset(pairs))
         is_new = key not in self._classes
         value = self._shared(key, states)
-        self._add((value,), [self._sum(ref, t, extras | {t}) for t, extras in states])
+        self._add((value,), [self._sum(ref, t, extras | {t}, known) for t, extras in states])
         if not is_new:
             return
-        self._add_allowed((source, value), [[t == m for m, _ in states] for t in made])
+        bit = {t: 1 << i for i, t in enumerate(kinds)}
+        of_state = np.array([bit[t] for t, _ in states])
+        self._add_allowed((source, value), np.array([bit[t] for t in made])[:, None] == of_state)
+        has = of_state + np.array([sum(bit[e] for e in extras) for _, extras in states])
         for reader, types in pairs:
-            allowed = {w: [w <= extras | {t} for t, extras in states] for w in set(types)}
-            self._add_allowed((reader, value), [allowed[w] for w in types])
+            asked = np.array([sum(bit[t] for t in w) for w in types])
+            self._add_allowed((reader, value), (asked[:, None] & ~has) == 0)
+
+    def _changes(
+        self, ref: Ref, sources: Iterable[Type], targets: Iterable[Type]
+    ) -> dict[tuple[Type, Type], Cost | None]:
+        """What each change of a value costs; a parameter is used even where it stays as it is."""
+        is_parameter = ref.name in self.rests
+        return {
+            (t, w): FREE if t == w else self._change(ref, t, w)
+            for t in dict.fromkeys(sources)
+            for w in targets
+            if is_parameter or t != w
+        }
 
     def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref) -> list[frozenset[Type]]:
         """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
@@ -285,37 +313,53 @@ class Problem:
         home = I if I in made and R not in made else R
         return [frozenset(home if t in (I, R) else t for t in s) for s in found]
 
-    def _made_states(self, ref: Ref, made: set[Type], wanted: set[Type]) -> list[Made]:
+    def _made_states(
+        self, made: set[Type], wanted: set[Type], known: Mapping[tuple[Type, Type], Cost | None]
+    ) -> list[Made]:
         states: list[Made] = []
         for t in sorted(made):
-            others = [w for w in sorted(wanted - {t}) if self._change(ref, t, w) is not None]
+            others = [w for w in sorted(wanted - {t}) if known[t, w] is not None]
             for count in range(min(self.max_extras, len(others)) + 1):
                 states += [(t, frozenset(extras)) for extras in combinations(others, count)]
         return states
 
-    def _sum(self, ref: Ref, source: Type, targets: frozenset[Type]) -> Cost | None:
-        total = FREE
-        for target in sorted(targets):
+    def _sum(
+        self, ref: Ref, source: Type, targets: frozenset[Type], known: Mapping[tuple[Type, Type], Cost | None]
+    ) -> Cost | None:
+        found = []
+        for target in sorted(targets) if len(targets) > 1 else targets:
             if target != source or ref.name in self.rests:
-                one = FREE if target == source else self._change(ref, source, target)
+                one = known[source, target]
                 if one is None:
                     return None
-                total = Cost(
-                    total.time_s + one.time_s,
-                    total.step_s + one.step_s,
-                    total.saved_bytes + one.saved_bytes,
-                    total.state_bytes + one.state_bytes,
-                )
-        return total
+                found.append(one)
+        if len(found) < 2:
+            return found[0] if found else FREE
+        return Cost(
+            sum(one.time_s for one in found),
+            sum(one.step_s for one in found),
+            sum(one.saved_bytes for one in found),
+            sum(one.state_bytes for one in found),
+        )
 
-    def _add(self, scope: tuple[int, ...], costs: Sequence[Cost | None] | Sequence[Sequence[Cost | None]]) -> None:
-        """A factor from costs in the shape of its table; None forbids."""
-        shape = [len(self.states[v]) for v in scope]
+    def _add(
+        self,
+        scope: tuple[int, ...],
+        costs: Sequence[Cost | None] | Sequence[Sequence[Cost | None]],
+        places: tuple[NDArray[np.intp], ...] = (),
+    ) -> None:
+        """A factor from costs in the shape of its table; None forbids.
+
+        Args:
+            places: for each variable, where it is given, the row or column of each of its states in ``costs``.
+        """
+        shape: list[int] = [len(costs)]
         flat: list[Cost | None] = []
         for entry in costs:
             if isinstance(entry, Cost) or entry is None:
                 flat.append(entry)
             else:
+                shape = [len(costs), len(entry)]
                 flat += entry
         table = np.array(
             [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in flat],
@@ -325,18 +369,24 @@ class Problem:
         while len(parts) > 1 and not parts[-1].any():
             parts.pop()
         if any(part.any() for part in parts):
-            self._append(scope, tuple(parts))
+            self._append(scope, tuple(part[np.ix_(*places)] if places else part for part in parts))
 
-    def _add_allowed(self, scope: tuple[int, ...], allowed: Sequence[Sequence[bool]]) -> None:
-        table = np.where(np.array(allowed, dtype=bool), 0.0, np.inf)
-        if table.any():
-            self._append(scope, (table,))
+    def _add_allowed(self, scope: tuple[int, ...], allowed: NDArray[np.bool_]) -> None:
+        if not allowed.all():
+            self._append(scope, (np.where(allowed, 0.0, np.inf),))
 
     def _append(self, scope: tuple[int, ...], parts: tuple[Table, ...]) -> None:
         """A factor; of a table over one variable twice the diagonal."""
         if len(scope) == 2 and scope[0] == scope[1]:
             scope, parts = scope[:1], tuple(np.diagonal(part).copy() for part in parts)
         self.factors.append(_Parted(scope, parts))
+
+
+def _numbered(items: Iterable[_T]) -> tuple[list[_T], NDArray[np.intp]]:
+    """The different ones, and for each its number among them."""
+    known: dict[_T, int] = {}
+    numbers = [known.setdefault(item, len(known)) for item in items]
+    return list(known), np.array(numbers, dtype=np.intp)
 
 
 def types_of(spec: TensorSpec, size: int) -> tuple[Type, ...]:

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.plan import Recompute
-from autopar.search.bounds import BlockPrice, Row
+from autopar.search.bounds import BlockPrice, Row, least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
-from autopar.search.layouts import Option
+from autopar.search.options import Draft, Option
 
 NOTHING = BlockPrice(
     time_s=0.0,
@@ -53,6 +53,7 @@ class RowMaker:
         ]
         self.counts = [len(members) for members in compact.members]
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
+        self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
         """A candidate in a layout."""
@@ -66,12 +67,11 @@ class RowMaker:
             prices.append(known[key])
         return self._row(candidate, prices, every_s=option.prelude_s)
 
-    def ideal(self, candidate: Candidate, whole: Option, step: Step, least_s: Sequence[float] | None = None) -> Row:
+    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
 
         Args:
             whole: the layout of the same micro-batch with neither axis.
-            least_s: of each block, where it is known what it takes at least.
         """
         mesh = candidate.mesh
         ranks = mesh.cp * mesh.tp
@@ -81,8 +81,6 @@ class RowMaker:
         for k, cost in enumerate([whole.costs[0], *(self._without_shared(cost) for cost in whole.costs[1:])]):
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
-            if least_s is not None:
-                time_s = max(time_s, least_s[k])
             again_s = cost.forward_s * share
             prices.append(
                 BlockPrice(
@@ -96,6 +94,31 @@ class RowMaker:
                 )
             )
         return self._row(candidate, prices, every_s=0.0)
+
+    def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
+        """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
+
+        Collectives of data axes are left out, and the memory of all pipeline ranks is taken together.
+
+        Args:
+            whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
+        """
+        mesh = candidate.mesh
+        held = self._least_held(whole) * min(least_in_flight(candidate)) / (mesh.cp * mesh.tp)
+        if self.model.state_bytes_per_element(step) * draft.numel + held > self.limit_bytes * mesh.pp:
+            return float("inf")
+        stages = mesh.pp * candidate.virtual_stages
+        return least_flow_s(draft.time_s, candidate.num_micro_batches, mesh.pp, stages)
+
+    def _least_held(self, whole: Option) -> float:
+        """Bytes of one micro-batch between forward and backward at least, of all blocks."""
+        if id(whole) not in self._held:
+            kept = [
+                min(cost.kept_bytes(m == "full") for m in own)
+                for cost, own in zip(whole.costs, self.modes, strict=True)
+            ]
+            self._held[id(whole)] = (whole, float(sum(n * size for n, size in zip(self.counts, kept, strict=True))))
+        return self._held[id(whole)][1]
 
     def _price(self, cost: BlockCost, step: Step, modes: Sequence[Recompute]) -> BlockPrice:
         times = [self.model.block_time_s(cost, step, recompute=mode == "full") for mode in modes]

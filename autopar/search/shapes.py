@@ -9,7 +9,7 @@ from autopar.cost.compute import op_time
 from autopar.cost.measured import Measured, Recorder, Source, measurement_note
 from autopar.cost.work import operand_specs
 from autopar.graph.ir import Op
-from autopar.search.layouts import split_of
+from autopar.search.options import split_of
 
 if TYPE_CHECKING:
     from autopar.search.evaluate import Evaluation, Evaluator
@@ -35,7 +35,7 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
         if progress is not None:
             progress("laying out", done, len(splits))
         layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        layouts.least_times_s(candidate.micro_batch_size, candidate.mesh)
+        layouts.quickest_s(split_of(candidate.micro_batch_size, candidate.mesh))
     return tuple(recorder.calls.values())
 
 

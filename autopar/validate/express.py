@@ -22,7 +22,8 @@ from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction
 from autopar.rules.types import Strategy
 from autopar.search.evaluate import flops_of_block
-from autopar.search.layouts import Layouts, Option, Split
+from autopar.search.layouts import Layouts
+from autopar.search.options import Load, Option, Split
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
 from autopar.validate.families import Sizes, build
@@ -87,7 +88,7 @@ class Expressed:
         mesh = layouts.mesh(split)
         kind = layouts.model.device.kind
         found = {}
-        for option in layouts.front(run.micro_batch, mesh, 8, 1):
+        for option in layouts.front(run.micro_batch, mesh, Load(num_micro_batches=8, in_flight=1)):
             found[option.kind] = option
         site = self.site_of(run)
         return [_structure(layouts, split, option, run, kind, site) for option in found.values()]

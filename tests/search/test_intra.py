@@ -201,7 +201,7 @@ def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: py
     free = solver(graph, 2).solve(Weights())
     monkeypatch.setattr(Problem, "is_wide", lambda self, keep: self.max_extras > 1)
     found = solver(graph, 2)
-    assert all(problem.problem.max_extras == 1 for problem in found.of_block)
+    assert all(problem.problem.max_extras == 1 for problem in found.problems.values())
     assert found.solve(Weights()).value >= free.value
 
 

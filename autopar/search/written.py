@@ -1,0 +1,111 @@
+"""What a plan says of its layouts: the typings of each block, how mixtures of experts run, calls without a rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost.model import CostModel
+from autopar.graph.ir import Graph
+from autopar.layout import I, S
+from autopar.plan import AxisTyping, BlockLayout
+from autopar.rules.missing import Found, key_of
+from autopar.rules.spread import AXIS as SPREAD
+from autopar.rules.spread import DISPATCH, EXPERTS, spread_parameters, strategy_names
+from autopar.search.batch import BATCH
+from autopar.search.chain import AxisSolution
+from autopar.search.layouts import TP, Layouts
+from autopar.search.options import Option
+from autopar.search.sequence import CP
+
+MIXTURE_NOTE = "mixtures of experts ("
+"""Begins the notes that say which strategy the solver chose for them."""
+
+
+def block_layouts(layouts: Layouts, option: Option) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
+    """The distinct layouts of the plan, and for each original block which of them it has."""
+    graph, made = layouts.compact.graph, dict[BlockLayout, int]()
+    mine = []
+    for i, block in enumerate(graph.blocks):
+        typings = [_batch_layout(layouts, i)]
+        if option.ep_data > 1:
+            typings.append(_spread_layout(layouts, i))
+        typings += [_named(layouts, i, found) for found in (option.sequence, option.solution) if found is not None]
+        layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
+        mine.append(made.setdefault(layout, len(made)))
+    return tuple(made), tuple(mine[k] for k in layouts.compact.class_of)
+
+
+def mixtures(layouts: Layouts, option: Option) -> tuple[str, ...]:
+    """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
+    graph, ways = layouts.compact.graph, Counter[str]()
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            if op.target != EXPERTS:
+                continue
+            spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+            parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
+            for axis, found in ((CP, option.sequence), (TP, option.solution)):
+                if found is not None:
+                    parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
+            ways[", ".join(parts) or "whole, on each rank's samples"] += len(members)
+    return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
+
+
+def _batch_layout(layouts: Layouts, index: int) -> AxisTyping:
+    graph = layouts.compact.graph
+    block = graph.blocks[index]
+    strategies = [layouts.batch.strategies[op.name] for op in graph.block_ops(block)]
+    made = {op.name: s for op, s in zip(graph.block_ops(block), strategies, strict=True)}
+    return AxisTyping(
+        axis=BATCH,
+        strategies=tuple(s.name for s in strategies),
+        parameters=tuple(I for _ in graph.block_parameters(block)),
+        parameter_names=_names(layouts, index),
+        boundary=tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block)),
+    )
+
+
+def _spread_layout(layouts: Layouts, index: int) -> AxisTyping:
+    """On ``ep_data`` experts are split, everything else goes on with its rank's samples."""
+    graph = layouts.compact.graph
+    block = graph.blocks[index]
+    ops, split = graph.block_ops(block), spread_parameters(graph, graph.block_ops(block))
+    return AxisTyping(
+        axis=SPREAD,
+        strategies=tuple(strategy_names(graph, ops)),
+        parameters=tuple(S(0) if p.name in split else I for p in graph.block_parameters(block)),
+        parameter_names=_names(layouts, index),
+    )
+
+
+def _named(layouts: Layouts, index: int, solution: AxisSolution) -> AxisTyping:
+    graph = layouts.compact.graph
+    outputs = graph.block_outputs(graph.blocks[index])
+    boundary = tuple(solution.typing.strategies[ref.name].outputs[ref.index] for ref in outputs)
+    return replace(solution.blocks[index], parameter_names=_names(layouts, index), boundary=boundary)
+
+
+def _names(layouts: Layouts, index: int) -> tuple[str, ...]:
+    block = layouts.compact.graph.blocks[index]
+    prefix = f"{block.label}."
+    return tuple(p.key.removeprefix(prefix) for p in layouts.compact.graph.block_parameters(block))
+
+
+def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:
+    """A note for each kind of call without a declared rule: what was found by execution, or what repeating it costs."""
+    notes = []
+    for one in found:
+        calls = [op for op in (*graph.prelude, *graph.ops) if op.target == one.target]
+        calls = [op for op in calls if key_of(op, tuple(graph.spec(r) for r in op.operands)) == one.key]
+        if one.line:
+            notes.append(f"{one.target} has no declared rule: found by execution '{one.line}' ({len(calls)} calls)")
+            continue
+        times = [model.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in calls]
+        cost_s = sum(time.forward_s + time.backward_s for time in times)
+        notes.append(
+            f"{one.target} has no rule and none was found ({one.why}): its {len(calls)} calls are repeated on every "
+            f"rank of an axis that splits the work inside a sample, {1e3 * cost_s:.3g} ms for {graph.batch_size} samples"
+        )
+    return tuple(notes)
