@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.work import work
@@ -15,15 +16,13 @@ from autopar.schedule import live_peaks
 from autopar.search.bounds import bounds, least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
+from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, relaxable, relaxed
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
-
-MAX_CUTS = 4
-"""Times a cut is made again because the memory model finds more than the cut counted."""
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
@@ -234,36 +233,53 @@ class Evaluator:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step = self.step(candidate, option)
         blocks = self._cut_blocks(option, step)
-        limits, in_flight = self._limits(candidate)
-        stages = candidate.mesh.pp * candidate.virtual_stages
         cutter = self._cutter(blocks)
         if not fits and not self.stages:
             return _Failure(needs_bytes=self._leanest(candidate, option, step, cutter))
+        found = self._fits(candidate, option, step, cutter, at_most_s)
+        if isinstance(found, _Failure):
+            return found
+        pp, count = candidate.mesh.pp, candidate.num_micro_batches
+        quick = [plan for plan in found if busy_s(plan.cut, cutter, pp, count) < at_most_s]
+        if not quick:
+            return _Failure(is_slow=True)
+        predicted = [(self.model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
+        prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
+        return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
+
+    def _fits(
+        self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter, at_most_s: float
+    ) -> tuple[Fitting, ...] | _Failure:
+        """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory."""
+        limits, in_flight = self._limits(candidate)
+        pp, count = candidate.mesh.pp, candidate.num_micro_batches
+        stages = pp * candidate.virtual_stages
         needs = 0
         for _ in range(MAX_CUTS):
-            cut = cutter.cut(
-                stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=candidate.num_micro_batches
-            )
+            cut = cutter.cut(stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=count)
             if cut is None:
                 if self.stages and not self._can_be_cut(cutter, stages):
                     raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
                 return _Failure(needs_bytes=needs or self._leanest(candidate, option, step, cutter))
-            if self._busy_s(cut, cutter, candidate) >= at_most_s:
+            orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else []
+            if not any(orders) and busy_s(cut, cutter, pp, count) >= at_most_s:
                 return _Failure(is_slow=True)
-            made = self._stages(cut.stops, cut.modes, option)
-            memory = self.model.memory(made, step)
-            needs = max(m.total for m in memory)
-            if needs <= self.limit_bytes:
-                prediction = self.model.predict(made, step, memory=memory)
-                return Evaluation(
-                    candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction
+            found = self._fitting(cut, option, step)
+            spare = [self.limit_bytes - m.total for m in found.memory]
+            if min(spare) >= 0:
+                if not any(orders):
+                    return (found,)
+                return (
+                    found,
+                    relaxed(found, orders, cutter, partial(self._fitting, option=option, step=step), self.limit_bytes),
                 )
-            for rank, found in enumerate(memory):
-                over = found.total - self.limit_bytes
-                for s in range(rank, stages, candidate.mesh.pp):
-                    if over > 0:
-                        limits[s] -= 1.01 * over / candidate.virtual_stages
+            needs = max(m.total for m in found.memory)
+            limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
         return _Failure(needs_bytes=needs)
+
+    def _fitting(self, cut: Cut, option: Option, step: Step) -> Fitting:
+        made = self._stages(cut.stops, cut.modes, option)
+        return Fitting(cut=cut, made=made, memory=self.model.memory(made, step))
 
     def _can_be_cut(self, cutter: StageCutter, stages: int) -> bool:
         """Whether the pinned stages alone allow a cut."""
@@ -275,16 +291,6 @@ class Evaluator:
         own = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
         alone = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
         return max(sum(own) / candidate.mesh.pp, *alone)
-
-    def _busy_s(self, cut: Cut, cutter: StageCutter, candidate: Candidate) -> float:
-        """A bound from below: the busiest rank's micro-batches."""
-        times = {b.key: b for b in cutter.blocks}
-        ranks = [0.0] * candidate.mesh.pp
-        for s, (start, stop) in enumerate(zip((0, *cut.stops), cut.stops, strict=False)):
-            for block, mode in zip(cutter.blocks[start:stop], cut.modes[start:stop], strict=True):
-                own = next(o for o in times[block.key].options if o.mode == mode)
-                ranks[s % candidate.mesh.pp] += own.time_s
-        return candidate.num_micro_batches * max(ranks)
 
     def _leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
         """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""

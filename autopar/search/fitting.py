@@ -1,0 +1,86 @@
+"""Cuts that fit in memory: how quick they can be, and what of a rank's memory several stages leave over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from autopar.cost.model import StageCost
+from autopar.plan import Memory
+from autopar.search.inter import Cut, StageCutter
+
+MAX_CUTS = 4
+"""Times a cut is made again because the memory model finds more than the cut counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fitting:
+    """A cut that fits, its stages and the memory of each pipeline rank."""
+
+    cut: Cut
+    made: Sequence[StageCost]
+    memory: tuple[Memory, ...]
+
+
+def busy_s(cut: Cut, cutter: StageCutter, pp: int, num_micro_batches: int) -> float:
+    """A bound from below: for some rank its micro-batches, and one through the stages before it, there and back.
+
+    A rank's first forward and the last of its gradients are those of its first stage, whatever its virtual stages.
+    """
+    known = {(b.key, o.mode): o.time_s for b in cutter.blocks for o in b.options}
+    stages = [
+        sum(known[b.key, mode] for b, mode in zip(cutter.blocks[start:stop], cut.modes[start:stop], strict=True))
+        for start, stop in zip((0, *cut.stops), cut.stops, strict=False)
+    ]
+    before = accumulate(stages[: pp - 1], initial=0.0)
+    return max(b + num_micro_batches * sum(stages[r::pp]) for r, b in enumerate(before))
+
+
+def relaxable(cut: Cut, cutter: StageCutter, in_flight: Sequence[int], pp: int) -> list[list[int]]:
+    """For each pipeline rank the blocks that recompute and need not, first those that keep the least for the time they take.
+
+    Args:
+        in_flight: micro-batches that each stage holds at its peak.
+    """
+    found: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
+    for s, (start, stop) in enumerate(zip((0, *cut.stops), cut.stops, strict=False)):
+        for i in range(start, stop):
+            plain, other = cutter.blocks[i].options[0], cutter.blocks[i].options[-1]
+            gain_s = other.time_s - plain.time_s
+            if cut.modes[i] == other.mode != plain.mode and gain_s > 0:
+                found[s % pp].append((in_flight[s] * (plain.held_bytes - other.held_bytes) / gain_s, i))
+    return [[i for _, i in sorted(own)] for own in found]
+
+
+def relaxed(
+    first: Fitting, orders: Sequence[Sequence[int]], cutter: StageCutter, refit: Callable[[Cut], Fitting], limit: int
+) -> Fitting:
+    """The cut with as many of these blocks not recomputed as fit, rank by rank in their order.
+
+    A cut gives each of a rank's stages an equal share of its memory, and counts the most that a stage holds at any time;
+    but a rank's stages hold it at different times, and some never much.
+
+    Args:
+        orders: see :func:`relaxable`.
+        refit: a cut with its memory.
+        limit: bytes of a device.
+    """
+    low, high, best = [0] * len(orders), [len(own) for own in orders], first
+    while low != high:
+        middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
+        found = refit(_lighter(first.cut, orders, middle, cutter))
+        fits = [m.total <= limit for m in found.memory]
+        low = [m if ok else a for a, m, ok in zip(low, middle, fits, strict=True)]
+        high = [b if ok else m - 1 for b, m, ok in zip(high, middle, fits, strict=True)]
+        best = found if all(fits) else best
+    found = refit(_lighter(first.cut, orders, low, cutter))
+    return found if all(m.total <= limit for m in found.memory) else best
+
+
+def _lighter(cut: Cut, orders: Sequence[Sequence[int]], counts: Sequence[int], cutter: StageCutter) -> Cut:
+    modes = list(cut.modes)
+    for own, count in zip(orders, counts, strict=True):
+        for i in own[:count]:
+            modes[i] = cutter.blocks[i].options[0].mode
+    return replace(cut, modes=tuple(modes))
