@@ -41,6 +41,9 @@ this table; the figures are no blind test of that. By mechanism, and where it wa
   by MPT's runs, so that NVIDIA's recipes, left out, were priced with what MPT's runs did. Its priors are those of the
   FlashAttention-2 paper.
 - What stands in `profiles/sites/published.toml`: software of each source, by its own texts.
+
+Left out, NVIDIA's recipes are predicted too slow: what is left of Hopper's fused attention are eight runs of other
+software, and the fit takes for attention what makes those slower.
 """
 
 
