@@ -173,8 +173,9 @@ def price_block(
 
     Args:
         quantized: see :func:`time_of_work`.
-        overlapped: collectives of the block run beside the products that make or read their values, in parts
-            (Transformer Engine's user buffers); the device's interference is what they cost.
+        overlapped: collectives of the block run beside the products that make or read their values, in as many parts as
+            there are ranks, which copy engines move (Transformer Engine's user buffers): one part has no product beside
+            it, and the others take nothing from the multiprocessors.
         measured: times of operators that go before the roofline, unless they are fused or quantized.
     """
     times = [time_of_work(w, op, device, quantized=quantized) for w, op in zip(done.works, done.ops, strict=True)]
@@ -183,10 +184,10 @@ def price_block(
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
     calls = [device.overheads.collective_s * (mesh.size((m.axis,)) > 1) for m in done.shape.messages]
-    exposed = device.interference if overlapped else 1.0
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     again_s = context_again_s = 0.0
     for message, call_s in zip(done.shape.messages, calls, strict=True):
+        exposed = 1.0 / mesh.size((message.axis,)) if overlapped else 1.0
         time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,)) + call_s
         in_context = time_s if message.axis == "cp" else 0.0
         seconds[message.backward] += time_s

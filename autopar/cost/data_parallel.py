@@ -165,6 +165,22 @@ class DataParallel:
             return 0.0
         return _beside([unit.gather_s for unit in units], times, interference)
 
+    def adding_s(self, units: Sequence[Unit], num_micro_batches: int, device: Device) -> float:
+        """Adding the gradients of a micro-batch to those before, on average over a step: the first ones are only kept.
+
+        The sum is read and written and the new gradient read: whole where gradients accumulate, else the rank's shard.
+        """
+        whole, compute = self.accumulates(num_micro_batches), itemsize(self.precision.compute)
+        kept = itemsize(self.precision.reduce if self.uses_fsdp and whole else self.precision.storage)
+        numel = sum(u.trained_numel + u.spread_numel if whole else u.trained_shard_numel for u in units)
+        moved = numel * (2 * kept + (compute if self.uses_fsdp and whole else kept))
+        once = moved / device.memory_bandwidth_bytes_per_s + device.launch_s * sum(u.num_trained for u in units)
+        return once * (num_micro_batches - 1) / num_micro_batches
+
+    def after_step_s(self, units: Sequence[Unit]) -> float:
+        """The gathers of :meth:`first_forward_s`, where they follow the optimizer instead and nothing runs beside them."""
+        return 0.0 if not self.uses_fsdp or self.gathers_always else sum(unit.gather_s for unit in units)
+
     def every_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
         """What every forward takes longer."""
         hooks = sum(unit.hooks_s for unit in units)

@@ -272,6 +272,9 @@ class CostModel:
         tail = sum(data.tail_s(stage) for stage in units[rank::pp]) + sum(s.data_last_s for s in own)
         if step.overlapped_reductions:
             tail *= self.device.interference
+        first = sum(s.data_first_s for s in own)
+        if step.gathers_after_step:
+            first = data.after_step_s(flat) * (self.device.interference if step.overlapped_reductions else 1.0)
         tail += sent["data"]
         every = sum(s.data_forward_s + s.data_backward_s for s in own)
         return Breakdown(
@@ -279,7 +282,7 @@ class CostModel:
             recompute_s=count * sum(s.recompute_s for s in own),
             tensor_parallel_s=count * sum(s.tensor_parallel_s for s in own) + sent["tp"],
             context_parallel_s=count * sum(s.context_parallel_s for s in own) + sent["cp"],
-            data_parallel_s=count * every + sum(s.data_first_s for s in own) + tail,
+            data_parallel_s=count * every + first + tail,
             pipeline_s=pipeline.exposed_send_s[rank] + sent["pipeline"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
             optimizer_s=self._optimizer_s(flat, data),
@@ -342,6 +345,7 @@ class CostModel:
                     interference=self.device.interference,
                     prelude_s=step.prelude_s,
                     action_s=self.device.overheads.action_s if step.mesh.pp > 1 else 0.0,
+                    adding_s=data.adding_s(own, step.num_micro_batches, self.device) if step.adds_gradients else 0.0,
                 )
             sums.append(known[key])
         return sums

@@ -53,6 +53,7 @@ def stage_sums(
     interference: float,
     prelude_s: float,
     action_s: float = 0.0,
+    adding_s: float = 0.0,
 ) -> StageSums:
     """What a stage spends on one micro-batch.
 
@@ -64,6 +65,7 @@ def stage_sums(
         interference: of the device.
         prelude_s: of the operators that every stage repeats.
         action_s: host time of one action of a pipeline.
+        adding_s: of gradients to those of the micro-batches before.
     """
     forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
     backward = [own_times(block, mode)[1] for block, mode in zip(stage.blocks, stage.recompute, strict=True)]
@@ -75,7 +77,7 @@ def stage_sums(
     data_forward = share * data.every_forward_s(units, forward, interference)
     data_backward = data.backward_s(units, backward, interference, is_last=False)
     return StageSums(
-        compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + prelude_s + 2 * action_s,
+        compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + prelude_s + 2 * action_s + adding_s,
         recompute_s=sum(b.forward_s for b in again),
         tensor_parallel_s=max(sent - context, 0.0),
         context_parallel_s=context,
@@ -84,7 +86,7 @@ def stage_sums(
         data_first_s=data.first_forward_s(units, forward, interference),
         data_last_s=data.backward_s(units, backward, interference, is_last=True) - data_backward,
         forward_s=sum(forward) + data_forward + prelude_s + action_s,
-        backward_s=sum(backward) + data_backward + action_s,
+        backward_s=sum(backward) + data_backward + action_s + adding_s,
     )
 
 
@@ -111,7 +113,7 @@ def stage_times(
                 backward_s=own.backward_s + waits,
                 send_forward_s=0.0 if step.blocking_sends else sent,
                 send_backward_s=0.0 if step.blocking_sends else sent_back,
-                first_forward_s=own.data_first_s,
+                first_forward_s=0.0 if step.gathers_after_step else own.data_first_s,
                 waits_s=waits,
             )
         )

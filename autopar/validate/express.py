@@ -281,6 +281,8 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         blocking_sends=site.blocking_sends,
         partitioned_sends=site.partitioned_sends and run.sequence_parallel is False,
         overlapped_reductions=site.overlapped_reductions,
+        gathers_after_step=site.gathers_after_step,
+        adds_gradients=not site.adds_in_products,
     )
     return stages, step
 

@@ -171,10 +171,10 @@ class Session:
                 return not site.blocking_launches
             case "blocking_launch_s":
                 return site.blocking_launches
-            case "triton":
+            case "triton" | "triton_backward":
                 return site.triton_attention
             case "attention" | "attention_backward":
-                return run.attention == "flash"
+                return run.attention == "flash" and not site.triton_attention
             case "unaligned":
                 return run.attention == "scores" and bool(run.hidden // run.heads % ALIGNED_ELEMENTS)
             case "float8":

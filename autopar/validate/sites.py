@@ -34,6 +34,8 @@ class Site:
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
             computation.
         sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
+        adds_in_products: gradients of weights add to those of the micro-batches before in the products that make them.
+        gathers_after_step: ranks gather parameters all at once after the optimizer (ZeRO 1 of DeepSpeed and Megatron).
         regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
@@ -52,6 +54,8 @@ class Site:
     overlapped_tensor_parallel: bool = False
     overlapped_reductions: bool = False
     sequence_parallel: bool = False
+    gathers_after_step: bool = False
+    adds_in_products: bool = False
     regathers: bool = False
     shards_over_context: bool = False
     fixed_segments: bool = False
@@ -106,7 +110,8 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
 
 def _as_run(device: Device, site: Site) -> Device:
     if site.blocking_launches and device.blocking_launch_s:
-        device = replace(device, launch_s=device.blocking_launch_s, interference=1.0)
+        around = replace(device.overheads, collective_s=device.overheads.collective_s or device.blocking_launch_s)
+        device = replace(device, launch_s=device.blocking_launch_s, interference=1.0, overheads=around)
     if site.fixed_segments and device.fixed_segments:
         device = replace(device, fragmentation=device.fixed_segments)
     if site.triton_attention:
@@ -115,8 +120,8 @@ def _as_run(device: Device, site: Site) -> Device:
 
 
 def _triton(rate: MatmulRate) -> MatmulRate:
+    if not rate.triton_fraction:
+        return rate
     return replace(
-        rate,
-        attention_fraction=rate.attention_fraction * rate.triton_fraction,
-        attention_backward_fraction=rate.attention_backward_fraction * rate.triton_fraction,
+        rate, attention_fraction=rate.triton_fraction, attention_backward_fraction=rate.triton_backward_fraction
     )

@@ -132,6 +132,34 @@ def test_zero_stages_communicate_as_often_as_the_runtime() -> None:
     assert found[3] == pytest.approx(count * (2 * unit.gather_s + unit.reduce_s))
 
 
+def test_gathers_after_the_step_do_not_add_up_along_a_pipeline() -> None:
+    """FSDP2 gathers in each stage's first forward, one stage after the other; DeepSpeed and Megatron on all at once."""
+    pp, count = 4, 8
+    stages = [stage(b) for b in layers(pp, sends=(), send_gradients=())]
+    model = CostModel(H100, FP32, "sgd")
+    how = step(Mesh(pp=pp, dp_shard=8), schedule="1F1B", count=count, zero=1)
+    gather_s = model._unit(stages[0].blocks[0], model._data(how)).gather_s
+    first, late = (model.predict(stages, replace(how, gathers_after_step=late)) for late in (False, True))
+    assert first.step_time_s - late.step_time_s == pytest.approx((pp - 1) * gather_s)
+    assert first.breakdown.data_parallel_s == pytest.approx(late.breakdown.data_parallel_s)
+    device = model.device
+    hidden = model.predict(stages, replace(how, gathers_after_step=True, overlapped_reductions=True)).breakdown
+    unhidden = late.breakdown.data_parallel_s - hidden.data_parallel_s
+    unit = model._unit(stages[0].blocks[0], model._data(how))
+    assert unhidden == pytest.approx((1 - device.interference) * (unit.gather_s + unit.reduce_s))
+
+
+def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> None:
+    blocks, count = layers(3), 5
+    model = CostModel(H100, FP32, "sgd")
+    how = step(Mesh(), count=count)
+    plain, added = (model.predict([stage(*blocks)], replace(how, adds_gradients=a)) for a in (False, True))
+    numel = sum(p.numel for b in blocks for p in b.parameters)
+    kernels = sum(len(b.parameters) for b in blocks)
+    once = 3 * 4 * numel / model.device.memory_bandwidth_bytes_per_s + kernels * model.device.launch_s
+    assert added.step_time_s - plain.step_time_s == pytest.approx((count - 1) * once)
+
+
 def test_replicas_sum_their_gradients_once() -> None:
     one, many = (
         predict([stage(*layers(3))], Mesh(dp_replicate=4), cluster=CPU, count=count).breakdown for count in (1, 9)
