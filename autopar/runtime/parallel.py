@@ -78,8 +78,12 @@ class Parallel:
         return ((held.key, held.parameter) for held in self._assembly.held)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters: DTensors, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
+        """This rank's parameters: DTensors, for an optimizer.
+
+        Torch's optimizers refuse an empty list: a rank whose stage has no parameter gets one without elements.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        return iter(own or [nn.Parameter(torch.empty(0, device=self._world.device), requires_grad=False)])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters whole, under all of the model's names, and the buffers that training changes, on every rank's CPU.

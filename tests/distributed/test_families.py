@@ -62,6 +62,11 @@ CASES = {
         ["tp=2", "dp_replicate=2"],
     ),
     "tables of embeddings": ("tests.campaigns.handmade:recommender", None, ["tp=4"]),
+    "a stage without parameters": (
+        "tests.campaigns.handmade:recommender",
+        None,
+        ["pp=4", "stage@bottom.*=0", "stage@tables.*=1", "stage@all=2", "stage@top.*=3"],
+    ),
 }
 
 
