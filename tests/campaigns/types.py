@@ -199,7 +199,7 @@ TYPES: dict[str, str] = {
     "arcee": f"{_TEXT2}&head_dim=8",
     "diffllama": _TEXT2,
     "bitnet": _TEXT2,
-    "dots1": f"{_TEXT2}&head_dim=8&n_routed_experts=4&num_experts_per_tok=2&moe_intermediate_size=32&n_shared_experts=1"
+    "dots1": f"{_TEXT2}&n_routed_experts=4&num_experts_per_tok=2&moe_intermediate_size=32&n_shared_experts=1"
     "&first_k_dense_replace=1",
     "hunyuan_v1_moe": f"{_TEXT2}&head_dim=8&num_experts=4&moe_topk=2",
     "minimax": f"{_TEXT2}&head_dim=8&num_local_experts=4&num_experts_per_tok=2&block_size=8",
