@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
 
@@ -136,3 +137,26 @@ def casts_that_change_nothing() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module.to = usual  # type: ignore[method-assign]
+
+
+class ParametersKept(TorchFunctionMode):
+    """While tracing, a parameter that a forward pass changes through ``.data`` is an error: torch's export dies of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._data: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in self._data if args):
+            raise TraceError(
+                "a forward pass leaves parameters as they are: optimizers change them",
+                value=f".data.{name} on a parameter",
+                remedy="use what the call gives where the parameter is read, or call it after optimizer.step()",
+            )
+        found = func(*args, **dict(kwargs or {}))
+        if getattr(func, "__self__", None) is torch.Tensor.data and isinstance(args[0], torch.nn.Parameter):
+            self._data.append(found)
+        return found

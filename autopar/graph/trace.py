@@ -355,7 +355,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 
 
 def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
-    with _quiet(), memory.casts_that_change_nothing():
+    with _quiet(), memory.casts_that_change_nothing(), memory.ParametersKept():
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             if needs_decomposition(program.graph_module):
