@@ -7,6 +7,7 @@ allocated until :meth:`ModelSource.build`.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -166,12 +167,23 @@ def head_of(class_name: str) -> str | None:
 
 def without_dropout(model: torch.nn.Module) -> None:
     """Sets every probability of dropping something, and every noise of a router, to 0, in modules and in what they copied of a config."""
+    configs: dict[int, tuple[Any, Any]] = {}  # of which forward may make further modules; the user's own stays as it is
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and any(word in name for word in _DROPPING):
-                setattr(module, name, 0.0)
+        _drop_nothing(module)
+        config = vars(module).get("config")
+        if hasattr(config, "__dict__"):
+            if id(config) not in configs:
+                configs[id(config)] = config, copy.copy(config)
+                _drop_nothing(configs[id(config)][1])
+            module.config = configs[id(config)][1]
+
+
+def _drop_nothing(holder: Any) -> None:
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, float) and any(word in name for word in _DROPPING):
+            setattr(holder, name, 0.0)
 
 
 _DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "jitter_noise")

@@ -86,3 +86,16 @@ def test_without_dropout_drops_no_branches_either() -> None:
     model.drop_prob, model.drop_path, model.attention_dropout, model.scale = 0.1, 0.2, 0.3, 0.4
     without_dropout(model)
     assert (model.drop_prob, model.drop_path, model.attention_dropout, model.scale) == (0.0, 0.0, 0.0, 0.4)
+
+
+def test_modules_that_forward_makes_of_a_config_drop_nothing_either() -> None:
+    """As BigBird makes another attention for short sequences."""
+    model, config = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2)),
+        SimpleNamespace(attention_probs_dropout_prob=0.1, size=0.5),
+    )
+    model.config = model[0].config = config
+    without_dropout(model)
+    assert model.config is model[0].config
+    assert vars(model.config) == {"attention_probs_dropout_prob": 0.0, "size": 0.5}
+    assert config.attention_probs_dropout_prob == 0.1

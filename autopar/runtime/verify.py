@@ -105,7 +105,8 @@ def verify(  # noqa: PLR0913  keywords of the public call
 
     Raises:
         AutoparError: a rank failed, or the time is up.
-        VerificationError: fp64 is asked for, and the model in float64 is another one.
+        VerificationError: fp64 is asked for, and the model in float64 is another one; or results differ, and those of
+            one device differ as well from one time to the next.
     """
     subject = subject if loss_fn is None else WithLoss(subject, loss_fn)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
@@ -144,6 +145,7 @@ class _Run:
         report, alone = self._report(subject, self.plan, graph)
         if report.is_within:
             return report
+        self._check_repeats(subject)
         try:
             double, truth = self.compared_in_double(subject, graph)
             rows, why = double.rows, ""
@@ -175,6 +177,18 @@ class _Run:
         """Of every step."""
         size = self.plan.global_batch_size
         return [subject.make_batch(size, seed=step, padded=self.padded) for step in range(self.steps)]
+
+    def _check_repeats(self, subject: Subject) -> None:
+        """One device gives the same loss twice, or nothing can be compared with it."""
+        batch = self.batches(subject)[0]
+        with torch.no_grad():
+            losses = [loss_of(model(**batch)).item() for model in (subject.build(), subject.build())]
+        if abs(losses[0] - losses[1]) > LOSS_TOLERANCE / 10 * abs(losses[0]):
+            raise VerificationError(
+                "one device gives one loss for one batch, dropout being off",
+                value=f"{losses[0]!r} and {losses[1]!r}",
+                remedy="turn off what else draws random numbers: dropout in modules that forward makes, noise of its own",
+            )
 
     def _reference(self, subject: Subject) -> _Trained:
         model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ import autopar
 from autopar.errors import VerificationError
 from autopar.graph.evaluate import evaluate
 from autopar.graph.trace import trace
+from autopar.plan import Plan
 from autopar.runtime.double import DoubleSubject, in_double, traced_in_double
-from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _worst, verify
+from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _Run, _worst, verify
+from autopar.runtime.workers import WorkerPool
 
 
 def row(**changes: object) -> RankErrors:
@@ -174,3 +178,33 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
     plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
     with pytest.raises(VerificationError, match=r"test_verify\.py:\d+: one device trains .*IndexError.*fit the model"):
         verify(subject, plan, graph, pool=None)
+
+
+def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
+    class Noisy(nn.Module):
+        def __init__(self, noise: float) -> None:
+            super().__init__()
+            self.noise = noise
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.noise * torch.rand_like(x)).square().mean()
+
+    class Made:
+        def __init__(self, noise: float) -> None:
+            self.noise = noise
+
+        def build(self) -> nn.Module:
+            return Noisy(self.noise)
+
+        def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+            return {"x": torch.ones(batch_size, 3)}
+
+    def run(noise: float) -> None:
+        plan, pool = cast("Plan", SimpleNamespace(global_batch_size=4)), cast("WorkerPool", None)
+        _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)._check_repeats(Made(noise))
+
+    run(0.0)
+    with pytest.raises(
+        VerificationError, match=r"one loss for one batch, dropout being off, but found .*turn off what"
+    ):
+        run(0.1)

@@ -226,7 +226,11 @@ def test_an_interrupt_gives_the_best_so_far(graph: Graph, alone: Plan, tmp_path:
         if "best" in what:
             signal.raise_signal(signal.SIGINT)
 
-    plan = search(graph, storage=url, progress=stop)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore it
+    try:
+        plan = search(graph, storage=url, progress=stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert any("interrupted" in note for note in plan.notes)
     assert plan.search.evaluated < alone.search.evaluated or alone.search.evaluated == 1
     assert min(t.value for t in trials_of(url) if t.value is not None) == plan.predicted.step_time_s
