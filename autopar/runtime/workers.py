@@ -8,8 +8,10 @@ limit: a job that exceeds it, or loses a rank, ends with its workers killed; the
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -28,14 +30,23 @@ from torch._C._distributed_c10d import FileStore
 
 from autopar.errors import AutoparError
 
+_LOG = logging.getLogger(__name__)
+
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL))
+"""Of which a job is run once more: a thread of gloo has been seen to crash in one of thousands of jobs, and that says nothing
+of the job. One that crashes by itself does so again."""
+
 _GRACE_S = 3.0
 """How long the others may still answer after one rank has failed: they say more than a time-out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
+    """``died``: of which signal the process did, 0 if of none."""
+
     value: Any = None
     failure: str = ""
+    died: int = 0
 
 
 MAX_JOBS = 8
@@ -88,9 +99,21 @@ class WorkerPool:
             timeout_s: for the whole job, after which its workers are killed.
 
         Raises:
-            AutoparError: a rank failed (its traceback is in the message) or the time is up.
+            AutoparError: a rank failed (its traceback is in the message), crashed twice, or the time is up.
         """
         size = self.size if size is None else size
+        outcomes = self._attempt(function, args, size, timeout_s)
+        if any(o.died in _CRASHES for o in outcomes):
+            _LOG.warning("a worker crashed (signal %d): the job is run again", max(o.died for o in outcomes))
+            outcomes = self._attempt(function, args, size, timeout_s)
+        failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure]
+        if failures:
+            raise AutoparError("every rank finishes its work", value="\n" + "\n".join(failures))
+        return tuple(outcome.value for outcome in outcomes)
+
+    def _attempt(
+        self, function: Callable[..., Any], args: tuple[Any, ...], size: int, timeout_s: float
+    ) -> list[_Outcome]:
         if self._jobs == MAX_JOBS:
             self.close()
         self._start()
@@ -101,11 +124,9 @@ class WorkerPool:
             for worker in workers:
                 worker.connection.send_bytes(job)
             outcomes = self._collect(workers, timeout_s)
-        failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure]
-        if failures:
+        if any(o.failure for o in outcomes):
             self.close(kill=True)
-            raise AutoparError("every rank finishes its work", value="\n" + "\n".join(failures))
-        return tuple(outcome.value for outcome in outcomes)
+        return outcomes
 
     def close(self, *, kill: bool = False) -> None:
         """Ends the workers; ``kill`` does not wait for what they do."""
@@ -143,8 +164,8 @@ class WorkerPool:
             if not ready:
                 break
             for connection in ready:
-                outcome = _receive(connection)
-                outcomes[pending[id(connection)]] = outcome
+                rank = pending[id(connection)]
+                outcome = outcomes[rank] = _receive(workers[rank])
                 if outcome.failure and not any(o.failure for o in outcomes.values() if o is not outcome):
                     deadline, late = min(deadline, time.monotonic() + _GRACE_S), "waited for the one that failed"
         return [outcomes.get(rank, _Outcome(failure=late)) for rank in range(len(workers))]
@@ -157,11 +178,13 @@ def _try_send(connection: Connection, message: bytes) -> None:
         return  # the worker is gone, which is what was asked for
 
 
-def _receive(connection: Any) -> _Outcome:
+def _receive(worker: _Worker) -> _Outcome:
     try:
-        answer = pickle.loads(connection.recv_bytes())
+        answer = pickle.loads(worker.connection.recv_bytes())
     except EOFError:
-        return _Outcome(failure="the process died")
+        worker.process.join(_GRACE_S)
+        died = max(0, -(worker.process.exitcode or 0))
+        return _Outcome(failure="the process died" + (f" of signal {died}" if died else ""), died=died)
     assert isinstance(answer, _Outcome)
     return answer
 
@@ -190,6 +213,7 @@ def _perform(message: bytes, rank: int) -> _Outcome:
             timeout=timedelta(seconds=timeout_s),
         )
         value = function(*args)
+        dist.barrier()  # a rank that is done at once must not hang up on others that are still connecting
         dist.destroy_process_group()
         gc.collect()  # modules hold themselves in circles, and with them groups, each of which has threads
     except BaseException:  # noqa: BLE001  whatever a job raises belongs to the one who asked for it
