@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.runtime.bisect import Bisection, Difference
     from autopar.runtime.pieces import Mismatch
-    from autopar.runtime.verify import RankErrors, VerifyReport
+    from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport
 
 GRAPH_TOLERANCE = 1e-5
 """Between the losses of the model in float32 and of its graph in float64, both on one device."""
@@ -34,8 +34,11 @@ def render_verification(report: VerifyReport, plan: Plan) -> str:
         if found.rows:
             lines.append("the same plan in float64, against one device in float64")
             lines.append(plain_table(head, [_cells(row) for row in found.rows], left=_LEFT, width=120))
-        lines.append("one device alone, float32 against float64")
-        lines.append(plain_table(head[1:-1], [_cells(found.alone)[1:-1]], left=_LEFT, width=120))
+        moved = (
+            f": the most in {1 + len(found.nudged)} runs, its parameters moved by a rounding" if found.nudged else ""
+        )
+        lines.append(f"one device alone, float32 against float64{moved}")
+        lines.append(plain_table(head[1:-1], [_cells(found.own)[1:-1]], left=_LEFT, width=120))
     loss, tensor = report.rows[0].tolerances
     lines.append(f"{report.verdict} (allowed: loss {loss:g}, gradients and parameters {tensor:g})")
     if report.bisection is not None:
@@ -111,7 +114,15 @@ def verification(report: VerifyReport) -> dict[str, Any]:
         "reference_losses": list(report.reference_losses),
         "bisection": None if report.bisection is None else asdict(report.bisection),
         "ranks": [_row(row) for row in report.rows],
-        **({} if found is None else {"float64_ranks": [_row(row) for row in found.rows], "alone": _row(found.alone)}),
+        **({} if found is None else _confirmed(found)),
+    }
+
+
+def _confirmed(found: Confirmation) -> dict[str, Any]:
+    return {
+        "float64_ranks": [_row(row) for row in found.rows],
+        "alone": _row(found.alone),
+        "nudged": [_row(row) for row in found.nudged],
     }
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, TraceError, UsageError
@@ -64,6 +65,10 @@ def outermost(paths: Sequence[str] | dict[str, None]) -> tuple[str, ...]:
     return tuple(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
 
+def _entered() -> tuple[TorchFunctionMode, ...]:
+    return tuple(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
 @dataclass(slots=True)
 class Regions:
     """Makes regions of one trace.
@@ -73,10 +78,12 @@ class Regions:
         batch_size: samples in the traced batch.
         functions: the region of each autograd function by what it was called with; None where it is traced.
         modules: the region of each module, with an example of its output, by what it was called with.
+        modes: what the caller of the trace had entered: a model in float64 runs under them.
     """
 
     model: torch.nn.Module
     batch_size: int
+    modes: tuple[TorchFunctionMode, ...] = field(default_factory=_entered)
     functions: dict[object, tuple[Region, Any] | None] = field(default_factory=dict)
     modules: dict[object, tuple[Region, Any]] = field(default_factory=dict)
 
@@ -95,7 +102,8 @@ class Regions:
             specs = tuple(map(_spec, inputs))
             key = (path, draft.tree, repr(draft.constants), specs)
             if key not in self.modules:
-                self.modules[key] = probe.apart_from_trace(partial(_examined, original, draft, specs, self.batch_size))
+                look = partial(_examined, original, draft, specs, self.batch_size)
+                self.modules[key] = probe.apart_from_trace(look, self.modes)
             region, output = self.modules[key]
         except (probe.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
@@ -132,7 +140,7 @@ class Regions:
                 subject = probe.Subject(
                     region=draft, call=of_function(cls), inputs=tuple(map(_spec, inputs)), parameters=(), buffers=()
                 )
-                self.functions[key] = probe.apart_from_trace(partial(self._examined, cls, subject))
+                self.functions[key] = probe.apart_from_trace(partial(self._examined, cls, subject), self.modes)
         except probe.Unclear as error:
             raise _refused_function(cls, str(error)) from error
         if self.functions[key] is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,8 +18,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.graph.double import in_double
 from autopar.graph.failures import FAILURES, first_line
 from autopar.graph.ir import TensorSpec
 from autopar.opaque_ops import Region, run, tensors_of
@@ -75,14 +78,24 @@ class Subject:
         )
 
 
-def apart_from_trace(function: Callable[[], Any]) -> Any:
-    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags are set back."""
+def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode] = ()) -> Any:
+    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags are set back.
+
+    ``modes``: those that the caller of the trace had entered, and under which the model runs as well.
+    """
+
+    def under_modes() -> Any:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            return function()
+
     with (
         mock.patch.object(torch.compiler, "_is_exporting_flag", new=False),
         mock.patch.object(torch.compiler, "_is_compiling_flag", new=False),
         ThreadPoolExecutor(1) as pool,
     ):
-        return pool.submit(function).result()
+        return pool.submit(under_modes).result()
 
 
 def examine(subject: Subject, batch_size: int) -> tuple[Region, Any]:
@@ -183,25 +196,36 @@ def _splits(
     subject: Subject, batch_size: int
 ) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
     """Dims along which samples lie, or why they are not apart; and whether backward is linear."""
-    why = ""  # the first is that of samples in dim 0 of every input
-    for precision in (subject.wide(), subject):
-        trial = precision
+    try:
+        with in_double():
+            return _splits_in(subject.wide(), batch_size)
+    except (Unclear, *FAILURES) as error:
+        wide = first_line(error)
+    try:
+        return _splits_in(subject, batch_size)
+    except (Unclear, *FAILURES):
+        return None, wide, False
+
+
+def _splits_in(
+    precision: Subject, batch_size: int
+) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
+    """In one dtype.
+
+    Raises:
+        Unclear, FAILURES: it does not run in it.
+    """
+    trial, one = _within_its_domain(precision)
+    first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
+    if not _same(first[0], second[0]):
+        return None, "it gives other results on the same inputs", False
+    linear, why = _is_linear(trial, one), ""  # why not: the first reason is that of samples in dim 0 of every input
+    for dims in choices(trial.inputs, batch_size):
         try:
-            trial, one = _within_its_domain(precision)
-            first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
+            return (dims, _apart(trial, dims)), "", linear
         except (Unclear, *FAILURES) as error:
             why = why or first_line(error)
-            continue
-        if not _same(first[0], second[0]):
-            return None, "it gives other results on the same inputs", False
-        linear = _is_linear(trial, one)
-        for dims in choices(trial.inputs, batch_size):
-            try:
-                return (dims, _apart(trial, dims)), "", linear
-            except (Unclear, *FAILURES) as error:
-                why = why or first_line(error)
-        return None, why or _NO_BATCH, linear
-    return None, why or _NO_BATCH, False
+    return None, why or _NO_BATCH, linear
 
 
 def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:

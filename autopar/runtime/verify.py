@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import VerificationError
+from autopar.graph.double import in_double
 from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.graph.random import draws_random
@@ -26,10 +27,17 @@ from autopar.graph.trace import LossFunction, pick_loss
 from autopar.lower.program import lower
 from autopar.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.bisect import bisect
-from autopar.runtime.double import DoubleSubject, in_double, traced_in_double
+from autopar.runtime.double import DoubleSubject, traced_in_double
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.verdict import LOSS_TOLERANCE, TENSOR_TOLERANCE, Confirmation, RankErrors, VerifyReport
+from autopar.runtime.verdict import (
+    LOSS_TOLERANCE,
+    NUDGES,
+    TENSOR_TOLERANCE,
+    Confirmation,
+    RankErrors,
+    VerifyReport,
+)
 from autopar.runtime.with_loss import WithLoss
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import World
@@ -130,6 +138,28 @@ def verify(  # noqa: PLR0913  keywords of the public call
     return replace(report, bisection=found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Nudged:
+    """A subject whose fp32 parameters are moved by at most one unit in the last place, at random."""
+
+    subject: Subject
+    seed: int
+
+    def build(self) -> nn.Module:
+        """The model on CPU."""
+        model, generator = self.subject.build(), torch.Generator().manual_seed(self.seed)
+        unit = torch.finfo(torch.float32).eps
+        with torch.no_grad():
+            for parameter in model.parameters():
+                moves = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter.mul_(1 + moves * unit)
+        return model
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
+        """As the subject makes it."""
+        return self.subject.make_batch(batch_size, seed=seed, padded=padded)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """How a plan in fp32 is compared."""
@@ -152,7 +182,20 @@ class _Run:
         except VerificationError as error:
             rows, why, truth = (), str(error), self._reference(DoubleSubject(subject))
         confirmation = Confirmation(rows=rows, alone=_errors(0, alone, truth), why=why)
+        if confirmation.agrees:
+            confirmation = self._nudged(subject, confirmation, report, truth)
         return replace(report, confirmation=confirmation)
+
+    def _nudged(
+        self, subject: Subject, confirmation: Confirmation, report: VerifyReport, truth: _Trained
+    ) -> Confirmation:
+        """With as many further runs of one device as it takes to explain what the plan is off by, or all of them."""
+        for seed in range(NUDGES):
+            if confirmation.is_rounding(report.rows):
+                break
+            own = _errors(0, self._reference(_Nudged(subject, seed)), truth)
+            confirmation = replace(confirmation, nudged=(*confirmation.nudged, own))
+        return confirmation
 
     def compared_in_double(self, subject: Subject, graph: Graph) -> tuple[VerifyReport, _Trained]:
         """In fp64, and what one device came to."""
@@ -311,6 +354,13 @@ def _compare(
     """One rank's side."""
     world = World(plan.mesh, "cpu")
     parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    with in_double() if isinstance(subject, DoubleSubject) else nullcontext():  # regions run as the user wrote them
+        mine = _trained_in_parallel(parallel, batches)
+    return _errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)
+
+
+def _trained_in_parallel(parallel: Parallel, batches: Sequence[Mapping[str, Tensor]]) -> _Trained:
+    """One rank's run."""
     optimizer = adamw(parallel.parameters())
     found: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -320,12 +370,7 @@ def _compare(
         if step == 0:
             gradients = parallel.full_gradients()
         optimizer.step()
-    mine: _Trained = {
-        "losses": tuple(found),
-        "gradients": gradients,
-        "parameters": parallel.full_state_dict(),
-    }
-    return _errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)
+    return {"losses": tuple(found), "gradients": gradients, "parameters": parallel.full_state_dict()}
 
 
 def _errors(rank: int, found: _Trained, reference: _Trained, precision: Precision = FP32) -> RankErrors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,10 +13,12 @@ from torch import nn
 
 import autopar
 from autopar.errors import VerificationError
+from autopar.graph.double import in_double
 from autopar.graph.evaluate import evaluate
 from autopar.graph.trace import trace
 from autopar.plan import Plan
-from autopar.runtime.double import DoubleSubject, in_double, traced_in_double
+from autopar.runtime.double import DoubleSubject, traced_in_double
+from autopar.runtime.verdict import NUDGES
 from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _Run, _worst, verify
 from autopar.runtime.workers import WorkerPool
 
@@ -208,3 +211,45 @@ def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
         VerificationError, match=r"one loss for one batch, dropout being off, but found .*turn off what"
     ):
         run(0.1)
+
+
+class Kinked(nn.Module):
+    """A unit on the kink of its ReLU: a rounding of the weight turns its gradient on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.relu(self.weight - 1.0) * 3 + self.weight * x).sum()
+
+
+class KinkedSubject:
+    def build(self) -> nn.Module:
+        return Kinked()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(1)}
+
+
+def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
+    """At the weight itself the gradient is 1; a rounding above, it is 4."""
+    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=1)), cast("WorkerPool", None)
+    run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    truth = run._reference(DoubleSubject(KinkedSubject()))
+    alone = Confirmation(rows=(double(),), alone=row(gradient=0.0))
+
+    def judged(gradient: float) -> VerifyReport:
+        report = VerifyReport(steps=1, reference_losses=(1.0,), rows=(row(gradient=gradient),))
+        return replace(report, confirmation=run._nudged(KinkedSubject(), alone, report, truth))
+
+    kink = judged(3.0)
+    assert kink.passed
+    assert kink.verdict.endswith("one device is off by as much when its parameters move by a rounding")
+    assert kink.confirmation is not None
+    assert kink.confirmation.nudged[-1].gradient == pytest.approx(3.0)
+    assert len(kink.confirmation.nudged) < NUDGES
+    wrong = judged(31.0)
+    assert wrong.confirmation is not None
+    assert len(wrong.confirmation.nudged) == NUDGES
+    assert wrong.verdict.startswith("wrong in float32: ")
