@@ -155,6 +155,8 @@ class Overheads:
     Attributes:
         gradient_s: of one operator's backward, for each gradient that it makes; 0: as ``Device.launch_s``.
         view_s: of a view, forward, and again backward.
+        product_s, product_gradient_s: of one product of matrices, forward and in backward, besides its launch and what the
+            curve gives its operations: what a library does around small ones.
         sharded_launch_s: of one operator of an optimizer on a parameter that is a DTensor; 0: as ``Device.launch_s``.
         unit_s, unit_parameter_s: of FSDP's hooks around one unit, for a forward or backward, and more for each parameter.
         gather_s, gather_parameter_s: of one gather of a unit besides collective and copies, and more for each parameter.
@@ -165,6 +167,8 @@ class Overheads:
 
     gradient_s: float = 0.0
     view_s: float = 0.0
+    product_s: float = 0.0
+    product_gradient_s: float = 0.0
     sharded_launch_s: float = 0.0
     unit_s: float = 0.0
     unit_parameter_s: float = 0.0

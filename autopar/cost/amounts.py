@@ -43,6 +43,7 @@ class Work:
     Attributes:
         flops, backward_flops: of matrix products; elementwise work counts as bytes alone.
         products, backward_products: where their shapes are known; their flops add up to those above.
+        matmuls, backward_matmuls: calls of a library for them, of which each takes ``Overheads.product_s``.
         smallest_dim: of the products' m, n, k; where efficiency curves are read.
         is_attention: the products are those of fused attention, which has a rate of its own.
         num_bytes, backward_bytes: read and written.
@@ -60,6 +61,8 @@ class Work:
     backward_flops: float = 0.0
     products: tuple[Product, ...] = ()
     backward_products: tuple[Product, ...] = ()
+    matmuls: int = 0
+    backward_matmuls: int = 0
     smallest_dim: int = 1
     is_attention: bool = False
     num_bytes: int = 0

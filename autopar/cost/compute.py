@@ -67,7 +67,9 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
     if op.target in VIEWS:
         forward += device.overheads.view_s
         backward += device.overheads.view_s * op.spec.requires_grad
-    return OpTime(forward + done.launches * device.launch_s, backward + done.backward_launches * device.gradient_s)
+    forward += done.launches * device.launch_s + done.matmuls * device.overheads.product_s
+    backward += done.backward_launches * device.gradient_s + done.backward_matmuls * device.overheads.product_gradient_s
+    return OpTime(forward, backward)
 
 
 def _products_s(flops: float, products: tuple[Product, ...], done: Work, rate: MatmulRate, *, backward: bool) -> float:

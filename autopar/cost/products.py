@@ -26,6 +26,8 @@ def _product(
         flops=flops,
         products=(shape,) if shape else (),
         backward_products=back,
+        matmuls=1,
+        backward_matmuls=len(products),
         backward_flops=flops * len(products),
         smallest_dim=max(smallest, 1),
         num_bytes=total(operands) + op.spec.num_bytes,
@@ -160,6 +162,8 @@ def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
     return Work(
         flops=flops,
         backward_flops=flops * products,
+        matmuls=len(held) * num_experts,
+        backward_matmuls=int(len(held) * num_experts * products),
         smallest_dim=max(min(int(rows / num_experts), wide, width), 1),
         num_bytes=moved + total(held) + hidden.num_bytes,
         backward_bytes=2 * moved + 2 * total(held) + hidden.num_bytes,

@@ -29,8 +29,7 @@ class Step:
         overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
             ``overlap_grad_reduce`` and ``overlap_param_gather``); the runtime of autopar waits for them.
         adds_gradients: counts the kernels of autograd that add a micro-batch's gradients to those before; Megatron's
-            ``gradient_accumulation_fusion`` has none. Predictions of published runs count them; those of autopar's own
-            plans do not yet, and are too low by as much (1 to 3 percent where many small micro-batches accumulate).
+            ``gradient_accumulation_fusion`` has none; the runtime of autopar has them.
         gathers_after_step: at ZeRO 1 and 2 all ranks gather parameters at once when they have been stepped (DeepSpeed,
             Megatron), so that no stage's first forward waits for those of the stages before; the runtime of autopar gathers
             in each stage's first forward (FSDP2).

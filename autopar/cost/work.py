@@ -122,8 +122,8 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     if any(spec.requires_grad for spec in op.outputs):
         return found
     return replace(
-        found, backward_flops=0.0, backward_products=(), backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(), saves_output=False, saved_bytes=0,
-        backward_workspace_bytes=0,
+        found, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
+        saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip
 
 

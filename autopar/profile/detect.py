@@ -22,7 +22,7 @@ from autopar.profile.store import MachineProfile, known_devices, load_library, l
 from autopar.table import Table
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 
 
 def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
@@ -106,7 +106,7 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
             },
             "launch": {
                 "time_s": measured["launch_s"],
-                "provenance": f"{where}: one of a chain of four small operators",
+                "provenance": f"{where}: one of a chain of small operators",
             },
             "fragmentation": {"fraction": 0.05, "provenance": "assumed: not measured"},
             "interference": {"fraction": 0.15 if cuda else 1.0, "provenance": "assumed: as in the shipped profiles"},

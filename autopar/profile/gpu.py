@@ -121,7 +121,7 @@ def device_profile(device: torch.device) -> dict[str, Any]:
             "bytes_per_s": measure.copy_bandwidth_bytes_per_s(device),
             "provenance": f"{where}: copy of 1 GiB, read plus write",
         },
-        "launch": {"time_s": measure.launch_s(device), "provenance": f"{where}: addition of eight numbers"},
+        "launch": {"time_s": measure.launch_s(device), "provenance": f"{where}: one of a chain of small operators"},
         "reserve": [{"name": "CUDA context", "num_bytes": used, "provenance": f"{where}: used outside the allocator"}],
         "matmul": matmul,
     }

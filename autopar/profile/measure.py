@@ -90,20 +90,30 @@ def copy_bandwidth_bytes_per_s(device: torch.device, *, repeats: int = 5) -> flo
     return 2 * source.numel() / median_time_s(lambda: target.copy_(source), device, repeats=repeats)
 
 
-_CHAINED = 40
+_LAYERS = 10
+_LAUNCHES, _GRADIENTS = 4, 8
+"""Of one layer of :func:`_chain`, as ``autopar.cost.work`` counts them."""
 
 
-def launch_s(device: torch.device, *, repeats: int = 5) -> float:
-    """The time of an operator that has next to nothing to do, recorded for backward as in training: of a chain of four."""
-    start, weight = (torch.full((8, 8), 0.1, device=device, requires_grad=True) for _ in range(2))
+def _chain(device: torch.device) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Layers of operators that have next to nothing to do, as emitted programs call them; and what has gradients."""
+    start, weight = (torch.full(shape, 0.1, device=device, requires_grad=True) for shape in ((1, 8, 8), (8, 8)))
+    bias, scale, shift = (torch.full((8,), 0.1, device=device, requires_grad=True) for _ in range(3))
+    functional = torch.nn.functional
 
     def chain() -> torch.Tensor:
         x = start
-        for _ in range(_CHAINED // 4):
-            x = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight) * x + start)
+        for _ in range(_LAYERS):
+            y = functional.layer_norm(x, (8,), scale, shift)
+            x = x + functional.gelu(functional.linear(y, weight.t(), bias))
         return x
 
-    return median_time_s(chain, device, repeats=repeats, min_time_s=5e-3) / _CHAINED
+    return chain, (start, weight, bias, scale, shift)
+
+
+def launch_s(device: torch.device, *, repeats: int = 5) -> float:
+    """The time of an operator that has next to nothing to do, recorded for backward as in training."""
+    return median_time_s(_chain(device)[0], device, repeats=repeats, min_time_s=5e-3) / (_LAYERS * _LAUNCHES)
 
 
 # --- a CPU, where the host is the device: what surrounds operators, and functions that compute longer than they move
@@ -113,16 +123,8 @@ _REPEATED = 8
 
 
 def gradient_s(device: torch.device) -> float:
-    """Host time of one gradient in backward: of the chain of :func:`launch_s`, which makes seven for four operators."""
-    start, weight = (torch.full((8, 8), 0.1, device=device, requires_grad=True) for _ in range(2))
-
-    def chain() -> torch.Tensor:
-        x = start
-        for _ in range(_CHAINED // 4):
-            x = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight) * x + start)
-        return x
-
-    return _backward_s(chain, (start, weight), device) / (7 * _CHAINED // 4)
+    """Host time of one gradient in backward, of the same operators."""
+    return _backward_s(*_chain(device), device) / (_LAYERS * _GRADIENTS)
 
 
 def view_s(device: torch.device) -> float:
@@ -131,12 +133,43 @@ def view_s(device: torch.device) -> float:
 
     def chain() -> torch.Tensor:
         x = start
-        for _ in range(_CHAINED // 4):
+        for _ in range(_LAYERS):
             x = x.transpose(0, 1).unsqueeze(0).transpose(0, 2).squeeze(2).unsqueeze(1).squeeze(1)
         return x
 
     forward = median_time_s(chain, device, min_time_s=5e-3)
-    return (forward + _backward_s(chain, (start,), device)) / (2 * 6 * _CHAINED // 4)
+    return (forward + _backward_s(chain, (start,), device)) / (2 * 6 * _LAYERS)
+
+
+_NARROW, _WIDE = 64, 256
+
+
+def product_s(device: torch.device, flops_per_s: float, backward_flops_per_s: float) -> tuple[float, float]:
+    """What a product of small matrices takes besides its operations and its launch: forward, and each of backward's.
+
+    Of eight linears over 64 tokens, from 64 features to 256 and back, whose smallest dim is 64 throughout; the curve of
+    :func:`matmul_times` has one small dim and two large ones.
+
+    Args:
+        flops_per_s, backward_flops_per_s: of the curve at 64.
+    """
+    tokens = torch.randn(_NARROW, _NARROW, device=device, requires_grad=True)
+    shapes = [(_NARROW, _WIDE), (_WIDE, _NARROW)] * 4
+    weights = [torch.randn(shape, device=device).mul_(0.1).requires_grad_() for shape in shapes]
+
+    def chain() -> torch.Tensor:
+        x = tokens
+        for weight in weights:
+            x = torch.nn.functional.linear(x, weight.t())
+        return x
+
+    flops, count = 2.0 * _NARROW * _NARROW * _WIDE, len(shapes)
+    forward = median_time_s(chain, device, min_time_s=5e-3) / count
+    backward = _backward_s(chain, (tokens, *weights), device) / (2 * count)
+    return (
+        max(forward - flops / flops_per_s - launch_s(device), 0.0),
+        max(backward - flops / backward_flops_per_s - gradient_s(device), 0.0),
+    )
 
 
 def function_times(device: torch.device) -> dict[str, tuple[float, float]]:

@@ -55,18 +55,20 @@ class MachineProfile:
             memory_bytes: of one device; overrides the profile's and its division.
         """
         cores = num_cores or self.num_cores or devices_per_node
-        device = _slowed(self.device, min(1.0, cores / devices_per_node))
+        share = min(1.0, cores / devices_per_node)
+        device = _slowed(self.device, share)
         if memory_bytes is not None:
             device = _with_memory(device, memory_bytes, "stated by the user")
         elif self.shares_memory:
             note = dict(device.provenance)["memory"]
-            share = device.memory_bytes // devices_per_node
-            device = _with_memory(device, share, f"{note}; divided among {devices_per_node} ranks")
+            device = _with_memory(
+                device, device.memory_bytes // devices_per_node, f"{note}; divided among {devices_per_node} ranks"
+            )
         return NodeGroup(
             device=device,
             num_nodes=num_nodes,
             devices_per_node=devices_per_node,
-            intra_node=self.intra_node,
+            intra_node=_slowed_link(self.intra_node, share),
             nic=self.nic,
             nics_per_node=max(1, devices_per_node * self.num_nics // self.num_devices),
         )
@@ -93,6 +95,18 @@ def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
 def _with_memory(device: Device, num_bytes: int, note: str) -> Device:
     return replace(
         device, memory_bytes=num_bytes, provenance=tuple({**dict(device.provenance), "memory": note}.items())
+    )
+
+
+def _slowed_link(link: Link, share: float) -> Link:
+    """The link where several ranks share a core: messages between processes of one node are work of its cores."""
+    if share == 1.0:
+        return link
+    return replace(
+        link,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share,
+        latency_s=link.latency_s / share,
+        provenance=f"{link.provenance}; times {share:.3g}, the cores that each rank has",
     )
 
 

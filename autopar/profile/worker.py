@@ -21,6 +21,7 @@ from autopar.profile import measure
 from autopar.profile.overheads import measure_overheads
 
 LINK_BYTES = 8 * 2**20
+SMALL_BYTES = 4096
 DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 * 2 steps
 
 
@@ -56,16 +57,26 @@ def measure_host(
                 device, dtype, int(point["smallest_dim"])
             )
         attention[name] = measure.attention_times(device, dtype)
+    point = next(p for p in points["float32"] if p["smallest_dim"] == 64)  # noqa: PLR2004  the shape that it measures
+    forward, backward = measure.product_s(device, point["flops_per_s"], point["backward_flops_per_s"])
     return {
         "attention": attention,
         "functions": measure.function_times(device),
-        "overheads": {"gradient_s": measure.gradient_s(device), "view_s": measure.view_s(device)},
+        "overheads": {
+            "gradient_s": measure.gradient_s(device),
+            "view_s": measure.view_s(device),
+            "product_s": forward,
+            "product_gradient_s": backward,
+        },
     }
 
 
 def measure_link() -> dict[str, float]:
-    """Latency and bus bandwidth of an all-reduce over the two ranks (wall time: waiting is what counts)."""
-    small, large = torch.ones(1), torch.ones(LINK_BYTES // 4)
+    """Latency and bus bandwidth of an all-reduce over the two ranks (wall time: waiting is what counts).
+
+    The small one has a few elements for each rank: of fewer elements than its ring has parts gloo sends but some.
+    """
+    small, large = torch.ones(SMALL_BYTES // 4), torch.ones(LINK_BYTES // 4)
     times: dict[str, list[float]] = {"small": [], "large": []}
     for repeat in range(12):
         for name, tensor, calls in (("small", small, 20), ("large", large, 1)):
@@ -79,7 +90,7 @@ def measure_link() -> dict[str, float]:
     factor = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
     return {
         "latency_s": small_s / DELAYS_OF_SMALL_ALL_REDUCE,
-        "bandwidth_bytes_per_s": LINK_BYTES * factor / max(large_s - small_s, 1e-9),
+        "bandwidth_bytes_per_s": (LINK_BYTES - SMALL_BYTES) * factor / max(large_s - small_s, 1e-9),
     }
 
 

@@ -226,6 +226,7 @@ class Evaluator:
             flops_per_sample=self.flops_per_sample,
             tokens_per_sample=self.tokens_per_sample,
             prelude_s=option.prelude_s,
+            adds_gradients=True,
             totals=option.totals,
         )
 
