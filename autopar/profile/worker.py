@@ -57,7 +57,7 @@ def measure_host(
                 device, dtype, int(point["smallest_dim"])
             )
         attention[name] = measure.attention_times(device, dtype)
-    point = next(p for p in points["float32"] if p["smallest_dim"] == 64)  # noqa: PLR2004  the shape that it measures
+    point = next(p for p in points["float32"] if p["smallest_dim"] == 64)
     forward, backward = measure.product_s(device, point["flops_per_s"], point["backward_flops_per_s"])
     return {
         "attention": attention,
