@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from autopar.benchmark.plans import Advance, Choice, choose, variants
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.session import Launch, Outcome, benchmark, local_ranks
 from autopar.cluster import Cluster
+from autopar.errors import UsageError
 from autopar.models import ModelSource, resolve_model
 from autopar.search.pins import Pins
 from autopar.search.planner import Task
@@ -38,6 +39,8 @@ class Wish:
     rounds: int = 3
     steps: int = 3
     timeout_s: float = 300.0
+    as_rank: int | None = None
+    """Plans for ``num_ranks`` ranks are run as this one of them, alone: see ``autopar.benchmark.ranks.Job``."""
 
     @property
     def title(self) -> str:
@@ -45,17 +48,22 @@ class Wish:
         parts = [self.model, f"batch {self.global_batch_size}", self.precision, self.optimizer]
         if self.sequence is not None:
             parts.append(f"sequence {self.sequence}")
+        if self.as_rank is not None:
+            parts.append(f"rank {self.as_rank} alone")
         return ", ".join(parts)
 
 
 def run_local(
     wish: Wish, *, results: Path | None = None, cache_dir: Path | None = None, advance: Advance | None = None
 ) -> Outcome:
-    """On this machine: ranks on its CPU, or every variant on its one GPU.
+    """On this machine: ranks on its CPU, or every variant on its one GPU; or one rank of plans for more.
 
     Raises:
         InfeasibleError: no plan fits.
+        UsageError: there is no such rank.
     """
+    if wish.as_rank is not None:
+        return _as_rank(wish, results=results, cache_dir=cache_dir, advance=advance)
     if torch.cuda.is_available():
         return _on_gpu(wish, results=results, cache_dir=cache_dir, advance=advance)
     cluster = Cluster.parse(f"local?ranks={wish.num_ranks}", cache_dir=cache_dir)
@@ -71,6 +79,31 @@ def on_cluster(
     task = task_of(wish, source, cluster, wish.precision)
     choice = choose(task, sample=wish.sample, seed=wish.seed, advance=advance)
     return _measured(wish, source, [task], choice, launch, "cpu", cluster.name, results=results, advance=advance)
+
+
+def _as_rank(wish: Wish, *, results: Path | None, cache_dir: Path | None, advance: Advance | None) -> Outcome:
+    """Compute and memory of one rank: on a CPU it has a core of its own, as none of the others runs.
+
+    Without a pipeline: neighbours that are not there send no shapes.
+    """
+    if not 0 <= (wish.as_rank or 0) < wish.num_ranks:
+        raise UsageError(
+            "the rank that is run is one of the plans'",
+            value=f"{wish.as_rank} of {wish.num_ranks}",
+            place="--as-rank",
+            remedy="state how many ranks the plans are for with --ranks",
+        )
+    is_gpu = torch.cuda.is_available()
+    cores = "" if is_gpu else f"&cores={wish.num_ranks}"
+    cluster = Cluster.parse(f"local?ranks={wish.num_ranks}{cores}", cache_dir=cache_dir)
+    source = resolve_model(wish.model, sequence_length=wish.sequence)
+    task = task_of(replace(wish, pins=(*wish.pins, "pp=1")), source, cluster, wish.precision)
+    choice = choose(task, sample=wish.sample, seed=wish.seed, advance=advance)
+    device_type = "cuda" if is_gpu else "cpu"
+    with local_ranks(1, timeout_s=wish.timeout_s) as launch:
+        return _measured(
+            wish, source, [task], choice, launch, device_type, cluster.name, results=results, advance=advance
+        )
 
 
 def _on_gpu(wish: Wish, *, results: Path | None, cache_dir: Path | None, advance: Advance | None) -> Outcome:
@@ -125,6 +158,7 @@ def _measured(  # noqa: PLR0913  what the two ways to get here differ in
         rounds=wish.rounds,
         steps=wish.steps,
         timeout_s=wish.timeout_s,
+        as_rank=wish.as_rank,
     )
     title = f"{wish.title}, {where}"
     # models of a GPU take turns one by one: many do not fit beside each other

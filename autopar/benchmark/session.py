@@ -15,7 +15,7 @@ from autopar.benchmark.plans import Advance, Choice, Entry
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.score import Row, Score, measured, score
 from autopar.errors import AutoparError, UsageError
-from autopar.run_log import predicted_parts
+from autopar.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.runtime.workers import WorkerPool
 
 PRELOAD = ("torch", "transformers", "autopar.benchmark.ranks")
@@ -84,7 +84,7 @@ def benchmark(
         known |= _measure(job, entries, launch)
         if results is not None:
             _write(results, title, known)
-    rows = [_row(entry, known[entry.key]) for entry in choice.entries]
+    rows = [_row(entry, known[entry.key], job.as_rank) for entry in choice.entries]
     rows.sort(key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
     return Outcome(
         title=title,
@@ -119,15 +119,21 @@ def _joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _row(entry: Entry, found: Mapping[str, Any]) -> Row:
+def _row(entry: Entry, found: Mapping[str, Any], as_rank: int | None) -> Row:
     predicted = entry.plan.predicted
+    whole, parts = predicted.step_time_s, predicted_parts(predicted.breakdown)
+    num_bytes = max(m.total - m.reserved for m in predicted.memory)
+    if as_rank is not None:  # collectives of fakes take no time, and nobody waits
+        parts = {name: parts[name] for name in (COMPUTE, OPTIMIZER)}
+    time_s = whole if as_rank is None else sum(parts.values())
+    low, high = (time_s * edge / whole for edge in predicted.step_time_interval_s)
     return Row(
         key=entry.key,
         name=entry.name,
-        predicted_s=predicted.step_time_s,
-        interval_s=predicted.step_time_interval_s,
-        predicted_bytes=max(m.total - m.reserved for m in predicted.memory),
-        predicted_parts=predicted_parts(predicted.breakdown),
+        predicted_s=time_s,
+        interval_s=(low, high),
+        predicted_bytes=num_bytes,
+        predicted_parts=parts,
         **found,
     )
 

@@ -27,6 +27,15 @@ def local(
     model: Model,
     global_batch: GlobalBatch = 16,
     ranks: Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine (CPU).")] = 4,
+    as_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--as-rank",
+            min=0,
+            metavar="R",
+            help="Run this rank of plans for N ranks alone, for its compute and memory; its collectives move nothing.",
+        ),
+    ] = None,
     space: Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")] = (
         "default"
     ),
@@ -50,7 +59,8 @@ def local(
     """Run every plan of a space, or a sample, on this machine's ranks; print predicted against measured time and memory.
 
     Says how well predictions rank the plans and what the plan that the search picks loses against the best measured.
-    With a GPU: one device, every micro-batch, recompute and precision of the space.
+    With a GPU: one device, every micro-batch, recompute and precision of the space; or, with --as-rank, one rank of plans
+    without a pipeline for --ranks devices.
     """
     from autopar.benchmark.command import Wish, run_local
     from autopar.benchmark.report import render
@@ -69,6 +79,7 @@ def local(
         rounds=rounds,
         steps=steps,
         timeout_s=timeout,
+        as_rank=as_rank,
     )
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler, which counts memory, talks on stderr
     with progress("reading the model") as advance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from autopar import api
 from autopar.benchmark import ranks
-from autopar.benchmark.command import Wish, on_cluster, one_device_pins, task_of
+from autopar.benchmark.command import Wish, on_cluster, one_device_pins, run_local, task_of
 from autopar.benchmark.plans import Choice, entry_of, variants
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.session import benchmark
@@ -23,6 +24,7 @@ from autopar.runtime.workers import WorkerPool
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
 MODEL = "gpt:layers=2,hidden=32,heads=4,vocab=96,seq=16"
+CPU4 = Cluster.parse("cpu:1x4")
 WISH = Wish(model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, timeout_s=60.0)
 
 
@@ -93,3 +95,24 @@ def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(pool: WorkerPool, rank: i
     predicted = max(m.total - m.reserved for m in entry.plan.predicted.memory)
     assert found[entry.key]["memory_bytes"] == pytest.approx(predicted, rel=0.5)
     assert len(found[entry.key]["seconds"]) == 1
+
+
+def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
+) -> None:
+    monkeypatch.setattr(Cluster, "parse", lambda text, cache_dir=None: CPU4)  # nothing is measured
+    monkeypatch.setattr(
+        "autopar.benchmark.command.local_ranks",
+        lambda count, timeout_s: nullcontext(lambda job: pool.run(ranks.run, job, size=count, timeout_s=timeout_s)),
+    )
+    wish = replace(WISH, num_ranks=4, as_rank=3, pins=("tp=2", "micro_batch=2"), sample=1, rounds=1, steps=1)
+    outcome = run_local(wish, cache_dir=tmp_path)
+    assert outcome.title.endswith(f"rank 3 alone, {CPU4.name}")
+    assert not [row.failure for row in outcome.rows if row.failure]
+    for row in outcome.rows:
+        assert set(row.predicted_parts) == {"compute", "optimizer"}
+        assert row.predicted_s == pytest.approx(sum(row.predicted_parts.values()))
+        assert row.interval_s[0] < row.predicted_s < row.interval_s[1]
+        assert row.measured_bytes == pytest.approx(row.predicted_bytes, rel=0.5)
+    with pytest.raises(UsageError, match=r"4 of 4.*--ranks"):
+        run_local(replace(wish, as_rank=4), cache_dir=tmp_path)
