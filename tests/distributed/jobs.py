@@ -196,19 +196,20 @@ def held_bytes(
 
 
 def _gathered(parallel: Parallel) -> int:
-    """Bytes of the whole parameters after their gathering."""
+    """Bytes of the whole parameters after their gathering; experts that FSDP leaves to their ranks are not gathered."""
     total = 0
     for stage in parallel._assembly.stages:
         for module in fsdp_modules(stage):
+            before = {id(parameter) for parameter in _own_parameters(module)}
             module.unshard()
-            total += _bytes(list(module.parameters(recurse=False)))
-            total += sum(
-                _bytes(list(child.parameters(recurse=False)))
-                for child in module.children()
-                if isinstance(child, torch.fx.GraphModule)
-            )
+            total += _bytes([parameter for parameter in _own_parameters(module) if id(parameter) not in before])
             module.reshard()
     return total
+
+
+def _own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    children = [child for child in module.children() if isinstance(child, torch.fx.GraphModule)]
+    return [parameter for each in (module, *children) for parameter in each.parameters(recurse=False)]
 
 
 def _bytes(tensors: list[Any]) -> int:

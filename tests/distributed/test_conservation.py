@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from autopar import api
+from autopar.graph.trace import trace
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
+from tests.distributed.mixtures import Subject
 from tests.distributed.test_layouts import traced
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -36,6 +38,26 @@ def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str) -> N
         assert largest == {key: getattr(predicted, key) for key in largest}
 
 
+@pytest.mark.parametrize(
+    ("kind", "pins"),
+    [
+        ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4"),
+        ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2"),
+        ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2"),
+    ],
+)
+def test_states_where_whole_gradients_accumulate(pool: WorkerPool, kind: str, pins: str) -> None:
+    """Every data rank holds whole gradients until the last micro-batch, and its shard of them after the step."""
+    subject, graph = traced(kind)
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split())
+    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
+    for predicted in plan.predicted.memory:
+        ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
+        largest = {key: max(row[key] for row in ranks) for key in ("parameters", "gradients", "optimizer")}
+        assert plan.mesh.dp_shard * largest.pop("gradients") == predicted.gradients
+        assert largest == {key: getattr(predicted, key) for key in largest}
+
+
 @pytest.mark.parametrize("optimizer", ["momentum", "adafactor"])
 def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     subject, graph = traced("gpt2")
@@ -43,3 +65,22 @@ def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins, optimizer=optimizer)
     rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), optimizer, timeout_s=60.0)
     assert max(row["optimizer"] for row in rows) == plan.predicted.memory[0].optimizer
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        "ep=2 dp_replicate=4",
+        "ep=4 dp_shard=4 zero=3",
+        "ep=4 dp_replicate=2 dp_shard=2 zero=2",
+        "ep=4 ep_data=2 tp=2 num_micro_batches=1",
+    ],
+)
+def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
+    subject = Subject()
+    graph = trace(subject.build(), (), subject.make_batch(2, seed=0))
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
+    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(8, seed=0), timeout_s=60.0)
+    (predicted,) = plan.predicted.memory
+    largest = {key: max(row[key] for row in rows) for key in ("parameters", "gradients", "optimizer")}
+    assert largest == {key: getattr(predicted, key) for key in largest}
