@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.graph.failures import FAILURES, first_line
@@ -164,6 +165,7 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
         raise Unclear("it changes its inputs in place")
     after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]
     _check_buffers(subject.region, subject.buffers, after)
+    _check_numbers(subject, output)
     return replace(
         subject.region,
         outputs=outputs,
@@ -198,6 +200,23 @@ def _check_buffers(region: Region, before: Sequence[Tensor], after: Sequence[Ten
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise Unclear(f"it changes buffers ({', '.join(changed[:3])}{more}), which only modules that are traced may")
+
+
+def _check_numbers(subject: Subject, output: Any) -> None:
+    """What it returns beside tensors becomes part of the plan, so that it must not depend on what it is given."""
+    leaves = _numbers(output)
+    if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+        for number in range(1, DRAWS):
+            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number)
+            inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
+            found = _numbers(_output(subject, inputs, subject.parameters, [b.clone() for b in subject.buffers]))
+            if found != leaves:
+                shown = next(((a, b) for a, b in zip(leaves, found, strict=False) if a != b), (len(leaves), len(found)))
+                raise Unclear(f"it returns numbers that depend on values ({shown[0]} and {shown[1]})")
+
+
+def _numbers(output: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)]
 
 
 # --- samples --------------------------------------------------------------------------------------

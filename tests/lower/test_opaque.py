@@ -142,6 +142,32 @@ def test_a_region_that_draws_random_numbers_is_refused_with_line_reason_and_reme
         autopar.estimate(u.Around(Draws), example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8)
 
 
+class Largest(nn.Module):
+    """Returns a number beside a tensor, and one that no value changes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float, int]:
+        return (x if x.sum() > 0 else 2.0 * x), x.abs().max().item(), x.shape[-1]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = Largest()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale, size = self.largest(x)
+        return scale / size * x
+
+
+def test_a_number_that_a_region_returns_is_not_kept_from_where_it_was_tried() -> None:
+    graph = trace(u.Around(Scaled), (), u.batch())
+    (op,) = (op for op in graph.ops if op.target == "autopar.opaque")
+    assert op.module == "inner"
+    assert not any(isinstance(arg, float) for op in graph.ops if op.target == "aten.mul.Tensor" for arg in op.args)
+    with pytest.raises(TraceError, match=r"inner.largest \(Largest\): .*it returns numbers that depend on values"):
+        trace(u.Around(Scaled), (), u.batch(), opaque=["Largest"])
+
+
 class Averaging(nn.Module):
     """A buffer that each forward pass sets, as a moving average is set, beside one that it leaves as it is."""
 
