@@ -163,6 +163,8 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
         _gradients(tensors_of(output), (*inputs, *subject.parameters))
     if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
         raise Unclear("it changes its inputs in place")
+    if any(x.grad is not None for x in (*inputs, *subject.parameters)):
+        raise Unclear("its backward adds to gradients by itself")
     after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]
     _check_buffers(subject.region, subject.buffers, after)
     _check_numbers(subject, output)

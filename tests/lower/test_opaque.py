@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -166,6 +167,39 @@ def test_a_number_that_a_region_returns_is_not_kept_from_where_it_was_tried() ->
     assert not any(isinstance(arg, float) for op in graph.ops if op.target == "aten.mul.Tensor" for arg in op.args)
     with pytest.raises(TraceError, match=r"inner.largest \(Largest\): .*it returns numbers that depend on values"):
         trace(u.Around(Scaled), (), u.batch(), opaque=["Largest"])
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps no result and computes it once more in backward, which adds to the weight's gradient by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x + x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(x @ weight, gradients)
+        assert x.grad is not None
+        return gradients[0] + x.grad, None
+
+
+class Reverses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", Reversible.apply(x, self.weight))  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_that_adds_to_gradients_by_itself_is_refused() -> None:
+    for opaque in ([], ["Reverses"]):
+        with pytest.raises(TraceError, match="adds to gradients by itself"):
+            trace(u.Around(Reverses), (), u.batch(), opaque=opaque)
 
 
 class Averaging(nn.Module):
