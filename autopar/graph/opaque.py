@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, TraceError, UsageError
-from autopar.graph import probe
+from autopar.graph import functions, probe
 from autopar.graph.builder import Builder, Call, Value
 from autopar.graph.failures import FAILURES
 from autopar.graph.ir import Argument, Graph, Op, Ref, TensorSpec
@@ -149,7 +149,7 @@ class Regions:
 
     def _examined(self, cls: type[torch.autograd.Function], subject: probe.Subject) -> tuple[Region, Any] | None:
         with torch.random.fork_rng(devices=[]):
-            return None if probe.is_plain(cls, subject) else probe.examine(subject, self.batch_size)
+            return None if functions.is_plain(cls, subject) else probe.examine(subject, self.batch_size)
 
 
 def _examined(
@@ -313,6 +313,18 @@ def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
     notes = []
     for (why, mixed), names in groups.items():
         said = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        text = f"opaque, whole on every rank of tp and cp and of a cost that is known roughly: {said}; {why}"
-        notes.append(f"{text}; its samples are not known to be apart: {mixed}" if mixed else text)
+        notes.append(f"{_NOTE}{said}; {why}" + (f"{_MIXED}{mixed}" if mixed else ""))
     return tuple(notes)
+
+
+_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is known roughly: "
+_MIXED = "; its samples are not known to be apart: "
+
+
+def reason_of(notes: Sequence[str], name: str) -> str:
+    """Why a region of that name is one, as :func:`notes_of` said it; empty where no note names it."""
+    for note in notes:
+        names, _, why = note.removeprefix(_NOTE).partition("; ")
+        if note.startswith(_NOTE) and name in names.split(" and ")[0].split(", "):
+            return why.partition(_MIXED)[0]
+    return ""

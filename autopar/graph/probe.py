@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.graph.double import in_double
@@ -163,14 +164,22 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
             saved[x.data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with (
+        FlopCounterMode(display=False) as forward,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        _assigned_buffers(subject.call) as assigned,
+    ):
         output = _output(subject, inputs, subject.parameters, buffers)
     outputs = _described(output)
     with FlopCounterMode(display=False) as backward:
         _gradients(tensors_of(output), (*inputs, *subject.parameters))
     if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
         raise Unclear("it changes its inputs in place")
-    _check_buffers(subject.region, subject.buffers, buffers)
+    if any(x.grad is not None for x in (*inputs, *subject.parameters)):
+        raise Unclear("its backward adds to gradients by itself")
+    after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]
+    _check_buffers(subject.region, subject.buffers, after)
+    _check_numbers(subject, output)
     return replace(
         subject.region,
         outputs=outputs,
@@ -181,12 +190,47 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
     ), output
 
 
+@contextmanager
+def _assigned_buffers(call: Call) -> Iterator[dict[str, Tensor]]:
+    """Buffers of a module that its code sets by ``self.name = ...``: those that come with a call stay as they are."""
+    module = getattr(call, "module", None)
+    names = {} if module is None else {id(inner): path for path, inner in module.named_modules()}
+    found: dict[str, Tensor] = {}
+
+    def note(owner: torch.nn.Module, name: str, value: Tensor | None) -> None:
+        if id(owner) in names:
+            found[f"{names[id(owner)]}.{name}".lstrip(".")] = torch.empty(0) if value is None else value
+
+    handle = torch.nn.modules.module.register_module_buffer_registration_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
 def _check_buffers(region: Region, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
     """Buffers that it writes to would stay as they are: only traced code changes them."""
     changed = [name for name, a, b in zip(region.buffers, before, after, strict=True) if not torch.equal(a, b)]
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise Unclear(f"it changes buffers ({', '.join(changed[:3])}{more}), which only modules that are traced may")
+
+
+def _check_numbers(subject: Subject, output: Any) -> None:
+    """What it returns beside tensors becomes part of the plan, so that it must not depend on what it is given."""
+    leaves = _numbers(output)
+    if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+        for number in range(1, DRAWS):
+            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number)
+            inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
+            found = _numbers(_output(subject, inputs, subject.parameters, [b.clone() for b in subject.buffers]))
+            if found != leaves:
+                shown = next(((a, b) for a, b in zip(leaves, found, strict=False) if a != b), (len(leaves), len(found)))
+                raise Unclear(f"it returns numbers that depend on values ({shown[0]} and {shown[1]})")
+
+
+def _numbers(output: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)]
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -216,9 +260,11 @@ def _splits_in(
         Unclear, FAILURES: it does not run in it.
     """
     trial, one = _within_its_domain(precision)
-    first, second = (_run(trial, one, seed=seed) for seed in (1, 2))
-    if not _same(first[0], second[0]):
-        return None, "it gives other results on the same inputs", False
+    first, second = (outcomes(trial, one, seed=seed) for seed in (1, 2))
+    if not are_same(first[0], second[0]):
+        again = outcomes(trial, one, seed=1)
+        drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
+        return None, drawn or "it gives other results on the same inputs", False
     linear, why = _is_linear(trial, one), ""  # why not: the first reason is that of samples in dim 0 of every input
     for dims in choices(trial.inputs, batch_size):
         try:
@@ -237,7 +283,7 @@ def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
     for span in _SPANS:
         found = replace(subject, span=span)
         inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span)
-        if all(y.isfinite().all() for y in _run(found, inputs, seed=1)[0] if y.is_floating_point()):
+        if all(y.isfinite().all() for y in outcomes(found, inputs, seed=1)[0] if y.is_floating_point()):
             return found, inputs
     raise Unclear("random inputs give values that are not finite")
 
@@ -274,8 +320,8 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)
         ]  # fmt: skip
-        outputs, of_inputs, of_parameters = _run(subject, whole, seed=3)
-        halves = [_run(subject, part, seed=3) for part in parts]
+        outputs, of_inputs, of_parameters = outcomes(subject, whole, seed=3)
+        halves = [outcomes(subject, part, seed=3) for part in parts]
         found = tuple(
             _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
         )
@@ -303,11 +349,11 @@ def _demand(
     joined = [a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)]
     if not all(x.isfinite().all() for x in whole if x.is_floating_point()):
         raise Unclear("random inputs give values that are not finite")
-    if not _same(joined, whole):
+    if not are_same(joined, whole):
         raise Unclear(f"the {what} of a batch are not those of its halves")
 
 
-def _run(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
+def outcomes(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
     """Outputs, and gradients of inputs and parameters under :func:`_direction`."""
     taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     torch.manual_seed(seed)
@@ -339,7 +385,7 @@ def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
     for factor in (1.0, -3.0, 1e4):
         outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
         results[factor] = _gradients(outputs, (*taken, *subject.parameters), factor)
-    return all(_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
+    return all(are_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
 
 
 def draw(
@@ -364,7 +410,7 @@ def draw(
     return found
 
 
-def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Equal to rounding, all of them."""
     for a, b in zip(found, wanted, strict=True):
         if a.shape != b.shape:
@@ -375,52 +421,5 @@ def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
             continue
         size = float(b.abs().max()) if b.numel() else 0.0
         if b.numel() and not float((a - b).abs().max()) <= _TOLERANCE.get(b.dtype, _COARSE) * max(size, 1e-6):
-            return False
-    return True
-
-
-# --- autograd functions ---------------------------------------------------------------------------
-
-
-class _Context:
-    """Stands for the context of an autograd function whose forward is run by itself."""
-
-    def __init__(self, count: int) -> None:
-        self.needs_input_grad = (True,) * count
-        self.saved_tensors: tuple[Tensor, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
-
-    def save_for_forward(self, *tensors: Tensor) -> None:
-        pass
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
-
-    def mark_dirty(self, *tensors: Tensor) -> None:
-        raise Unclear("it changes its inputs in place")
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-
-def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
-    """Whether a function's own backward is what autograd makes of its forward: then it is traced like any code."""
-
-    def forward(state: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function.setup_context is not torch.autograd.Function.setup_context:
-            return function.forward(*args, **kwargs)
-        return function.forward(_Context(len(args)), *args, **kwargs)
-
-    wide = subject.wide()
-    for number in range(4):
-        inputs = draw(wide.inputs, (None,) * len(wide.inputs), number)
-        try:
-            own = _run(wide, inputs, seed=number)
-            plain = _run(replace(wide, call=forward), inputs, seed=number)
-        except (Unclear, *FAILURES):
-            return False
-        if not (_same(own[0], plain[0]) and _same(own[1], plain[1])):
             return False
     return True

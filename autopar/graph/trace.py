@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.graph import counts, memory, steps
+from autopar.graph import checks, counts, memory, steps
 from autopar.graph.builder import Builder
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import Converter, needs_decomposition, source_of
@@ -166,8 +166,10 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
     regions = Regions(model, batch_size)
     regions.swap(wrapper.model, job.opaque)
-    with regions.autograd_functions(), memory.tensor_hooks_refused():
+    with regions.autograd_functions(), memory.tensor_hooks_refused(), checks.taken_to_hold() as held:
         program = _export(wrapper, batch, model)
+        if held.refused is not None:  # caught by the model, which went on as no step would
+            raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
         with _quiet():
             notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
     builder = Builder()
@@ -189,7 +191,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
-    return replace(graph, notes=(*graph.notes, *notes))
+    return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)))
 
 
 def _within(error: TraceError, path: str) -> TraceError:

@@ -36,8 +36,14 @@ class Assembly:
     is_fsdp: bool
 
     @property
+    def tied(self) -> tuple[Held, ...]:
+        """Parameters that another stage has too, on another rank (then there is a group) or on this one alone."""
+        twice = {copy.name for _, copy in self._copies()}
+        return tuple(held for held in self.held if held.tie_group is not None or held.name in twice)
+
+    @property
     def first_copies(self) -> tuple[Held, ...]:
-        """One of each tied parameter."""
+        """One of each parameter that is tied over ranks."""
         return tuple({held.name: held for held in reversed(self.held) if held.tie_group is not None}.values())
 
     def sum_copies_here(self) -> None:

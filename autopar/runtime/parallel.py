@@ -53,7 +53,7 @@ class Parallel:
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
-        self._tied = [h for h in held if h.tie_group is not None]
+        self._tied = self._assembly.tied
         leaves = [h for h in held if h.leaf is not None]
         self._leaf_sums = BucketedSums(leaves) if leaves else None
         self._late = [h for h in held if h.leaf is None and h.group is not None]

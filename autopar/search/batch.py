@@ -18,6 +18,7 @@ from autopar import rules
 from autopar.errors import RuleError
 from autopar.graph.counts import CountError
 from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
+from autopar.graph.opaque import reason_of
 from autopar.layout import I, P, R, S, Type
 from autopar.opaque_ops import region_of
 from autopar.rules.conversions import conversion
@@ -119,7 +120,7 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     offered = {name: tuple(s for s in found if _sums_up(graph, name, s)) for name, found in offered.items()}
     for op in (*graph.prelude, *graph.ops):
         if not offered[op.name] and op.target == "autopar.opaque":
-            raise _opaque(op)
+            raise _opaque(graph, op)
     if changes != "any":
         offered = _reachable(graph, offered, changes == "totals")
     problem = _BatchProblem(
@@ -266,14 +267,16 @@ def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
     )
 
 
-def _opaque(op: Op) -> RuleError:
+def _opaque(graph: Graph, op: Op) -> RuleError:
     """An operator that nothing is offered for: a region of unknown code whose backward is not linear, or not known to be."""
+    region = region_of(str(op.args[0]))
+    reason = reason_of(graph.notes, region.name)
     return RuleError(
         "of an opaque region it is known that its samples are apart, or that its gradients add up",
-        value=f"neither: {region_of(str(op.args[0])).why or 'its backward is not linear'}",
+        value=f"neither: {region.why or 'its backward is not linear'}",
         place=f"{op.module or op.name}, {op.source}" if op.source else op.module or op.name,
-        remedy="write the line that cannot be traced (see the notes) with torch.where or a mask, or name a smaller "
-        "module around it with opaque=",
+        remedy=(f"it is opaque: {reason}; mend that line" if reason else "write it so that it can be traced")
+        + ", or name a smaller module around it with opaque=",
     )
 
 

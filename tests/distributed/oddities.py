@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.lower import unusual as u
@@ -37,12 +40,28 @@ class Rolling(u.Around):
         super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), Rolls()))
 
 
-_MODELS = {"pairs": lambda: u.Pairs("contrastive"), "routers": Layers, "rolls": Rolling}
+class Shared(u.Around):
+    """Four layers; the second and the last read the same weights beside their own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+        self.shared = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, layer in enumerate(cast("nn.ModuleList", self.inner)):
+            x = x + layer(x).tanh()
+            if number % 2:
+                x = x + self.shared(x).tanh()
+        return F.cross_entropy(self.last(x), y)
+
+
+_MODELS = {"pairs": partial(u.Pairs, "contrastive"), "routers": Layers, "rolls": Rolling, "shared": Shared}
 
 
 @dataclass(frozen=True)
 class UnusualSubject:
-    """``kind``: pairs (a contrastive loss with a scalar parameter), routers or rolls."""
+    """``kind``: pairs (a contrastive loss with a scalar parameter), routers, rolls, or shared (weights of two layers)."""
 
     kind: str
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from autopar import api
+from autopar.lower.program import lower
 from autopar.mesh import Mesh
+from autopar.plan import FP32
 from autopar.runtime.verify import verify
 from autopar.runtime.workers import WorkerPool
+from tests.distributed.oddities import UnusualSubject
 from tests.distributed.test_layouts import traced
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -40,4 +43,13 @@ def test_a_pinned_plan_equals_one_device(pool: WorkerPool, kind: str, layout: st
         graph, cluster=f"cpu:1x{mesh.world_size}", global_batch_size=16, pins=[*degrees, "micro_batch=2", *pins]
     )
     assert plan.mesh == mesh
+    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
+
+
+def test_weights_of_two_stages_of_one_rank_learn_from_both(pool: WorkerPool) -> None:
+    subject = UnusualSubject("shared")
+    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32, global_batch_size=8)
+    pins = ["pp=2", "micro_batch=2", "schedule=Interleaved1F1B", "virtual_stages=2"]
+    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
+    assert {stages for _, stages in lower(plan, graph).tied} == {(1, 3)}
     verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -131,6 +132,94 @@ class Counting(nn.Module):
         return x if x.sum().item() > 0 else x / self.steps
 
 
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x) if x.mean() > 0 else x
+
+
+def test_a_region_that_draws_random_numbers_is_refused_with_line_reason_and_remedy() -> None:
+    said = r"it draws random numbers of its own; it is opaque: .*test_opaque.py:\d+: .*rand_like.*torch.where.*opaque="
+    with pytest.raises(AutoparError, match=said):
+        autopar.estimate(u.Around(Draws), example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8)
+
+
+class Largest(nn.Module):
+    """Returns a number beside a tensor, and one that no value changes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float, int]:
+        return (x if x.sum() > 0 else 2.0 * x), x.abs().max().item(), x.shape[-1]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = Largest()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale, size = self.largest(x)
+        return scale / size * x
+
+
+def test_a_number_that_a_region_returns_is_not_kept_from_where_it_was_tried() -> None:
+    graph = trace(u.Around(Scaled), (), u.batch())
+    (op,) = (op for op in graph.ops if op.target == "autopar.opaque")
+    assert op.module == "inner"
+    assert not any(isinstance(arg, float) for op in graph.ops if op.target == "aten.mul.Tensor" for arg in op.args)
+    with pytest.raises(TraceError, match=r"inner.largest \(Largest\): .*it returns numbers that depend on values"):
+        trace(u.Around(Scaled), (), u.batch(), opaque=["Largest"])
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps no result and computes it once more in backward, which adds to the weight's gradient by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x + x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(x @ weight, gradients)
+        assert x.grad is not None
+        return gradients[0] + x.grad, None
+
+
+class Reverses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", Reversible.apply(x, self.weight))  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_that_adds_to_gradients_by_itself_is_refused() -> None:
+    for opaque in ([], ["Reverses"]):
+        with pytest.raises(TraceError, match="adds to gradients by itself"):
+            trace(u.Around(Reverses), (), u.batch(), opaque=opaque)
+
+
+class Averaging(nn.Module):
+    """A buffer that each forward pass sets, as a moving average is set, beside one that it leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.kept = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.kept.to(x.device)
+        self.largest = 0.9 * self.largest + 0.1 * x.detach().max()
+        return x if self.largest > 0 else 2.0 * x
+
+
+def test_a_region_that_sets_a_buffer_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"test_opaque.py:\d+: .*it changes buffers \(largest\)"):
+        trace(u.Around(Averaging), (), u.batch())
+
+
 def test_a_region_that_changes_its_buffers_is_refused() -> None:
     with pytest.raises(TraceError, match=r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(steps\)") as caught:
         trace(u.Around(Counting), (), u.batch())
@@ -173,7 +262,10 @@ def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.M
 
 @pytest.mark.parametrize("model", [u.InPlace, u.ShapeNumber, u.Nested, u.Asserts])
 def test_what_only_looks_hard_is_traced(model: Callable[[], nn.Module]) -> None:
-    assert check(model(), u.batch(), ["dp_replicate=2"], ranks=2).notes == ()
+    notes = check(model(), u.batch(), ["dp_replicate=2"], ranks=2).notes
+    assert [note.partition(",")[0] for note in notes] == (
+        ["checks of values that only raise are taken to hold"] if model is u.Asserts else []
+    )
 
 
 @pytest.mark.parametrize("pins", [["dp_replicate=4"], ["tp=2", "dp_shard=2"], ["dp_replicate=2", "dp_shard=2"]])
