@@ -253,3 +253,40 @@ def test_one_device_whose_parameters_move_by_a_rounding_shows_a_kink() -> None:
     assert wrong.confirmation is not None
     assert len(wrong.confirmation.nudged) == NUDGES
     assert wrong.verdict.startswith("wrong in float32: ")
+
+
+class Shifted(nn.Module):
+    """A shift that is taken out again: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.linspace(0.3, 1.0, 64)), nn.Parameter(torch.full((64,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight + self.shift
+        return (y - y.mean(0)).square().mul(x).sum()
+
+
+class ShiftedSubject:
+    def build(self) -> nn.Module:
+        return Shifted()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(7, 64, generator=torch.Generator().manual_seed(seed))}
+
+
+def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
+    plan, pool = cast("Plan", SimpleNamespace(global_batch_size=7)), cast("WorkerPool", None)
+    run = _Run(plan=plan, steps=1, padded=False, timeout_s=1.0, pool=pool)
+    truth = run._reference(DoubleSubject(ShiftedSubject()))
+
+    def judged(error: float) -> Confirmation:
+        found = Confirmation(rows=(double(gradient=error),), alone=row())
+        return run._nudged_double(ShiftedSubject(), found, truth)
+
+    own = max(r.error for r in judged(9e-8).nudged_double)
+    assert 0 < own < 1e-9  # of a gradient that is zero but for rounding
+    assert judged(1.1e-9).agrees == (10 * own >= 1.1e-9)
+    assert not judged(2e-7).agrees
+    assert judged(2e-7).nudged_double == ()  # no rounding is as large: nothing is run
+    assert judged(9e-10).agrees
