@@ -218,6 +218,7 @@ class Device:
         operators: whose time was measured at given shapes; None: all are priced by the roofline.
         functions: elementwise functions that were measured; others take what their bytes take.
         overheads: host time around operators.
+        core_share: of a CPU core that a rank has where several share one; all times are those at this speed.
     """
 
     name: str
@@ -238,6 +239,7 @@ class Device:
     operators: OperatorTable | None = field(default=None, hash=False)
     functions: tuple[FunctionRate, ...] = ()
     overheads: Overheads = Overheads()
+    core_share: float = 1.0
 
     def function(self, name: str) -> FunctionRate | None:
         """What was measured of an elementwise function."""
@@ -274,8 +276,10 @@ class Device:
         """The profile's ``[device]`` table, as plain data."""
         notes = dict(self.provenance)
         measured = {} if self.operators is None else {"operators": self.operators.to_dict()}
+        shared = {} if self.core_share == 1.0 else {"core_share": self.core_share}
         return {
             **measured,
+            **shared,
             "name": self.name,
             "kind": self.kind,
             "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
@@ -353,6 +357,7 @@ class Device:
             reserves=tuple(_reserve(item) for item in table.tables("reserve")),
             functions=tuple(_function(item) for item in table.tables("function")) if table.has("function") else (),
             overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
+            core_share=table.number("core_share", 1.0),
             matmul=tuple(_rate(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
             operators=OperatorTable.from_table(table.table("operators")) if table.has("operators") else None,

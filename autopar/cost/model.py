@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, block_cost
@@ -231,7 +232,7 @@ class CostModel:
             if best is None or parts.total_s > best[0]:
                 best = (parts.total_s, parts)
         assert best is not None
-        return best[1], sums
+        return _shared(best[1], pipeline, self.device.core_share), sums
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -414,3 +415,24 @@ def _owner(axes: tuple[str, ...]) -> str:
     if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
         return "data"
     return "cp" if "cp" in axes else "tp"
+
+
+def _shared(parts: Breakdown, pipeline: PipelineTimes, core_share: float) -> Breakdown:
+    """The parts of a step whose ranks share cores: who works while others wait has more than its share of them.
+
+    Times are those at ``core_share`` of a core for each rank, as if all worked all the time. A pipeline takes as long as on
+    cores of its own at least, and as long as its cores need for the work of all its ranks; the larger of the two is taken.
+    """
+    longest = max(pipeline.finish_s)
+    factor = max(core_share, sum(pipeline.busy_s) / len(pipeline.busy_s) / longest) if longest else 1.0
+    if core_share == 1.0 or factor >= 1.0:
+        return parts
+    return replace(
+        parts,
+        compute_s=parts.compute_s * factor,
+        recompute_s=parts.recompute_s * factor,
+        tensor_parallel_s=parts.tensor_parallel_s * factor,
+        context_parallel_s=parts.context_parallel_s * factor,
+        pipeline_s=parts.pipeline_s * factor,
+        bubble_s=parts.bubble_s * factor,
+    )

@@ -137,6 +137,7 @@ def _slowed(device: Device, share: float) -> Device:
             for rate in device.functions
         ),
         overheads=device.overheads.scaled(1 / share, note),
+        core_share=share,
         provenance=tuple(notes.items()),
     )
 

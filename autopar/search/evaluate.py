@@ -87,7 +87,7 @@ class Evaluator:
         for candidate in candidates:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
             rows.append(self.rows.ideal(candidate, whole, self.step(candidate, whole)))
-        return [float(bound) for bound in bounds(rows)]
+        return [float(bound) * self._speed(c) for bound, c in zip(bounds(rows), candidates, strict=True)]
 
     def least_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, but with all memory it wants."""
@@ -98,7 +98,8 @@ class Evaluator:
         found = []
         for c in candidates:
             time_s = least[split_of(c.micro_batch_size, c.mesh)]
-            found.append(least_flow_s(time_s, c.num_micro_batches, c.mesh.pp, c.mesh.pp * c.virtual_stages))
+            stages = c.mesh.pp * c.virtual_stages
+            found.append(least_flow_s(time_s, c.num_micro_batches, c.mesh.pp, stages) * self._speed(c))
         return found
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
@@ -116,11 +117,16 @@ class Evaluator:
             except InfeasibleError:  # told with its reason when the candidate is evaluated
                 continue
         drafts = [self._drafts(candidate) for candidate in candidates]
-        self._price([(c, d) for c, own in zip(candidates, drafts, strict=True) for d in own], at_most_s)
+        slowest = min(map(self._speed, candidates), default=1.0)
+        self._price([(c, d) for c, own in zip(candidates, drafts, strict=True) for d in own], at_most_s / slowest)
         return [
-            min((self._bounds[candidate, id(draft)][0] for draft in own), default=0.0)
+            min((self._bounds[candidate, id(draft)][0] for draft in own), default=0.0) * self._speed(candidate)
             for candidate, own in zip(candidates, drafts, strict=True)
         ]
+
+    def _speed(self, candidate: Candidate) -> float:
+        """The least part of their stated times that a pipeline's ranks take, where they share cores: see ``_shared``."""
+        return self.model.device.core_share if candidate.mesh.pp > 1 else 1.0
 
     def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
         """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
@@ -170,10 +176,11 @@ class Evaluator:
             return self._done[candidate]
         best: Evaluation | None = None
         failures: list[_Failure] = []
+        speed = self._speed(candidate)
         try:
             drafts = self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), _load(candidate))
             for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
-                least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
+                least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
                 bound = self._bound(candidate, draft, least)[0]
                 # one that cannot fit says how much it needs where there is nothing else to say
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):

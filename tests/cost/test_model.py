@@ -252,3 +252,18 @@ def test_a_prediction_takes_about_a_millisecond() -> None:
         model.predict(stages, how)
         times.append(time.thread_time() - start)
     assert min(times) < 0.004
+
+
+def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:
+    """At half a core each: a pipeline of one micro-batch works on one rank at a time, and so at full speed."""
+    own, shared = (CostModel(Cluster.parse(f"cpu:1x4{cores}"), FP32, "adamw") for cores in ("", "?cores=2"))
+
+    def seconds(model: CostModel, pp: int, count: int, scale: float) -> float:
+        stages = [stage(block(forward_s=scale, backward_s=2 * scale)) for _ in range(pp)]
+        schedule = "GPipe" if pp > 1 else "none"
+        parts = model.predict(stages, step(Mesh(pp=pp), schedule=schedule, count=count)).breakdown
+        return parts.compute_s + parts.bubble_s
+
+    assert seconds(shared, 4, 1, 2.0) == pytest.approx(seconds(own, 4, 1, 1.0), rel=1e-2)
+    assert seconds(shared, 1, 4, 2.0) == pytest.approx(2 * seconds(own, 1, 4, 1.0), rel=1e-2)
+    assert seconds(shared, 4, 400, 2.0) == pytest.approx(2 * 400 * 3.0, rel=1e-2)  # all work nearly all the time
