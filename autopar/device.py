@@ -51,6 +51,9 @@ class MatmulRate:
         triton_fraction: of the ceiling that the first fused attention in Triton reaches (FlashAttention 1 with a bias); 0:
             as ``attention_fraction``.
         triton_backward_fraction: likewise backward; 0: as forward.
+        flash2_fraction: of the ceiling that FlashAttention-2 reaches where ``attention_fraction`` is of a faster kernel; 0: as
+            that.
+        flash2_backward_fraction: likewise backward; 0: as forward.
         num_units: that take tiles of a product side by side; 0: only the curve counts.
         tile_elements: of the output, of one tile.
         wave_loss, fill_depth, unaligned_fraction: see :meth:`product_flops_per_s`.
@@ -67,6 +70,8 @@ class MatmulRate:
     attention_half_width: float = 0.0
     triton_fraction: float = 0.0
     triton_backward_fraction: float = 0.0
+    flash2_fraction: float = 0.0
+    flash2_backward_fraction: float = 0.0
     num_units: int = 0
     tile_elements: float = 128 * 128
     wave_loss: float = 0.0
@@ -129,7 +134,7 @@ class MatmulRate:
 
 
 _RATE_NUMBERS = (
-    "attention_fraction", "attention_backward_fraction", "attention_half_width", "triton_fraction", "triton_backward_fraction", "num_units", "tile_elements",
+    "attention_fraction", "attention_backward_fraction", "attention_half_width", "triton_fraction", "triton_backward_fraction", "flash2_fraction", "flash2_backward_fraction", "num_units", "tile_elements",
     "wave_loss", "fill_depth", "unaligned_fraction",
 )  # fmt: skip
 
@@ -425,6 +430,8 @@ def _rate(dtype: str, table: Table) -> MatmulRate:
         attention_half_width=table.number("attention_half_width", 0.0, positive=False),
         triton_fraction=table.number("triton_fraction", 0.0, positive=False),
         triton_backward_fraction=table.number("triton_backward_fraction", 0.0, positive=False),
+        flash2_fraction=table.number("flash2_fraction", 0.0, positive=False),
+        flash2_backward_fraction=table.number("flash2_backward_fraction", 0.0, positive=False),
         num_units=table.integer("num_units", 0, positive=False),
         tile_elements=table.number("tile_elements", 128.0 * 128.0),
         wave_loss=table.number("wave_loss", 0.0, positive=False),

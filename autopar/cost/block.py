@@ -9,7 +9,18 @@ from math import prod
 
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, time_of_work
-from autopar.cost.fusion import chains, fuse, fuse_loss, inner
+from autopar.cost.fusion import (
+    EAGER,
+    Kernels,
+    chains,
+    fuse,
+    fuse_dropout,
+    fuse_loss,
+    fuse_projections,
+    fuse_ring,
+    inner,
+    joined_projections,
+)
 from autopar.cost.messages import Message, messages
 from autopar.cost.storages import Storages
 from autopar.cost.work import Specs, Work, operand_specs, work
@@ -214,24 +225,21 @@ def block_work(
     kind: Kind,
     *,
     again: Callable[[Op], bool] | None = None,
-    fused: bool = False,
-    fused_loss: bool = False,
+    kernels: Kernels = EAGER,
 ) -> BlockWork:
     """What a block of one rank's graph does for one micro-batch.
 
     Args:
         kind: of the device.
-        fused: chains of elementwise operators run as one kernel each (compiled, or written by hand).
-        fused_loss: so does the cross entropy.
+        kernels: which are not torch's, operator by operator.
         again: operators whose outputs are not kept but made once more in backward (selective recompute).
     """
     ops = graph.block_ops(block)
     operands = tuple(operand_specs(op, graph.spec) for op in ops)
     works = [work(op, own, kind) for op, own in zip(ops, operands, strict=True)]
     repeated = frozenset(i for i, op in enumerate(ops) if again is not None and again(op))
-    if fused_loss:
-        works = [fuse_loss(op, graph.spec(op.operands[0]).num_bytes if op.operands else 0, done)
-                 for op, done in zip(ops, works, strict=True)]  # fmt: skip
+    works = [_as_run(graph, op, own, done, kernels) for op, own, done in zip(ops, operands, works, strict=True)]
+    fused = kernels.elementwise
     unkept = repeated.union(*(inner(graph, ops, chain) for chain in chains(graph, ops))) if fused else repeated
     storages = Storages(graph, block, works, unkept)
     works = [storages.copied(op, done) for op, done in zip(ops, works, strict=True)]
@@ -275,9 +283,25 @@ def block_work(
     )
     if fused:
         works = fuse(graph, ops, works)
-    fan_in = tuple(_fan_in_bytes(graph, ops))
-    operands = () if fused or fused_loss else operands
+    readers = ops
+    if kernels.projections:
+        works = fuse_projections(ops, operands, works)
+        inside = {i for group in joined_projections(ops) for i in group[1:]}
+        readers = tuple(op for i, op in enumerate(ops) if i not in inside)
+    fan_in = tuple(_fan_in_bytes(graph, readers))
+    operands = operands if kernels == EAGER else ()
     return BlockWork(ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands)
+
+
+def _as_run(graph: Graph, op: Op, operands: Specs, done: Work, kernels: Kernels) -> Work:
+    """The work of one operator by other kernels of its own."""
+    if kernels.loss:
+        done = fuse_loss(op, operands[0].num_bytes if operands else 0, done)
+    if kernels.ring:
+        done = fuse_ring(op, operands, done)
+    if kernels.dropout:
+        done = fuse_dropout(graph, op, operands, done, in_chain=kernels.elementwise)
+    return done
 
 
 def _fan_in_bytes(graph: Graph, ops: tuple[Op, ...]) -> Iterator[int]:

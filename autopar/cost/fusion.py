@@ -1,11 +1,12 @@
-"""Chains of elementwise operators as one kernel, as a compiler or a hand-written kernel runs them."""
+"""Operators as fewer or other kernels than those of torch's eager mode: what compilers and other programs run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from autopar.cost.work import Work
+from autopar.cost.amounts import Product, total
+from autopar.cost.work import LINEAR, Specs, Work
 from autopar.graph.ir import Graph, Op, Ref
 
 _NAMES = (
@@ -18,6 +19,28 @@ ELEMENTWISE = frozenset(f"aten.{name}" for name in _NAMES.split())
 
 
 LOSSES = frozenset(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default", "autopar.cross_entropy_vocabulary"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which kernels are not those of torch's eager mode, operator by operator.
+
+    Attributes:
+        elementwise: chains of elementwise operators run as one kernel each (compiled, or written by hand).
+        loss: so does the cross entropy.
+        projections: linear layers of one input run as one product (query, key and value; gate and up).
+        ring: attention in a ring is fused.
+        dropout: dropout is torch's kernel, which makes its noise itself.
+    """
+
+    elementwise: bool = False
+    loss: bool = False
+    projections: bool = False
+    ring: bool = False
+    dropout: bool = False
+
+
+EAGER = Kernels()
 
 
 def chains(graph: Graph, ops: Sequence[Op]) -> list[list[int]]:
@@ -57,6 +80,74 @@ def fuse(graph: Graph, ops: Sequence[Op], works: Sequence[Work]) -> list[Work]:
     for chain in chains(graph, ops):
         _join(graph, ops, result, chain)
     return result
+
+
+def joined_projections(ops: Sequence[Op]) -> list[list[int]]:
+    """Positions of linear layers that read one value, for each value that several read."""
+    found: dict[Ref, list[int]] = {}
+    for i, op in enumerate(ops):
+        if op.target in LINEAR:
+            found.setdefault(op.operands[0], []).append(i)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def fuse_projections(ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]) -> list[Work]:
+    """The works when linear layers of one input run as one product, at the first of them.
+
+    The input is read once, and its gradient is one product, as deep as all outputs are wide.
+    """
+    result = list(works)
+    for group in joined_projections(ops):
+        parts, again = [works[i] for i in group], (len(group) - 1) * operands[group[0]][0].num_bytes
+        first = parts[0].products[0]
+        whole = Product(first.count, first.rows, sum(p.products[0].columns for p in parts), first.depth)
+        backward = whole.gradients if all(len(p.backward_products) == 2 for p in parts) else ()
+        result[group[0]] = replace(
+            parts[0],
+            flops=sum(p.flops for p in parts),
+            products=(whole,),
+            backward_flops=sum(p.backward_flops for p in parts),
+            backward_products=backward or tuple(product for p in parts for product in p.backward_products),
+            num_bytes=sum(p.num_bytes for p in parts) - again,
+            backward_bytes=sum(p.backward_bytes for p in parts) - 2 * again * bool(backward),
+            beside_bytes=sum(p.beside_bytes for p in parts),
+        )
+        for i in group[1:]:
+            result[i] = replace(
+                works[i], flops=0.0, products=(), backward_flops=0.0, backward_products=(), num_bytes=0, backward_bytes=0,
+                beside_bytes=0, launches=0, backward_launches=0,
+            )  # fmt: skip
+    return result
+
+
+def fuse_ring(op: Op, operands: Specs, done: Work) -> Work:
+    """Attention in a ring by fused kernels, one for each rank's keys."""
+    if op.target != "autopar.attention_ring":
+        return done
+    moved, out = total(operands), op.spec.num_bytes
+    return replace(
+        done, is_attention=True, num_bytes=moved + out, backward_bytes=3 * moved + 2 * out, workspace_bytes=0,
+        backward_workspace_bytes=0,
+    )  # fmt: skip
+
+
+def fuse_dropout(graph: Graph, op: Op, operands: Specs, done: Work, *, in_chain: bool) -> Work:
+    """Dropout by torch's kernel: reads, writes the output and a mask of bytes; backward reads the mask.
+
+    Args:
+        in_chain: elementwise kernels are joined: where an addition alone reads the output, its kernel makes it, and only the
+            mask is written besides.
+    """
+    if op.target != "autopar.dropout":
+        return done
+    x = operands[0]
+    users = [graph.ops[name].target for name in graph.users(Ref(op.name))]
+    added = in_chain and users == ["aten.add.Tensor"]
+    moved = 2 * x.num_bytes + x.numel
+    return replace(
+        done, num_bytes=x.numel if added else moved, backward_bytes=moved if done.backward_launches else 0,
+        launches=0 if added else 1, backward_launches=min(done.backward_launches, 1), workspace_bytes=0,
+    )  # fmt: skip
 
 
 def fuse_loss(op: Op, logits_bytes: int, done: Work) -> Work:

@@ -14,6 +14,7 @@ from functools import partial
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
 from autopar.cost.collectives import CollectiveModel
+from autopar.cost.fusion import Kernels
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.work import LINEAR
 from autopar.device import Kind
@@ -80,7 +81,7 @@ class Expressed:
         """The layouts that the run may have had: several where the sequence can be split in several ways."""
         site = self.site_of(run)
         layout = (run.device, run.micro_batch, run.cp, run.tp, _splits_rows(run, site), _recomputes(run))
-        key = (sizes_of(run, site), layout, site.fused_elementwise, site.fused_loss, site.regathers)
+        key = (sizes_of(run, site), layout, kernels_of(site), site.regathers, site.recomputes_products)
         if key not in self._structures:
             self._structures[key] = tuple(self._solved(run))
         return tuple(replace(s, members=scaled(s.members, run.layers)) for s in self._structures[key])
@@ -136,12 +137,14 @@ def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
         attention=run.attention,
         dtype=PRECISIONS[run.precision].compute,
         autocast=site.autocast,
+        dropout=site.dropout,
     )
 
 
 TABLE = Ref("p_embedding_weight")
 """The vocabulary of the models of ``families.py``."""
 
+DROPOUT = "autopar.dropout"
 NORMS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
@@ -154,7 +157,7 @@ def as_megatron(sequence: int, split_rows: bool | None, op: Op, offered: tuple[S
     Args:
         sequence: tokens of a sample.
         split_rows: sequence parallelism: norms run on parts of the sequence [batch, sequence, ...]; False: no activation
-            is split along batch or sequence; None: as is fastest.
+            is split along batch or sequence, and dropout has all of [batch, sequence, hidden]; None: as is fastest.
         op: the operator.
         offered: its strategies.
     """
@@ -165,7 +168,8 @@ def as_megatron(sequence: int, split_rows: bool | None, op: Op, offered: tuple[S
     if split_rows and op.target in NORMS and len(shape) == 3:
         return tuple(s for s in offered if s.outputs[0].is_split and s.outputs[0].dim == 1)
     if split_rows is False and len(shape) >= 3 and shape[1] == sequence:
-        return tuple(s for s in offered if not any(t.is_split and t.dim < 2 for t in s.outputs))
+        whole = 3 if op.target == DROPOUT and len(shape) == 3 else 2
+        return tuple(s for s in offered if not any(t.is_split and t.dim < whole for t in s.outputs))
     return offered
 
 
@@ -182,14 +186,27 @@ def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: K
     again: list[Callable[[Op], bool]] = [regathered] if site.regathers else []
     if _recomputes(run) == "selective":
         again.append(cheap if run.attention == "flash" else attention_core)
-    fused, loss = site.fused_elementwise, site.fused_loss
+        if site.recomputes_products:
+            seconds = second_products(graph)
+            again.append(lambda op: op.name in seconds)
+    kernels = kernels_of(site)
     works = tuple(
-        block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), fused=fused, fused_loss=loss)
-        for b in graph.blocks
+        block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=kernels) for b in graph.blocks
     )
     members = tuple(len(m) for m in layouts.compact.members)
     flops = tuple(flops_of_block(layouts.compact, i, kind) for i in range(len(members)))
     return Structure(works=works, members=members, block_flops=flops)
+
+
+def kernels_of(site: Site) -> Kernels:
+    """The kernels of a site's software."""
+    return Kernels(
+        elementwise=site.fused_elementwise,
+        loss=site.fused_loss,
+        projections=site.fused_projections,
+        ring=site.fused_ring,
+        dropout=site.dropout,
+    )
 
 
 def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -207,6 +224,15 @@ def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
 def cheap(op: Op) -> bool:
     """What op-level selective checkpointing computes again: all but products, fused attention and collectives."""
     return op.target not in LINEAR and "attention" not in op.target and not op.target.startswith("autopar.")
+
+
+def second_products(graph: Graph) -> frozenset[str]:
+    """Names of every second linear layer of each block (torchtitan: "every second mm"), in order of the forward.
+
+    The head, alone in its block, is none of them.
+    """
+    layers = ([op for op in graph.block_ops(block) if op.target in LINEAR] for block in graph.blocks)
+    return frozenset(op.name for linear in layers for op in linear[1::2])
 
 
 def attention_core(op: Op) -> bool:

@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 FAMILIES = ("gpt", "llama", "mpt", "bloom")
 ATTENTIONS = ("flash", "scores")
+DROPPED = 0.1
+"""Share that dropout drops; any other takes as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What decides a model's graph, apart from the number of its equal layers; ``sequence`` in tokens."""
+    """What decides a model's graph, apart from the number of its equal layers; ``sequence`` in tokens.
+
+    ``dropout``: of what attention and feed-forward add, and of the probabilities of attention that keeps its scores.
+    """
 
     family: str
     hidden: int
@@ -31,6 +36,7 @@ class Sizes:
     attention: str
     dtype: str
     autocast: bool = False
+    dropout: bool = False
 
 
 class Norm(nn.Module):
@@ -106,11 +112,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """The layer's output, of the shape of ``x``."""
-        x = x + self.out(self._attention(self.norm1(x), rotary))
+        x = x + self._dropped(self.out(self._attention(self.norm1(x), rotary)))
         y = self.norm2(x)
         inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        result: Tensor = x + self.down(inner)
+        result: Tensor = x + self._dropped(self.down(inner))
         return result
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, DROPPED, training=self.sizes.dropout)
 
     def _attention(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -124,7 +133,7 @@ class Layer(nn.Module):
             grouped = sizes.heads != sizes.kv_heads
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         else:
-            mixed = F.softmax(query @ key.transpose(2, 3), dim=-1) @ value
+            mixed = self._dropped(F.softmax(query @ key.transpose(2, 3), dim=-1)) @ value
         return mixed.transpose(1, 2).reshape(batch, sequence, hidden)
 
 

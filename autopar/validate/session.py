@@ -81,10 +81,8 @@ class Session:
     @cached_property
     def structures(self) -> tuple[tuple[Structure, ...], ...]:
         """The layouts of every run; traced and solved once."""
-        sites = {run.source: site for run, site in zip(self.runs, self.sites, strict=True)}
-        expressed = Expressed(
-            lambda run, site: cluster_of(run, self.profiles[run.device], site), lambda run: sites[run.source]
-        )
+        sites = dict(zip(self.runs, self.sites, strict=True))
+        expressed = Expressed(lambda run, site: cluster_of(run, self.profiles[run.device], site), sites.__getitem__)
         found = []
         for i, run in enumerate(self.runs):
             if self.progress is not None:
@@ -174,7 +172,7 @@ class Session:
             case "triton" | "triton_backward":
                 return site.triton_attention
             case "attention" | "attention_backward":
-                return run.attention == "flash" and not site.triton_attention
+                return run.attention == "flash" and not (site.triton_attention or site.flash2_attention)
             case "unaligned":
                 return run.attention == "scores" and bool(run.hidden // run.heads % ALIGNED_ELEMENTS)
             case "float8":

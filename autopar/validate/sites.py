@@ -23,25 +23,32 @@ class Site:
 
     Attributes:
         source: part of the column ``source`` of the runs that it is for.
+        names: of these runs, where it is not for all of them.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
         partitioned_sends: each rank of ``tp`` sends its part of such a message.
         fused_elementwise: chains of elementwise operators run as one kernel each.
         fused_loss: so does cross entropy.
+        fused_projections: linear layers of one input run as one product.
+        fused_ring: attention over a split sequence is a ring of fused kernels.
         autocast: norms compute in single precision, with a cast before and after.
         triton_attention: fused attention is the first one in Triton.
+        flash2_attention: fused attention is FlashAttention-2, torch's own, where the profile knows a faster one.
+        dropout: attention and feed-forward drop some of what they add; attention that keeps its scores some of these.
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
             computation.
         sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
         adds_in_products: gradients of weights add to those of the micro-batches before in the products that make them.
         gathers_after_step: ranks gather parameters all at once after the optimizer (ZeRO 1 of DeepSpeed and Megatron).
         regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
+        recomputes_products: selective recompute makes every second product of a layer again, besides what is cheap.
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
     """
 
     source: str
+    names: tuple[str, ...] = ()
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
     blocking_launches: bool = False
@@ -49,14 +56,19 @@ class Site:
     partitioned_sends: bool = False
     fused_elementwise: bool = False
     fused_loss: bool = False
+    fused_projections: bool = False
+    fused_ring: bool = False
     autocast: bool = False
     triton_attention: bool = False
+    flash2_attention: bool = False
+    dropout: bool = False
     overlapped_tensor_parallel: bool = False
     overlapped_reductions: bool = False
     sequence_parallel: bool = False
     gathers_after_step: bool = False
     adds_in_products: bool = False
     regathers: bool = False
+    recomputes_products: bool = False
     shards_over_context: bool = False
     fixed_segments: bool = False
     provenance: str = ""
@@ -80,6 +92,7 @@ def load_sites() -> tuple[Site, ...]:
 def _site(table: Table) -> Site:
     site = Site(
         source=table.text("source"),
+        names=tuple(table.text("names", "").split()),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
         provenance=table.text("provenance"),
@@ -90,8 +103,9 @@ def _site(table: Table) -> Site:
 
 
 def site_of(run: Run, sites: tuple[Site, ...]) -> Site:
-    """The first site whose text the run's source contains; a plain one where there is none."""
-    return next((site for site in sites if site.source in run.source), PLAIN)
+    """The first site that is for the run, by its source and name; a plain one where there is none."""
+    found = (s for s in sites if s.source in run.source and (not s.names or run.name in s.names))
+    return next(found, PLAIN)
 
 
 def cluster_of(run: Run, profile: MachineProfile, site: Site, library: CollectiveLibrary | None = None) -> Cluster:
@@ -114,14 +128,16 @@ def _as_run(device: Device, site: Site) -> Device:
         device = replace(device, launch_s=device.blocking_launch_s, interference=1.0, overheads=around)
     if site.fixed_segments and device.fixed_segments:
         device = replace(device, fragmentation=device.fixed_segments)
-    if site.triton_attention:
-        device = replace(device, matmul=tuple(map(_triton, device.matmul)))
+    if site.triton_attention or site.flash2_attention:
+        device = replace(device, matmul=tuple(_as_computed(rate, site) for rate in device.matmul))
     return device
 
 
-def _triton(rate: MatmulRate) -> MatmulRate:
-    if not rate.triton_fraction:
-        return rate
-    return replace(
-        rate, attention_fraction=rate.triton_fraction, attention_backward_fraction=rate.triton_backward_fraction
+def _as_computed(rate: MatmulRate, site: Site) -> MatmulRate:
+    """The rate with the site's kernel of fused attention, where the profile knows it."""
+    forward, backward = (
+        (rate.triton_fraction, rate.triton_backward_fraction)
+        if site.triton_attention
+        else (rate.flash2_fraction, rate.flash2_backward_fraction)
     )
+    return replace(rate, attention_fraction=forward, attention_backward_fraction=backward) if forward else rate

@@ -116,9 +116,11 @@ def test_large_products_reach_the_ceiling_and_small_ones_pay_for_bytes() -> None
     assert time.backward_s == pytest.approx(2 * time.forward_s, rel=0.01)
     row = op("aten.linear.default", (X, W), spec(1, size))
     moved = 2 * (size * size + 2 * size)
-    found = op_time(row, (spec(1, size), spec(size, size)), H100).forward_s
-    bandwidth = H100.memory_bandwidth_bytes_per_s * H100.kernel_fraction
-    assert found == pytest.approx(moved / bandwidth + H100.launch_s, rel=0.01)
+    # the idle part of a wave takes less than the bytes: where fits make it longer, it is what counts
+    device = replace(H100, matmul=tuple(replace(r, wave_loss=0.3) for r in H100.matmul))
+    found = op_time(row, (spec(1, size), spec(size, size)), device).forward_s
+    bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
+    assert found == pytest.approx(moved / bandwidth + device.launch_s, rel=0.01)
 
 
 def test_a_dtype_without_a_rate_is_named() -> None:

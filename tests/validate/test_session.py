@@ -17,6 +17,7 @@ from autopar.validate.report import markdown, render_html
 from autopar.validate.runs import read_runs
 from autopar.validate.score import as_read, may_fit, score
 from autopar.validate.session import Session
+from autopar.validate.sites import cluster_of, load_sites, site_of
 
 OWN = Path(__file__).parent / "runs.csv"
 PUBLISHED = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
@@ -117,6 +118,21 @@ def test_an_unknown_device_is_named_with_its_row() -> None:
     run = replace(read_runs(OWN)[0], device="h100-sxm5-88gb")
     with pytest.raises(UsageError, match="row 2, column device"):
         Session([run], place="runs.csv")
+
+
+def test_a_site_is_found_by_source_and_name_and_has_its_own_kernels() -> None:
+    """torchtitan's rows without a compiler differ by name from those with it; both run FlashAttention-2."""
+    profile, sites = load_profile("h100-sxm5-80gb"), load_sites()
+    row = replace(read_runs(OWN)[0], device="h100-sxm5-80gb", devices=8, devices_per_node=8)
+    table = "torchtitan benchmarks; benchmarks/llama3_h100_202412_torchtitan.md Table 1"
+    eager = site_of(replace(row, source=table, name="Llama-3.1-8B#2489"), sites)
+    compiled = site_of(replace(row, source=table, name="Llama-3.1-8B#2490"), sites)
+    assert (eager.fused_elementwise, compiled.fused_elementwise) == (False, True)
+    known = profile.device.rate("bfloat16")
+    for site in (eager, compiled):
+        rate = cluster_of(row, profile, site).groups[0].device.rate("bfloat16")
+        assert rate.attention_fraction == known.flash2_fraction < known.attention_fraction
+        assert rate.attention_backward_fraction == known.flash2_backward_fraction > 0
 
 
 def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:
