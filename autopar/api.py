@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
-from autopar.plan import BF16, FP32, FP64, Plan, Precision
+from autopar.plan import BF16, FP8, FP16, FP32, FP64, Plan, Precision
 from autopar.plan_io import load_plan
 from autopar.search.outer import Limits, Progress
 from autopar.search.pins import Pins
@@ -32,7 +32,9 @@ __all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace_model", "ve
 SAMPLES_PER_RANK = 8
 """Of the global batch of :func:`parallelize` where neither it nor example inputs are given."""
 
-PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp64": FP64}
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
+"""The runtime runs fp32, bf16 and fp64; fp16 and fp8 are priced."""
 
 
 def search(  # noqa: PLR0913  keywords of the public call
@@ -42,7 +44,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     cluster: Cluster | str,
     global_batch_size: int,
     pins: Sequence[str] = (),
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    precision: PrecisionName = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
     trials: int | None = None,
@@ -120,7 +122,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     cluster: Cluster | str,
     global_batch_size: int,
     pins: Sequence[str] = (),
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    precision: PrecisionName = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
     progress: Progress | None = None,
@@ -161,7 +163,7 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
     cluster: Cluster | str,
     global_batch_size: int | None = None,
     pins: Sequence[str] = (),
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    precision: PrecisionName = "fp32",
     space: str = "default",
     progress: Progress | None = None,
     opaque: Sequence[str] = (),
@@ -193,7 +195,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     global_batch_size: int | None = None,
     pins: Sequence[str] = (),
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    precision: PrecisionName = "fp32",
     optimizer: str = "adamw",
     space: str = "default",
     trials: int | None = None,
@@ -224,14 +226,18 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
             ``autopar validate --from-run``; what is beyond the prediction is a warning of the logger ``autopar`` in any case.
 
     Raises:
-        RuntimeMismatchError: the job has another number of ranks than the cluster or the plan.
+        RuntimeMismatchError: the job has another number of ranks than the cluster or the plan, or its precision is one
+            that is planned alone.
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
     from autopar.runtime.launch import launch
+    from autopar.runtime.parallel import check_can_run
     from autopar.runtime.world import start
 
     plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+    if plan is not None or precision in PRECISIONS:
+        check_can_run(PRECISIONS[precision] if plan is None else plan.precision)
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     device_type = _device_type(plan, where)
     start(device_type, timeout_s=timeout_s)

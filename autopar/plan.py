@@ -6,13 +6,16 @@ search. ``autopar.plan_io`` reads and writes it, ``autopar.report`` draws it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.layout import Type
 from autopar.mesh import Mesh
 
 FORMAT_VERSION = 1
+
+RARE = {"rare": True}
+"""Of a field that a plan file has only where it is not the default."""
 
 Recompute = Literal["none", "full"]
 ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
@@ -37,17 +40,27 @@ class Precision:
     """Which dtype is used where, by torch's names (``float32``, ``bfloat16``).
 
     ``compute``: parameters at their use, activations. ``storage``: parameters at rest, optimizer
-    states. ``reduce``: gradient sums.
+    states. ``reduce``: gradient sums. ``products``: in which activations and weights are multiplied, where it
+    is another one than ``compute``.
     """
 
     name: str = "fp32"
     compute: str = "float32"
     storage: str = "float32"
     reduce: str = "float32"
+    products: str = field(default="", metadata=RARE)
+
+    @property
+    def needs_scales(self) -> bool:
+        """Losses or tensors have to be scaled into the range of a dtype, which the runtime does not do."""
+        return bool(self.products) or self.compute == "float16"
 
 
 FP32 = Precision()
 BF16 = Precision(name="bf16", compute="bfloat16", storage="float32", reduce="float32")
+FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
+FP8 = Precision(name="fp8", compute="bfloat16", storage="float32", reduce="float32", products="float8_e4m3fn")
+"""bf16, with the products of linears in 8 bits forward and backward."""
 FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
 """For comparing: what two runs differ by beyond its rounding is no rounding."""
 

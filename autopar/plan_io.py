@@ -124,7 +124,8 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Type):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        written = (f for f in dataclasses.fields(value) if not (f.metadata and getattr(value, f.name) == f.default))
+        return {field.name: _encode(getattr(value, field.name)) for field in written}
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
     return value

@@ -34,7 +34,9 @@ Sequence_ = Annotated[
     int | None,
     typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; the model's own length if not given."),
 ]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp64.")]
+PrecisionOption = Annotated[
+    str, typer.Option("--precision", help="fp32, bf16 or fp64; fp16 and fp8 are planned, not run.")
+]
 Optimizer = Annotated[
     str, typer.Option("--optimizer", help="adamw, momentum, sgd, adafactor, adamw:bytes=2: for memory and time.")
 ]

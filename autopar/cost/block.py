@@ -165,9 +165,12 @@ def block_cost(
     device: Device,
     collectives: CollectiveModel,
     measured: OperatorTimes | None = None,
+    *,
+    quantized: str | None = None,
 ) -> BlockCost:
-    """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply``)."""
-    return price_block(block_work(graph, block, device.kind), mesh, device, collectives, measured=measured)
+    """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply`` and :func:`price_block`)."""
+    done = block_work(graph, block, device.kind)
+    return price_block(done, mesh, device, collectives, quantized=quantized, measured=measured)
 
 
 def price_block(

@@ -25,20 +25,28 @@ class OperatorTimes(Protocol):
         """Seconds of an operator; ``roofline`` where nothing else is known."""
 
 
-def op_time(op: Op, operands: Specs, device: Device, measured: OperatorTimes | None = None) -> OpTime:
+def op_time(
+    op: Op,
+    operands: Specs,
+    device: Device,
+    measured: OperatorTimes | None = None,
+    *,
+    quantized: str | None = None,
+) -> OpTime:
     """``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, unless it was measured.
 
     Args:
         op: with local output specs.
         operands: local specs of its operands.
         device: whose profile gives rate, bandwidth and launch time.
-        measured: times of the device's operators, where there are any.
+        measured: times of the device's operators, where there are any; they are of no quantized products.
+        quantized: see :func:`time_of_work`.
 
     Raises:
         UsageError: the profile has no matmul rate for the dtype.
     """
-    roofline = time_of_work(work(op, operands, device.kind), op, device)
-    return roofline if measured is None else measured.time(op, operands, roofline)
+    roofline = time_of_work(work(op, operands, device.kind), op, device, quantized=quantized)
+    return roofline if measured is None or quantized is not None else measured.time(op, operands, roofline)
 
 
 def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = None) -> OpTime:

@@ -52,6 +52,7 @@ class CostModel:
         self.optimizer = optimizer_cost(optimizer)
         self.device = min(cluster.devices, key=lambda device: device.rate(precision.compute).ceiling_flops_per_s)
         self.collectives = collectives or CollectiveModel(cluster)
+        self.quantized = self.device.rate(precision.products).dtype if precision.products else None
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._units: dict[tuple[int, DataParallel], tuple[BlockCost, Unit]] = {}
@@ -64,7 +65,7 @@ class CostModel:
         Raises:
             UsageError: the device's profile has no matmul rate for the dtype.
         """
-        return op_time(op, operands, self.device, self.measured)
+        return op_time(op, operands, self.device, self.measured, quantized=self.quantized)
 
     def conversion_time_s(self, source: Type, target: Type, spec: TensorSpec, axis: str, mesh: Mesh) -> OpTime | None:
         """Seconds of a change of type on one axis, forward and backward; None where there is none.
@@ -94,7 +95,7 @@ class CostModel:
 
     def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
         """The cost of a block of one rank's graph (``rules.apply.shard`` on all axes) for one micro-batch."""
-        return block_cost(graph, block, mesh, self.device, self.collectives, self.measured)
+        return block_cost(graph, block, mesh, self.device, self.collectives, self.measured, quantized=self.quantized)
 
     def prelude_time_s(self, graph: Graph) -> float:
         """Seconds of the operators that every stage repeats for each micro-batch."""

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.errors import UsageError
+from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
-from autopar.plan import Plan
+from autopar.plan import Plan, Precision
 from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
@@ -25,6 +25,20 @@ from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.state import State
 from autopar.runtime.world import World
+
+
+def check_can_run(precision: Precision) -> None:
+    """Nothing, where the runtime computes in this precision.
+
+    Raises:
+        RuntimeMismatchError: it does not.
+    """
+    if precision.needs_scales:
+        raise RuntimeMismatchError(
+            "the runtime computes in dtypes that need no scales for losses or tensors",
+            value=f"precision {precision.name}",
+            remedy="make the plan with --precision bf16; fp16 and fp8 can be planned, not run",
+        )
 
 
 class Parallel:
@@ -38,11 +52,15 @@ class Parallel:
 
     Args:
         log_dir: where :class:`~autopar.runtime.monitor.Monitor` writes; nowhere when None.
+
+    Raises:
+        RuntimeMismatchError: the plan's precision is one that is planned, but not run.
     """
 
     def __init__(
         self, program: Program, world: World, weights: Weights, *, seed: int = 0, log_dir: Path | None = None
     ) -> None:
+        check_can_run(program.plan.precision)
         self._program, self._world = program, world
         self.monitor = Monitor(program.plan, world, log_dir=log_dir)
         self._assembly: Assembly = assemble(program, world, weights)

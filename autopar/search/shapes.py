@@ -51,7 +51,7 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
 
     def count(op: Op, times: int) -> None:
         operands = operand_specs(op, graph.spec)
-        roofline = op_time(op, operands, model.device)
+        roofline = op_time(op, operands, model.device, quantized=model.quantized)
         if roofline.forward_s + roofline.backward_s > 0:
             counts[measured.find(op, operands, roofline)[1]] += times
 
