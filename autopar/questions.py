@@ -135,11 +135,7 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
     trials: list[Trial] = []
     best: Trial | None = None
     for kind in (ask.cluster, *others):
-        device = Cluster.parse(kind).devices[0].name
-        price = prices.get(device, 0.0)
-        if not 0 < price < float("inf"):
-            raise UsageError("every device has a price above zero", value=f"{device}: {price:g}", place="--price",
-                             remedy=f"write {device}=2.5 for a price of 2.5 a device and hour")  # fmt: skip
+        price = price_of(Cluster.parse(kind), prices)
         for text, cluster in _with_time(ask, kind):
             ask.say(f"trying {text}")
             per_second = price * cluster.world_size / 3600
@@ -152,6 +148,20 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
     if best is None or best.plan is None:
         raise _no_cluster(ask, (ask.cluster, *others))
     return Answer(value=best.value, plan=best.plan, trials=tuple(trials), cost=best.cost)
+
+
+def price_of(cluster: Cluster, prices: Mapping[str, float]) -> float:
+    """Of a device and hour.
+
+    Raises:
+        UsageError: the device has no price, or it is not above zero.
+    """
+    device = cluster.devices[0].name
+    price = prices.get(device, 0.0)
+    if not 0 < price < float("inf"):
+        raise UsageError("every device has a price above zero", value=f"{device}: {price:g}", place="--price",
+                         remedy=f"write {device}=2.5 for a price of 2.5 a device and hour")  # fmt: skip
+    return price
 
 
 def sizes_of(text: str) -> tuple[str, ...]:

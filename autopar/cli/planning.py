@@ -73,11 +73,15 @@ def search(
     ] = None,
     price: Annotated[
         list[str] | None,
-        typer.Option(metavar="DEVICE=P", help="With --minimize price: of one device for an hour; repeatable."),
+        typer.Option(
+            metavar="DEVICE=P", help="With --minimize price or --pareto: of one device for an hour; repeatable."
+        ),
     ] = None,
     or_cluster: Annotated[
         list[str] | None,
-        typer.Option(metavar="CLUSTER", help="With --minimize price: clusters to choose from too; repeatable."),
+        typer.Option(
+            metavar="CLUSTER", help="With --minimize price or --pareto: clusters to choose from too; repeatable."
+        ),
     ] = None,
     sweep: Annotated[
         str | None,
@@ -85,6 +89,13 @@ def search(
             metavar="NAME=F,F,...",
             help="Plans with a number of the cluster times each factor: link.bandwidth=0.5,1,2; also link.latency, "
             "node.bandwidth, network.bandwidth, device.memory, device.bandwidth, device.matmul, device.launch.",
+        ),
+    ] = None,
+    pareto: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Plans that no other one beats in all of these: time, memory (left over), devices, price (with --price).",
         ),
     ] = None,
     longest_sequence: Annotated[
@@ -103,9 +114,9 @@ def search(
 ) -> None:
     """Find the fastest plan that fits; exits with 3 and names the conflict when there is none.
 
-    One of --minimize, --sweep, --longest-sequence and --largest-batch asks another question of the same search.
+    One of --minimize, --sweep, --pareto, --longest-sequence and --largest-batch asks another question of the same search.
     """
-    asked = [minimize is not None, sweep is not None, longest_sequence, largest_batch]
+    asked = [minimize is not None, sweep is not None, pareto is not None, longest_sequence, largest_batch]
     if any(asked):
         if storage is not None or study_name is not None or workers > 1:
             raise UsageError(
@@ -130,6 +141,7 @@ def search(
             prices=price or [],
             others=or_cluster or [],
             sweep=sweep,
+            pareto=pareto,
             sequence_step=sequence_step if longest_sequence else None,
             largest_batch=largest_batch,
             as_json=as_json,

@@ -9,6 +9,7 @@ from autopar.report.table import plain_table
 from autopar.report.units import num_bytes, schedule_text, seconds, share
 
 if TYPE_CHECKING:
+    from autopar.pareto import Point
     from autopar.plan import Plan
     from autopar.questions import Answer, Swept, Trial
 
@@ -75,6 +76,41 @@ def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
             }
         )
     return {"sweep": name, "plans": found}
+
+
+def render_front(points: Sequence[Point]) -> str:
+    """A row for each plan, the fastest first."""
+    priced = any(point.cost is not None for point in points)
+    head = ("cluster", "devices", *(("cost of a step",) if priced else ()), "memory left", *_HEAD)
+    rows = [
+        (
+            point.cluster,
+            f"{point.num_devices:,}",
+            *((f"{point.cost:.4g}",) if point.cost is not None else ()),
+            share(point.head_room, 1.0),
+            *_cells(point.plan),
+        )
+        for point in points
+    ]
+    return plain_table(head, rows, left=("cluster", *_LEFT), width=160, indent=0)
+
+
+def front_summary(points: Sequence[Point]) -> dict[str, Any]:
+    """The same as JSON values."""
+    from autopar.report.summary import plan_summary
+
+    return {
+        "front": [
+            {
+                "cluster": point.cluster,
+                "num_devices": point.num_devices,
+                "head_room": point.head_room,
+                "cost": point.cost,
+                "plan": plan_summary(point.plan),
+            }
+            for point in points
+        ]
+    }
 
 
 def _is_choice(path: str) -> bool:

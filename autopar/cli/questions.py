@@ -1,4 +1,4 @@
-"""What ``autopar search`` does for ``--minimize``, ``--sweep``, ``--longest-sequence`` and ``--largest-batch``."""
+"""What ``autopar search`` does for ``--minimize``, ``--sweep``, ``--pareto``, ``--longest-sequence`` and ``--largest-batch``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def answer(
     prices: Sequence[str],
     others: Sequence[str],
     sweep: str | None,
+    pareto: str | None,
     sequence_step: int | None,
     largest_batch: bool,
     as_json: bool,
 ) -> Plan | None:
-    """Ask, print, and return the plan of the answer where there is one.
+    """Ask, print, and return the plan of the answer where there is one (of a front the fastest).
 
     Raises:
         AutoparError: of the question or the search.
@@ -44,10 +45,10 @@ def answer(
     from autopar import questions
     from autopar.cli import question_report as report
 
-    wanted = [minimize, sweep, sequence_step, largest_batch or None]
+    wanted = [minimize, sweep, pareto, sequence_step, largest_batch or None]
     if sum(value is not None for value in wanted) > 1:
         raise UsageError("one question is asked at a time", value="several",
-                         remedy="give one of --minimize, --sweep, --longest-sequence and --largest-batch")  # fmt: skip
+                         remedy="give one of --minimize, --sweep, --pareto, --longest-sequence and --largest-batch")  # fmt: skip
     if minimize not in (None, "devices", "price"):
         raise UsageError("--minimize is devices or price", value=repr(minimize))
     if sequence_step is not None and (sequence is not None or is_factory(model)):
@@ -72,6 +73,12 @@ def answer(
             name, factors = questions.parse_sweep(sweep)
             swept = questions.sweep(ask, name, factors)
             text, data, plan = report.render_sweep(name, swept), report.sweep_summary(name, swept), None
+        elif pareto is not None:
+            from autopar.pareto import front, parse_objectives
+
+            objectives = parse_objectives(pareto)
+            points = front(ask, objectives, _prices(prices), others)
+            text, data, plan = report.render_front(points), report.front_summary(points), points[0].plan
         else:
             if minimize == "price":
                 found = questions.cheapest_cluster(ask, _prices(prices), others)
