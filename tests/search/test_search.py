@@ -73,6 +73,20 @@ def test_bounds_hold(graph: Graph, space: Space) -> None:
                 assert bounds_s([candidate])[0] <= found.prediction.step_time_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("layers", "virtual_stages"), [(8, 2), (10, 3), (9, 3)])
+def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, virtual_stages: int) -> None:
+    """No stage has more equal blocks than an even split of the time, rounded up; the law gives way to pins."""
+    stages = 2 * virtual_stages
+    big = mlp(layers=layers, batch=2, width=64, hidden=256)
+    pins = ["pp=2", f"virtual_stages={virtual_stages}", "tp=1", "micro_batch=1"]
+    plan = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pins)
+    assert max(min(s.stop, layers + 1) - max(s.start, 1) for s in plan.stages) <= layers // stages + 1
+    pinned = ["stage@layers.0-3=0", *pins]
+    uneven = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pinned)
+    assert uneven.stages[0].stop >= 5
+    assert uneven.search.lower_bound_s <= uneven.predicted.step_time_s
+
+
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:
     whole, part = outer(graph, space), outer(graph, space, exhaustive=0)
     whole.run()
