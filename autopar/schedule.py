@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
 from autopar.errors import UsageError
 
 SCHEDULES = ("none", "GPipe", "1F1B", "Interleaved1F1B")
@@ -127,6 +129,34 @@ def schedule_actions(name: str, pp: int, virtual_stages: int, num_micro_batches:
     return tuple(ranks)
 
 
+def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[int]]:
+    """The actions of :func:`schedule_actions` as numbers: those of a stage side by side, its forwards and then its backwards.
+
+    Raises:
+        UsageError: see :func:`check_schedule`.
+    """
+    check_schedule(name, pp, virtual_stages, num_micro_batches)
+    m = num_micro_batches
+    step = np.arange(virtual_stages * m)
+    ranks = []
+    for rank in range(pp):
+        if name == "Interleaved1F1B":
+            per_round = m // max(1, m // pp)
+            warm = min((virtual_stages - 1) * per_round + 2 * (pp - 1 - rank), len(step))
+            turn, batch = step // per_round % virtual_stages, step // (per_round * virtual_stages) * per_round
+            forward = 2 * (turn * pp + rank) * m + batch + step % per_round
+            backward = (2 * ((virtual_stages - 1 - turn) * pp + rank) + 1) * m + batch + step % per_round
+        else:
+            warm = m if name == "GPipe" else min(m, pp - rank)
+            forward, backward = 2 * rank * m + step, (2 * rank + 1) * m + step
+        # after the warm-up a forward and a backward in turn; without virtual stages the backward first, which is the same
+        # order with one forward less before it
+        fill = warm if name == "Interleaved1F1B" else warm - 1
+        both = np.stack([forward[fill:], backward[: len(step) - fill]], axis=1).reshape(-1)
+        ranks.append([*forward[:fill].tolist(), *both.tolist(), *backward[len(step) - fill :].tolist()])
+    return ranks
+
+
 def _one_stage(stage: int, warm: int, num_micro_batches: int) -> list[Action]:
     """``warm`` forwards, then backward and forward in turn, then the backwards that are left."""
     actions = [Action(stage, "F", i) for i in range(warm)]
@@ -189,11 +219,14 @@ def live_peaks(
         num_micro_batches = min(num_micro_batches, 4 * pp)
     elif name == "1F1B":
         return ((min(num_micro_batches, pp - rank),),)
+    elif name != "Interleaved1F1B":
+        return ((num_micro_batches if name == "GPipe" else 1,),)
     live = [0] * virtual_stages
     moments = set()
-    for action in schedule_actions(name, pp, virtual_stages, num_micro_batches)[rank]:
+    actions = schedule_actions(name, pp, virtual_stages, num_micro_batches)[rank]
+    for action, after in zip(actions, (*actions[1:], None), strict=True):
         live[action.stage // pp] += 1 if action.kind == "F" else -1
-        if action.kind == "F":
+        if action.kind == "F" and (after is None or after.kind == "B"):  # a forward after it would be fuller
             moments.add(tuple(live))
     return tuple(
         sorted(

@@ -16,6 +16,7 @@ from autopar.schedule import (
     live_peaks,
     parse_action,
     schedule_actions,
+    schedule_numbers,
 )
 
 
@@ -125,3 +126,23 @@ def test_actions_print_and_parse() -> None:
     assert parse_action("0B7") == Action(0, "B", 7)
     with pytest.raises(UsageError, match="2F0"):
         parse_action("F1")
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "v", "m"),
+    [
+        ("none", 1, 1, 5),
+        ("GPipe", 4, 1, 3),
+        ("GPipe", 2, 1, 7),
+        ("1F1B", 4, 1, 4),
+        ("1F1B", 4, 1, 9),
+        ("Interleaved1F1B", 4, 2, 8),
+        ("Interleaved1F1B", 4, 3, 2),
+        ("Interleaved1F1B", 2, 4, 6),
+        ("Interleaved1F1B", 4, 2, 5),
+    ],
+)
+def test_numbers_are_the_actions(name: str, pp: int, v: int, m: int) -> None:
+    actions = schedule_actions(name, pp, v, m)
+    wanted = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]
+    assert schedule_numbers(name, pp, v, m) == wanted

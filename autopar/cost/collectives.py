@@ -75,6 +75,21 @@ def group_shape(mesh: Mesh, axes: tuple[str, ...], cluster: Cluster) -> tuple[Gr
     return _shapes(ranks, cluster)
 
 
+def group_place(mesh: Mesh, axes: tuple[str, ...]) -> tuple[object, ...]:
+    """Equal for axes of meshes that have the same groups: world size, and for each axis its degree and distance of ranks."""
+    names, degrees, axes = mesh.cut(axes)
+    found: list[tuple[int, int]] = []
+    distance = 1
+    for name, degree in zip(reversed(names), reversed(degrees), strict=True):
+        if name in axes and degree > 1:
+            if found and found[-1][0] * found[-1][1] == distance:  # neighbouring axes are one
+                found[-1] = (found[-1][0], found[-1][1] * degree)
+            else:
+                found.append((distance, degree))
+        distance *= degree
+    return (distance, *found)
+
+
 def send_shape(mesh: Mesh, cluster: Cluster) -> tuple[GroupShape, ...]:
     """The pairs of ranks between which neighbouring pipeline stages send, all at the same time.
 
@@ -192,6 +207,7 @@ class CollectiveModel:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
+        self._placed: dict[tuple[object, ...], tuple[GroupShape, ...]] = {}  # by what of a mesh decides
         self._lines: dict[tuple[str, GroupShape], tuple[_Line, ...]] = {}
         self._measured = _measured_on(cluster)
 
@@ -209,7 +225,10 @@ class CollectiveModel:
         """
         shapes = self._groups.get((mesh, axes))
         if shapes is None:
-            shapes = self._groups[mesh, axes] = group_shape(mesh, axes, self.cluster)
+            place = group_place(mesh, axes)
+            if place not in self._placed:
+                self._placed[place] = group_shape(mesh, axes, self.cluster)
+            shapes = self._groups[mesh, axes] = self._placed[place]
         return max(self.shape_time_s(kind, num_bytes, shape) for shape in shapes)
 
     def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
@@ -220,7 +239,10 @@ class CollectiveModel:
         """Time of a collective of two neighbouring pipeline ranks, the first and the last counted as such."""
         key = (mesh, ("send",))
         if key not in self._groups:
-            self._groups[key] = send_shape(mesh, self.cluster)
+            place = ("send", mesh.pp, mesh.world_size)
+            if place not in self._placed:
+                self._placed[place] = send_shape(mesh, self.cluster)
+            self._groups[key] = self._placed[place]
         return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._groups[key]), default=0.0)
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:

@@ -74,6 +74,14 @@ def least_state_bytes(data: DataParallel, optimizer_bytes: float, num_micro_batc
     return total + (itemsize(data.precision.reduce) if data.accumulates(num_micro_batches) else storage * share)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What ranks of one plan have in common: bytes of equal stages, states of units, for as long as these are there."""
+
+    sizes: dict[object, int]
+    states: dict[int, State]
+
+
 def rank_memory(
     stages: Sequence[StageCost],
     units: Sequence[Sequence[Unit]],
@@ -83,6 +91,7 @@ def rank_memory(
     device: Device,
     schedule: tuple[str, int, int, int],
     pp_rank: int,
+    known: Known | None = None,
 ) -> Memory:
     """Memory of one pipeline rank.
 
@@ -94,22 +103,29 @@ def rank_memory(
         device: whose profile says what is reserved.
         schedule: name, pipeline ranks, virtual stages, micro-batches.
         pp_rank: this one.
+        known: of other ranks of the same plan.
     """
+    known = Known({}, {}) if known is None else known
     _, pp, virtual_stages, num_micro_batches = schedule
-    different = {id(unit): unit for stage in units for unit in stage}
-    states = {key: state_bytes(unit, data, optimizer, num_micro_batches) for key, unit in different.items()}
-    state = [states[id(unit)] for stage in units for unit in stage]
+    for unit in {id(unit): unit for stage in units for unit in stage}.values():
+        if id(unit) not in known.states:
+            known.states[id(unit)] = state_bytes(unit, data, optimizer, num_micro_batches)
+    state = [known.states[id(unit)] for stage in units for unit in stage]
     parameters = sum(s.parameters for s in state)
     gradients = sum(s.gradients for s in state)
-    kept = [
-        kept_bytes(stage, receives=turn > 0 or pp_rank > 0, sends=turn < virtual_stages - 1 or pp_rank < pp - 1)
-        for turn, stage in enumerate(stages)
-    ]
+    keys = [(tuple(map(id, stage.blocks)), stage.recompute) for stage in stages]
+    kept = []
+    for turn, (stage, key) in enumerate(zip(stages, keys, strict=True)):
+        ends = (turn > 0 or pp_rank > 0, turn < virtual_stages - 1 or pp_rank < pp - 1)
+        if (key, ends) not in known.sizes:
+            known.sizes[key, ends] = kept_bytes(stage, receives=ends[0], sends=ends[1])
+        kept.append(known.sizes[key, ends])
     peaks = live_peaks(*schedule, pp_rank)
     activations = max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in peaks)
-    transient = max(
-        passing_bytes(stage, own, data, num_micro_batches) for stage, own in zip(stages, units, strict=True)
-    )
+    for stage, own, key in zip(stages, units, keys, strict=True):
+        if key not in known.sizes:
+            known.sizes[key] = passing_bytes(stage, own, data, num_micro_batches)
+    transient = max(known.sizes[key] for key in keys)
     if (
         data.gathers_always and data.is_pipelined
     ):  # from a backward on to the next forward all of a stage stays gathered

@@ -13,7 +13,7 @@ from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
 from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
 from autopar.cost.measured import Measured
-from autopar.cost.memory import StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
+from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, simulate
 from autopar.cost.stages import StageKey, StageSums, own_times, stage_key, stage_sums, stage_times
@@ -56,6 +56,7 @@ class CostModel:
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._units: dict[tuple[int, DataParallel], tuple[BlockCost, Unit]] = {}
+        self._placed_units: dict[tuple[object, ...], tuple[BlockCost, Unit]] = {}
 
     # --- parts
 
@@ -126,6 +127,11 @@ class CostModel:
         unit = self._unit(block, data)
         return self._moved_s([unit]) + data.tail_s([unit])
 
+    def block_gather_s(self, block: BlockCost, step: Step) -> float:
+        """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
+        data = self._data(step)
+        return self._unit(block, data).gather_s if data.uses_fsdp and not data.gathers_always else 0.0
+
     def state_bytes_per_element(self, step: Step) -> float:
         """The least that a trained element (not of experts over data ranks) takes of each rank that holds its parameter."""
         data, storage = self._data(step), itemsize(self.precision.storage)
@@ -157,6 +163,7 @@ class CostModel:
         data, pp = self._data(step), step.mesh.pp
         virtual_stages = self._virtual_stages(stages, step)
         units = self._all_units(stages, data)
+        known = Known({}, {})
         return tuple(
             rank_memory(
                 stages[rank::pp],
@@ -166,6 +173,7 @@ class CostModel:
                 device=self.device,
                 schedule=(step.schedule, pp, virtual_stages, step.num_micro_batches),
                 pp_rank=rank,
+                known=known,
             )
             for rank in range(pp)
         )
@@ -305,8 +313,11 @@ class CostModel:
     def _unit(self, block: BlockCost, data: DataParallel) -> Unit:
         found = self._units.get((id(block), data))
         if found is None:  # the block is kept too, so that its id stays its own
-            found = (block, data.unit(block.parameters, self.collectives, self.device))
-            self._units[id(block), data] = found
+            mesh = data.mesh  # neither ZeRO stage nor pipeline changes what a unit costs
+            place = (id(block), mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size, data.precision)
+            if place not in self._placed_units:
+                self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
+            found = self._units[id(block), data] = self._placed_units[place]
         return found[1]
 
     def _stage_units(self, stage: StageCost, data: DataParallel) -> list[Unit]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
-from autopar.schedule import schedule_actions
+import numpy as np
+
+from autopar.schedule import schedule_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,43 +81,41 @@ class _Compiled:
 
 @lru_cache(maxsize=64)
 def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> _Compiled:
-    actions = schedule_actions(name, pp, virtual_stages, num_micro_batches)
+    numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
     stages, m = pp * virtual_stages, num_micro_batches
-    # an action as a number: those of a stage side by side, first its forwards, then its backwards
-    numbers = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]
     place = [-1] * (2 * stages * m)
+    # of every action what it needs, one more for the actions that need nothing
+    every = np.arange(2 * stages * m)
+    stage, rest = np.divmod(every, 2 * m)
+    is_backward = rest >= m
+    needs = np.where(is_backward, every + 2 * m, every - 2 * m)
+    last = every >= 2 * (stages - 1) * m
+    needs = np.where(is_backward & last, every - m, np.where(~is_backward & (stage == 0), -1, needs))
+    needed = needs.tolist()
     next_of = [0] * pp
-    rows: list[tuple[int, int, int, int]] = []
+    order: list[int] = []
     waiting: dict[int, int] = {}
     ready = list(range(pp))
     while ready:
         rank = ready.pop()
-        own = numbers[rank]
-        while next_of[rank] < len(own):
-            number = own[next_of[rank]]
-            stage, rest = divmod(number, 2 * m)
-            is_backward = rest >= m
-            need = _needed(number, stage, is_backward, stages, m)
-            before = place[need] if need >= 0 else -1
-            if need >= 0 and before < 0:
+        own, i = numbers[rank], next_of[rank]
+        for number in islice(own, i, None):
+            need = needed[number]
+            if need >= 0 and place[need] < 0:
                 waiting[need] = rank
                 break
-            place[number] = len(rows)
-            made = need // (2 * m)  # the stage before, or the one after
-            message = -1 if need < 0 or made % pp == stage % pp else 2 * made + is_backward
-            rows.append((rank, before, 3 * stage + (is_backward if rest else 2), message))
-            next_of[rank] += 1
+            place[number] = len(order)
+            order.append(number)
+            i += 1
             if number in waiting:
                 ready.append(waiting.pop(number))
-    rank_column, need_column, duration, message_column = zip(*rows, strict=True)
-    return _Compiled(rank_column, need_column, duration, message_column)
-
-
-def _needed(number: int, stage: int, is_backward: bool, stages: int, num_micro_batches: int) -> int:
-    """What :func:`autopar.schedule.dependencies` says, in the numbers of :func:`_compile`; -1 for nothing."""
-    if is_backward:
-        return number - num_micro_batches if stage == stages - 1 else number + 2 * num_micro_batches
-    return number - 2 * num_micro_batches if stage else -1
+        next_of[rank] = i
+    positions, took = np.array([*place, -1]), np.array(order)
+    made = needs // (2 * m)  # the stage before, or the one after
+    message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
+    duration = 3 * stage + np.where(rest == 0, 2, is_backward)
+    columns = (stage % pp, positions[needs], duration, message)
+    return _Compiled(*(tuple(column[took].tolist()) for column in columns))
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:

@@ -1,17 +1,21 @@
 """Lower bounds on the step time of candidates, for many of them at once.
 
-A plan puts consecutive blocks on pipeline ranks. Whatever the cut and whichever blocks recompute, each rank r that
-holds the blocks K_r takes at least
+A plan puts consecutive blocks on the stages of pipeline ranks. Whatever the cut and whichever blocks recompute, three
+chains of actions follow each other for each rank r that holds the blocks K_r. With F, B the forward and the backward of a
+micro-batch, G what the first forward takes longer because parameters are gathered, m micro-batches:
 
-    before_r + m * (time of K_r, with what it recomputes) + (once a step: optimizer, exposed reductions of K_r)
+1. the forwards of the first micro-batch on the stages before the rank's first one, all work of K_r, what follows on the
+   rank once a step (optimizer, exposed reductions);
+2. the same until the rank's last backward, the last micro-batch's backwards on the stages before, what follows on rank 0;
+3. the first micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's
+   first backward begins: all its backwards and the forwards that it has not done by then, and from there as 2.
 
-where before_r is one micro-batch through the stages before it, forward and backward: no rank starts before the first
-forward has come through, and its last input gradient has to go back. What K_r keeps for the micro-batches in flight,
-less what it recomputes, has to fit beside its parameters. A step time T is *possible* if ranks can take all blocks under
-these two laws. :func:`bounds` finds the smallest possible T by bisection, with two relaxations: only the largest group
-of equal blocks is cut (the first and the last block stay where they must be, others are left out), and a block may be
-recomputed in part. From the last rank to the first each takes as many blocks as it can: the fewer are left, the less
-stands before the ranks that follow, so taking the most is never wrong.
+What K_r keeps for the micro-batches in flight, less what it recomputes, has to fit beside its parameters. A step time T is
+*possible* if ranks can take all blocks under these laws. :func:`bounds` finds the smallest possible T by bisection, with
+two relaxations: only the largest group of equal blocks is cut (the first and the last block stay where they must be,
+others are left out), and a block may be recomputed in part. From the last rank to the first each takes as many blocks as
+it can: the fewer are left, the less stands before the ranks that follow, so taking the most is never wrong. (In 3 what
+stands before and after a rank of one stage is all that the rank does not hold, wherever it is.)
 
 A second bound has all blocks but neither memory nor whole blocks (:func:`flow_s`). The larger one counts.
 """
@@ -19,104 +23,170 @@ A second bound has all blocks but neither memory nor whole blocks (:func:`flow_s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of
+
 Array = NDArray[np.float64]
 
 STEPS = 14
-"""Bisections: the interval shrinks to 1e-4 of its width. Its lower end is returned, so that the bound stays one."""
+"""Bisections at most: the interval shrinks to 1e-4 of its width. Its lower end is returned, so that the bound stays one."""
+
+PRECISION = 1e-4
+"""Of a bound, at which it is taken as it is."""
+
+TRIES = 3
+"""Times that a block is taken off a rank on which whole blocks do not fit, where parts do."""
 
 _TINY = 1e-30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPrice:
-    """The least that a block (or each of a group) adds to its rank.
-
-    Attributes:
-        time_s: forward and backward of one micro-batch.
-        again_s: what recompute adds.
-        once_s: once a step.
-        static_bytes: parameters, gradients and optimizer states.
-        held_bytes, held_again_bytes: of one micro-batch between forward and backward; the second with recompute.
-        passing_bytes: at its peak inside.
-    """
-
-    time_s: float
-    again_s: float
-    once_s: float
-    static_bytes: float
-    held_bytes: float
-    held_again_bytes: float
-    passing_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One candidate in one layout.
-
-    Attributes:
-        first, last, group: prices of the first block, the last one, and of each of the group of equal ones.
-        count: blocks of that group, the first and last of all not counted.
-        alone: there is one block, which is both first and last.
-        others: blocks that are neither in the group nor first or last.
-        total_s: time of all blocks.
-        before_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the first on.
-        once_s: of all blocks.
-        every_s: of each stage and micro-batch beside its blocks.
-        limit_bytes: for tensors.
-        pp, virtual_stages, num_micro_batches: of the pipeline.
-        waits: whether a rank's stages follow each other (every schedule but the interleaved ones).
-        in_flight: micro-batches that each pipeline rank holds.
-    """
-
-    first: BlockPrice
-    last: BlockPrice
-    group: BlockPrice
-    count: int
-    alone: bool
-    others: int
-    total_s: float
-    before_s: tuple[float, ...]
-    once_s: float
-    every_s: float
-    limit_bytes: float
-    pp: int
-    virtual_stages: int
-    num_micro_batches: int
-    waits: bool
-    in_flight: tuple[int, ...]
-
-
 class _Columns:
-    """Rows side by side; ``in_flight`` by rank."""
+    """Rows side by side, arrays over them; two dims are ranks and rows.
+
+    Attributes:
+        slopes: seconds that a block of the group adds to each of the three chains of a rank.
+        fixed_s: seconds of the chains that do not depend on what ranks take.
+        before_s: seconds that each block that is left adds to the chains, the rank's own included (those are in ``slopes``
+            less that).
+        plain, lean: bytes of a block of the group, without and with recompute.
+        room, for_byte: bytes that there are for blocks, and seconds that recompute takes for each byte more, in two
+            relaxations: what recompute frees, it frees of the stage that holds the most; or what stages hold over the one
+            that holds the fewest is recomputed for nothing.
+        least, reserved: blocks that a rank has to take, and has to leave for the ranks before.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         def column(values: list[float]) -> Array:
             return np.array(values, dtype=np.float64)
 
+        self.ranks = max(r.pp for r in rows)
         self.first, self.last, self.group = (
             {f.name: column([getattr(getattr(r, part), f.name) for r in rows]) for f in fields(BlockPrice)}
             for part in ("first", "last", "group")
         )
+        alone = np.array([r.alone for r in rows])
         for name, values in self.last.items():  # one block alone is counted as the first
-            self.last[name] = np.where([r.alone for r in rows], 0.0, values)
+            self.last[name] = np.where(alone, 0.0, values)
         self.count = column([r.count for r in rows])
         self.others = column([r.others for r in rows])
         self.every_s = column([r.every_s for r in rows])
-        self.limit_bytes = column([r.limit_bytes for r in rows])
         self.pp = column([r.pp for r in rows])
-        self.virtual_stages = column([r.virtual_stages for r in rows])
+        self.v = column([r.virtual_stages for r in rows])
         self.m = column([r.num_micro_batches for r in rows])
-        self.waits = np.array([r.waits for r in rows])
-        ranks = max(r.pp for r in rows)
-        self.in_flight, self.before_s = (
-            np.array([[*getattr(r, name), *[0] * (ranks - r.pp)] for r in rows], dtype=np.float64).T
-            for name in ("in_flight", "before_s")
+        self.waits = self.v == 1
+        self.once_s = column([r.least_once_s for r in rows])
+        rank = np.arange(self.ranks)[:, None]
+        self.active = rank < self.pp
+        self.is_first, self.is_last = (rank == 0) & self.active, rank + 1 == self.pp
+        of_rank = [counts_of(r.schedule, r.pp, r.virtual_stages, r.num_micro_batches, r.others) for r in rows]
+        counts = Counts(*(self._by_rank([found[k] for found in of_rank]) for k in range(len(Counts._fields))))
+        self._times(rows, rank, counts)
+        self._bytes(rows, counts)
+        own = self.v - self.others - self.is_first - self.is_last
+        self.least = np.where(self.active, np.maximum(own, 0), 0.0)
+        self.most = self.v * column([r.most for r in rows])
+        self._recomputed()
+        self._stack()
+        self.reserved = np.maximum(rank * self.v - self.others - (rank > 0), 0)
+
+    def _by_rank(self, values: Sequence[Sequence[float] | Array]) -> Array:
+        found = np.zeros((len(values), self.ranks))
+        for i, own in enumerate(values):
+            found[i, : len(own)] = own
+        return found.T
+
+    def _times(self, rows: Sequence[Row], rank: NDArray[np.int64], counts: Counts) -> None:
+        first, last, group, m, every_s = self.first, self.last, self.group, self.m, self.every_s
+        waits, is_first, is_last = self.waits, self.is_first, self.is_last
+        before_s, before_forward_s, after_s = (self._by_rank(found) for found in zip(*map(_around, rows), strict=True))
+        gathers_before_s = self._by_rank([r.stage_gathers_s[: r.pp] for r in rows])
+        own_gathers_s = np.array([r.stage_gathers_s[r.virtual_stages] for r in rows])
+        gathers_s = np.array([r.gathers_s + r.stage_gathers_s[-1] for r in rows])
+        backward = {name: part["time_s"] - part["forward_s"] for name, part in
+                    (("first", first), ("last", last), ("group", group))}  # fmt: skip
+        total_s, forward_s = (np.array([getattr(r, name) for r in rows]) for name in ("total_s", "forward_s"))
+        later = rank > 0
+        send_s, send_back_s = (np.array([getattr(r, name) for r in rows]) for name in ("send_s", "send_back_s"))
+        # the stages before: where there is one a rank, what is left is counted as the ranks take it
+        start_s = np.where(waits, later * first["forward_s"], before_forward_s)
+        start_s = (
+            start_s + rank * (every_s + send_s) + gathers_before_s + np.where(waits, later * first["gather_s"], 0.0)
         )
+        end_s = rank * send_back_s + np.where(waits, later * backward["first"], before_s - before_forward_s)
+        own_s = m * (is_first * first["time_s"] + is_last * last["time_s"] + self.v * every_s)
+        own_s = own_s + is_first * first["gather_s"] + is_last * last["gather_s"] + own_gathers_s
+        once_s = is_first * first["once_s"] + is_last * last["once_s"]
+        third = forward_s + gathers_s + self.pp * self.v * (every_s + send_s) - send_s + (self.pp - 1) * send_back_s
+        third = third + np.where(waits, total_s - forward_s, after_s + before_s - before_forward_s)
+        third = third + is_first * ((m - waits) * backward["first"] + (m - counts.first) * first["forward_s"])
+        third = third + is_last * ((m - waits) * backward["last"] + (m - counts.last) * last["forward_s"])
+        third = third + counts.todo_more * group["forward_s"] + counts.left * every_s
+        third = np.where([r.tells_apart for r in rows], third, -np.inf)
+        self.fixed_s = (start_s + own_s + once_s, start_s + own_s + end_s, third)
+        back = group["time_s"] - group["forward_s"]
+        passes = group["forward_s"] + group["gather_s"]
+        self.before_s = (waits * passes, waits * (passes + back), np.zeros(len(m)))
+        # a block that a rank takes is no longer before it; never below zero by rounding
+        own_gather_s = (1 - waits) * group["gather_s"]
+        self.slopes = tuple(
+            np.broadcast_to(slope, self.active.shape) + _TINY
+            for slope in (
+                (m - waits) * group["time_s"] + waits * back + own_gather_s + group["once_s"],
+                (m - waits) * group["time_s"] + own_gather_s,
+                (m - waits) * back + counts.todo * group["forward_s"],
+            )
+        )
+
+    def _bytes(self, rows: Sequence[Row], counts: Counts) -> None:
+        first, last, group = self.first, self.last, self.group
+        full, again = group["held_bytes"], group["held_again_bytes"]
+        self.plain = group["static_bytes"] + counts.held * full + _TINY
+        self.lean = group["static_bytes"] + counts.held * again + _TINY
+        self.freed = tuple(np.maximum(own * (full - again), _TINY) for own in (counts.held_most, counts.held))
+        self.again_s = self.m * group["again_s"]
+        self.for_byte = tuple(self.again_s / own for own in self.freed)
+        passing = np.maximum(self.is_first * first["passing_bytes"], self.is_last * last["passing_bytes"])
+        room = np.array([r.limit_bytes for r in rows]) * (1 + 1e-9) - passing  # what fits exactly, fits
+        for part, mask, held in ((first, self.is_first, counts.first), (last, self.is_last, counts.last)):
+            kept = held * np.minimum(part["held_bytes"], part["held_again_bytes"])
+            room = room - mask * (part["static_bytes"] + kept)
+        last_stage = self.is_last * counts.last
+        room = room - (counts.all - last_stage) * np.array([r.stage_bytes for r in rows])
+        self.fits = ~self.active | (room >= 0)
+        room = room - np.maximum(group["passing_bytes"] - passing, 0.0)
+        self.room = (room - counts.held_more * full, room - counts.held_more * again)
+
+    def _recomputed(self) -> None:
+        """Adds to the chains what the ranks before recompute even with as few blocks as they can have."""
+        need = self.whole_again(self.least)
+        # with virtual stages it is only known that the first one recomputes where all of them do
+        sure = np.where(self.waits, np.minimum(need, self.least), (need >= self.least) & (self.least > 0))
+        before_s = (np.cumsum(sure, axis=0) - sure) * self.again_s / self.m
+        self.fixed_s = (self.fixed_s[0], self.fixed_s[1] + before_s, self.fixed_s[2] + before_s)
+
+    def whole_again(self, taken: Array) -> Array:
+        """How many of so many blocks of each rank recompute at least."""
+        found = np.zeros(taken.shape)
+        for room, freed in zip(self.room, self.freed, strict=True):
+            found = np.maximum(found, np.ceil((taken * self.plain - room) / freed - 1e-6))
+        return found
+
+    def _stack(self) -> None:
+        """The chains and the two relaxations of memory side by side: ranks, relaxations, chains, rows."""
+        shape = (self.ranks, 1, len(self.fixed_s), len(self.count))
+        self.chain_fixed_s = np.stack(self.fixed_s, axis=1).reshape(shape)
+        self.chain_before_s = np.stack(self.before_s)[None]
+        self.chain_slope = np.stack(self.slopes, axis=1).reshape(shape)
+        room, for_byte, freed = (np.stack(own, axis=1)[:, :, None, :] for own in (self.room, self.for_byte, self.freed))
+        plain = self.plain[:, None, None, :]
+        self.unhurried = room / plain
+        self.room_s, self.both_slope = for_byte * room, self.chain_slope + for_byte * plain
+        self.again_each, self.again_less = (plain / freed)[:, :, 0, :], (room / freed)[:, :, 0, :]
+        self.leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
 
 
 def bounds(rows: Sequence[Row], at_most_s: float = np.inf) -> Array:
@@ -127,97 +197,136 @@ def bounds(rows: Sequence[Row], at_most_s: float = np.inf) -> Array:
     """
     if not rows:
         return np.zeros(0)
-    columns = _Columns(rows)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        columns = _Columns(rows)
     low = np.array([flow_s(row) for row in rows])
-    found = np.where(_possible(columns, np.full(len(rows), np.inf)), low, np.inf)
+    found = np.where(_fits(columns), low, np.inf)
     open_ = np.isfinite(found) & (low < at_most_s)
     if not open_.any():
         return found
-    open_ &= ~_possible(columns, low)
+    once_s = columns.once_s
+    is_possible, once_s = _possible(columns, low, once_s, open_)
+    open_ &= ~is_possible
     if np.isfinite(at_most_s) and open_.any():
-        slow = open_ & ~_possible(columns, np.full(len(rows), at_most_s))
+        is_possible, once_s = _possible(columns, np.full(len(rows), at_most_s), columns.once_s, open_)
+        slow = open_ & ~is_possible
         found, open_ = np.where(slow, at_most_s, found), open_ & ~slow
+    else:
+        once_s = columns.once_s
     high = np.minimum(low * 2, np.where(open_, at_most_s, np.inf))
     for _ in range(40):  # to where it is possible
-        short = open_ & ~_possible(columns, high)
+        if not open_.any():
+            break
+        is_possible, _ = _possible(columns, high, columns.once_s, open_)
+        short = open_ & ~is_possible
         if not short.any():
             break
         low, high = np.where(short, high, low), np.where(short, high * 2, high)
     for _ in range(STEPS):
-        if not open_.any():
+        if not (open_ & (high - low > PRECISION * low)).any():
             break
         middle = (low + high) / 2
-        is_possible = _possible(columns, middle)
+        is_possible, once_s = _possible(columns, middle, once_s, open_)
         low, high = np.where(is_possible, low, middle), np.where(is_possible, middle, high)
     return np.where(open_, low, found)
 
 
 def flow_s(row: Row) -> float:
-    """The bound without memory, with blocks that can be cut anywhere.
+    """The bound without memory, with blocks that can be cut anywhere: the chains of the ranks, on average.
 
     With one stage a rank, for some rank r the step takes at least (time of the stages before r) + m * (its own). The
     split that makes the largest of these smallest is geometric and gives total / (1 - (1 - 1/m)^p); it holds for
-    virtual stages too, over all stages. A rank's own work gives (m * total + once) / p, and with virtual stages at least
-    r blocks stand before rank r.
+    virtual stages too, over all stages.
     """
-    stages = row.pp * row.virtual_stages
-    before = 0.0 if row.waits else sum(row.before_s)
+    m, pp, stages = row.num_micro_batches, row.pp, row.pp * row.virtual_stages
+    waits = row.virtual_stages == 1
     total_s = row.total_s + stages * row.every_s
-    return least_flow_s(total_s, row.num_micro_batches, row.pp, stages, row.once_s + before)
+    gathers_s = row.gathers_s + row.stage_gathers_s[-1]
+    backward_s = row.total_s - row.forward_s
+    work_s = m * total_s + gathers_s
+    counts = counts_of(row.schedule, pp, row.virtual_stages, m, row.others)
+    around_s = backward_s * (1 - 1 / pp)
+    before_s, before_forward_s, after_s = (float(found.sum()) for found in _around(row))
+    if not waits:
+        around_s = (after_s + before_s - before_forward_s) / pp
+    third = row.forward_s + stages * (row.every_s + row.send_s) - row.send_s + gathers_s + around_s
+    third += (pp - 1) * row.send_back_s
+    third += (m * backward_s + float(counts.todo.min()) * row.forward_s) / pp
+    return max(
+        total_s / (1 - (1 - 1 / m) ** stages),
+        (work_s + row.once_s + before_forward_s) / pp,
+        (work_s + before_s) / pp + row.least_once_s,
+        third + row.least_once_s if row.tells_apart else 0.0,
+    )
 
 
-def least_flow_s(total_s: float, num_micro_batches: int, pp: int, stages: int, once_s: float = 0.0) -> float:
-    """:func:`flow_s` from the seconds of a micro-batch on all ranks together; ``once_s`` of all of them once a step."""
-    latency = total_s / (1 - (1 - 1 / num_micro_batches) ** stages)
-    return max(latency, (num_micro_batches * total_s + once_s) / pp)
+def least_flow_s(total_s: float, num_micro_batches: int, pp: int, stages: int) -> float:
+    """A part of :func:`flow_s` from the seconds of a micro-batch on all ranks together."""
+    return max(total_s / (1 - (1 - 1 / num_micro_batches) ** stages), num_micro_batches * total_s / pp)
 
 
-def _possible(c: _Columns, time_s: Array) -> NDArray[np.bool_]:
-    """Whether the ranks can take all blocks of the group in ``time_s``."""
-    left = c.count.copy()
-    fits = np.ones(len(left), dtype=bool)
-    again_s, freed = c.m * c.group["again_s"], c.group["held_bytes"] - c.group["held_again_bytes"]
-    for rank in reversed(range(len(c.in_flight))):
-        active = rank < c.pp
-        budget, room = _left_for_group(c, time_s, rank, left)
-        held = c.in_flight[rank]
-        slope = (c.m - c.waits) * c.group["time_s"] + c.group["once_s"] + _TINY
-        plain = c.group["static_bytes"] + held * c.group["held_bytes"] + _TINY
-        lean = c.group["static_bytes"] + held * c.group["held_again_bytes"] + _TINY
-        for_byte = again_s / np.maximum(held * freed, _TINY)
-        fits &= ~active | ((budget >= 0) & (room >= 0))
-        passing = np.where(
-            rank == 0, c.first["passing_bytes"], np.where(rank + 1 == c.pp, c.last["passing_bytes"], 0.0)
-        )
-        room = room - np.maximum(c.group["passing_bytes"] - passing, 0.0)
-        unhurried = room / plain
-        with np.errstate(invalid="ignore"):  # inf seconds, when only memory is asked for
-            taken = budget / slope
-            both = (budget + for_byte * room) / (slope + for_byte * plain)
-        both = np.where(np.isfinite(budget), both, np.inf)
-        taken = np.where(taken <= unhurried, taken, np.maximum(np.minimum(both, room / lean), unhurried))
-        # every stage has a block, and only so many are not of the group
-        own = c.virtual_stages - c.others - (rank == 0) - (rank + 1 == c.pp)
-        before = np.maximum(rank * c.virtual_stages - c.others - (rank > 0), 0)
-        taken = np.clip(np.floor(taken + 1e-6), 0, np.maximum(left - before, 0))
-        fits &= ~active | (taken >= own)
-        left = np.where(active, left - taken, left)
+def _fits(c: _Columns) -> NDArray[np.bool_]:
+    """Whether the ranks can take all blocks of the group in any time."""
+    left = c.count
+    fits = np.asarray((c.fits).all(axis=0))
+    for rank in reversed(range(c.ranks)):
+        taken = np.clip(np.floor(c.leanest[rank] + 1e-6), 0, np.maximum(left - c.reserved[rank], 0))
+        fits = fits & (taken >= c.least[rank])
+        left = np.where(c.active[rank], left - taken, left)
     return fits & (left <= 0)
 
 
-def _left_for_group(c: _Columns, time_s: Array, rank: int, left: Array) -> tuple[Array, Array]:
-    """Seconds and bytes that a rank has for blocks of the group, the first and last block where they are paid for."""
-    m, held = c.m, c.in_flight[rank]
-    is_first, is_last = float(rank == 0), c.pp == rank + 1
-    first_s = c.first["time_s"]
-    before = np.where(c.waits, left * c.group["time_s"] + (rank > 0) * first_s, 0.0)
-    before = np.where(c.waits, before, c.before_s[rank]) + rank * c.every_s
-    own = is_first * (m * first_s + c.first["once_s"]) + is_last * (m * c.last["time_s"] + c.last["once_s"])
-    budget = time_s - before - own - m * c.virtual_stages * c.every_s
-    passing = np.maximum(is_first * c.first["passing_bytes"], is_last * c.last["passing_bytes"])
-    fixed = [
-        part["static_bytes"] + held * np.minimum(part["held_bytes"], part["held_again_bytes"])
-        for part in (c.first, c.last)
-    ]
-    room = c.limit_bytes - is_first * fixed[0] - is_last * fixed[1] - passing
-    return budget, room
+def _possible(c: _Columns, time_s: Array, once_s: Array, asked: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
+    """Whether the ranks can take all blocks of the group in ``time_s``, for the rows that are asked for.
+
+    Args:
+        once_s: what the first rank does at least once a step, in plans that take no longer.
+
+    Returns:
+        Beside the answer ``once_s`` of plans that take no longer than ``time_s``: in less time other ranks take fewer
+        blocks, so that the first one has more.
+    """
+    left, least = c.count, c.count
+    fits = asked.copy()
+    chains = np.stack([time_s, time_s - once_s, time_s - once_s])
+    for rank in reversed(range(c.ranks)):
+        budget = chains - c.chain_fixed_s[rank, 0] - left * c.chain_before_s[0]
+        alone = (budget / c.chain_slope[rank, 0])[None]
+        unhurried = c.unhurried[rank]
+        both = np.maximum((budget + c.room_s[rank]) / c.both_slope[rank], unhurried)
+        most = np.where(alone <= unhurried, alone, both).min(axis=(0, 1))
+        most = np.minimum(most, c.leanest[rank])
+        most = np.clip(np.floor(most + 1e-6), 0, np.maximum(left - c.reserved[rank], 0))
+        taken = _whole(c, rank, most, budget)
+        fits &= ~c.active[rank] | ((budget >= 0).all(axis=0) & (taken >= c.least[rank]))
+        least = left
+        left = np.where(c.active[rank], left - taken, left)
+        if not fits.any():
+            return fits, once_s
+    fits &= left <= 0
+    return fits, np.where(fits, np.maximum(c.first["once_s"] + least * c.group["once_s"], once_s), once_s)
+
+
+def _whole(c: _Columns, rank: int, most: Array, budget: Array) -> Array:
+    """``most`` blocks, or fewer where so many cannot be: of whole blocks, those that recompute too."""
+    for _ in range(TRIES):
+        again = np.maximum(np.ceil(most * c.again_each[rank] - c.again_less[rank] - 1e-6).max(axis=0), 0.0)
+        needed_s = most * c.chain_slope[rank, 0] + np.where(again > 0, again * c.again_s, 0.0)
+        late = (needed_s > budget * (1 + 1e-9)).any(axis=0) & (most > 0)
+        if not late.any():
+            break
+        most = most - late
+    return most
+
+
+def _around(row: Row) -> tuple[Array, Array, Array]:
+    """For each rank seconds of the blocks on the stages before its first one, of their forwards, of the backwards after its last."""
+    before_s, forward_s, after_s = (np.array(v) for v in (row.before_s, row.before_forward_s, row.after_backward_s))
+    if row.most < row.count and row.virtual_stages > 1:
+        stages, group = np.arange(row.pp), row.group
+        before, after = row.least_on(stages), row.least_on(stages[::-1])
+        before_s = np.maximum(before_s, (before > 0) * row.first.time_s + before * group.time_s)
+        forward_s = np.maximum(forward_s, (before > 0) * row.first.forward_s + before * group.forward_s)
+        last_s = row.last.time_s - row.last.forward_s
+        after_s = np.maximum(after_s, (after > 0) * last_s + after * (group.time_s - group.forward_s))
+    return before_s, forward_s, after_s

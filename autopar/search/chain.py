@@ -105,6 +105,7 @@ class AxisSolver:
             if key not in self.problems:
                 self.problems[key] = BlockProblem(graph, block, self.costs, self.rests, self.types, boundary)
         self._made: _Chain | None = None
+        self._least: dict[object, float] | None = None
         self._known: dict[tuple[tuple[int, ...], ...], AxisSolution] = {}
 
     def _untie(self) -> list[tuple[int, int]]:
@@ -154,6 +155,8 @@ class AxisSolver:
             InfeasibleError: none fits together.
         """
         tables = {key: problem.solve_all(weights) for key, problem in self.problems.items()}
+        if self._least is None and weights[0] == Weights():
+            self._least = {key: float(found[0].table.min()) for key, found in tables.items()}
         of_block = [tables[key] for key in self.keys]
         counts = [len(members) for members in self.compact.members]
         stacked = [np.stack([m.table for m in own]) * n for own, n in zip(of_block, counts, strict=True)]
@@ -180,6 +183,12 @@ class AxisSolver:
             InfeasibleError: none fits together.
         """
         return self._quickest
+
+    def least_s(self) -> tuple[float, ...]:
+        """For each block of the compact graph seconds of a micro-batch below which no typing runs it."""
+        self.quickest()
+        assert self._least is not None
+        return tuple(self._least[key] for key in self.keys)
 
     @cached_property
     def _quickest(self) -> AxisSolution:

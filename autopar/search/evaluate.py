@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.work import work
-from autopar.device import Kind
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import Prediction, Recompute
 from autopar.schedule import live_peaks
-from autopar.search.bounds import bounds, least_flow_s
+from autopar.search.amounts import flops_per_sample, readable, tokens_per_sample
+from autopar.search.bound_rows import Row
+from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
-from autopar.search.classes import Compact
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, relaxable, relaxed
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts
@@ -74,8 +76,10 @@ class Evaluator:
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
-            self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes
-        )
+            self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
+            is_pinned=bool(self.stages),
+        )  # fmt: skip
+        self._ideal: dict[Candidate, Row] = {}
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
         """Of a candidate in a layout, and whether it is of its priced blocks."""
 
@@ -86,21 +90,26 @@ class Evaluator:
         rows = []
         for candidate in candidates:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            rows.append(self.rows.ideal(candidate, whole, self.step(candidate, whole)))
-        return [float(bound) * self._speed(c) for bound, c in zip(bounds(rows), candidates, strict=True)]
+            if candidate not in self._ideal:
+                self._ideal[candidate] = self.rows.ideal(candidate, whole, self.step(candidate, whole))
+            rows.append(self._ideal[candidate])
+        return self._at_speed(candidates, bounds(rows))
 
-    def least_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """For each candidate seconds below which no layout gives a plan: with collectives, but with all memory it wants."""
-        least = {
-            s: self.layouts.quickest_s(s)
-            for s in dict.fromkeys(split_of(c.micro_batch_size, c.mesh) for c in candidates)
-        }
-        found = []
+    def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
+        """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
+
+        Args:
+            at_most_s: see :func:`autopar.search.bounds.bounds`.
+        """
+        self.ideal_bounds_s([c for c in candidates if c not in self._ideal])
+        rows = []
         for c in candidates:
-            time_s = least[split_of(c.micro_batch_size, c.mesh)]
-            stages = c.mesh.pp * c.virtual_stages
-            found.append(least_flow_s(time_s, c.num_micro_batches, c.mesh.pp, stages) * self._speed(c))
-        return found
+            split = split_of(c.micro_batch_size, c.mesh)
+            whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
+            rows.append(
+                self.rows.least(self._ideal[c], whole, self.layouts.quickest_s(split), self.layouts.least_s(split))
+            )
+        return self._at_speed(candidates, bounds(rows, at_most_s / self._least_speed(candidates)))
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
@@ -116,17 +125,47 @@ class Evaluator:
                 self.layouts.solve_ahead(split, own)
             except InfeasibleError:  # told with its reason when the candidate is evaluated
                 continue
-        drafts = [self._drafts(candidate) for candidate in candidates]
-        slowest = min(map(self._speed, candidates), default=1.0)
-        self._price([(c, d) for c, own in zip(candidates, drafts, strict=True) for d in own], at_most_s / slowest)
-        return [
-            min((self._bounds[candidate, id(draft)][0] for draft in own), default=0.0) * self._speed(candidate)
-            for candidate, own in zip(candidates, drafts, strict=True)
+        at_most_s /= self._least_speed(candidates)
+        every = [self._least_first(candidate) for candidate in candidates]
+        while True:  # a layout is priced where its first bound is below what the ones before it give
+            asked = []
+            for candidate, drafts in zip(candidates, every, strict=True):
+                priced = [
+                    self._bounds[candidate, id(draft)][0] for draft in drafts if self._is_priced(candidate, draft)
+                ]
+                rest = next((draft for draft in drafts if not self._is_priced(candidate, draft)), None)
+                if rest and self._bounds[candidate, id(rest)][0] < min([at_most_s, *priced]):
+                    asked.append((candidate, rest))
+            if not asked:
+                break
+            self._price(asked, at_most_s)
+        least = [
+            min((self._bounds[candidate, id(draft)][0] for draft in drafts), default=0.0)
+            for candidate, drafts in zip(candidates, every, strict=True)
         ]
+        return self._at_speed(candidates, least)
 
     def _speed(self, candidate: Candidate) -> float:
-        """The least part of their stated times that a pipeline's ranks take, where they share cores: see ``_shared``."""
+        """The least part of their stated times that a pipeline's ranks take, where they share cores.
+
+        See ``autopar.cost.model``; bounds inside of this class are of stated times, those that it gives are not.
+        """
         return self.model.device.core_share if candidate.mesh.pp > 1 else 1.0
+
+    def _least_speed(self, candidates: Sequence[Candidate]) -> float:
+        return min(map(self._speed, candidates), default=1.0)
+
+    def _at_speed(self, candidates: Sequence[Candidate], found: Iterable[float]) -> list[float]:
+        return [float(bound) * self._speed(c) for c, bound in zip(candidates, found, strict=True)]
+
+    def _least_first(self, candidate: Candidate) -> list[Draft]:
+        """Its layouts by their first bounds."""
+        drafts = self._drafts(candidate)
+        self._price([(candidate, draft) for draft in drafts], 0.0)
+        return sorted(drafts, key=lambda draft: self._bounds[candidate, id(draft)][0])
+
+    def _is_priced(self, candidate: Candidate, draft: Draft) -> bool:
+        return self._bounds[candidate, id(draft)][1]
 
     def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
         """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
@@ -179,6 +218,7 @@ class Evaluator:
         speed = self._speed(candidate)
         try:
             drafts = self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), _load(candidate))
+            self._price([(candidate, draft) for draft in drafts], at_most_s / speed)
             for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
                 bound = self._bound(candidate, draft, least)[0]
@@ -244,9 +284,14 @@ class Evaluator:
         cutter = self._cutter(blocks)
         if not fits and not self.stages:
             return _Failure(needs_bytes=self._leanest(candidate, option, step, cutter))
-        found = self._fits(candidate, option, step, cutter, at_most_s)
-        if isinstance(found, _Failure):
-            return found
+        ways: list[list[NDArray[np.bool_]] | None] = [None]
+        if candidate.virtual_stages > 1:
+            ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
+        tried = [self._fits(candidate, option, step, cutter, at_most_s, way) for way in ways]
+        found = [plan for plans in tried if not isinstance(plans, _Failure) for plan in plans]
+        if not found:
+            failed = [plans for plans in tried if isinstance(plans, _Failure)]
+            return next((f for f in failed if f.is_slow), failed[0])
         pp, count = candidate.mesh.pp, candidate.num_micro_batches
         quick = [plan for plan in found if busy_s(plan.cut, cutter, pp, count) < at_most_s]
         if not quick:
@@ -256,7 +301,13 @@ class Evaluator:
         return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
 
     def _fits(
-        self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter, at_most_s: float
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutter: StageCutter,
+        at_most_s: float,
+        allowed: Sequence[NDArray[np.bool_]] | None,
     ) -> tuple[Fitting, ...] | _Failure:
         """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory."""
         limits, in_flight = self._limits(candidate)
@@ -264,7 +315,7 @@ class Evaluator:
         stages = pp * candidate.virtual_stages
         needs = 0
         for _ in range(MAX_CUTS):
-            cut = cutter.cut(stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=count)
+            cut = cutter.cut(stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=count, allowed=allowed)
             if cut is None:
                 if self.stages and not self._can_be_cut(cutter, stages):
                     raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
@@ -370,40 +421,3 @@ class Evaluator:
 def _load(candidate: Candidate) -> Load:
     in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
     return Load(num_micro_batches=candidate.num_micro_batches, in_flight=in_flight)
-
-
-def readable(num_bytes: float) -> str:
-    """Bytes for people.
-
-    >>> readable(3 * 2**29)
-    '1.5 GiB'
-    """
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes:.0f} bytes"
-
-
-def flops_per_sample(compact: Compact, model: CostModel) -> float:
-    """Products of matrices, forward and backward."""
-    return sum(
-        flops_of_block(compact, index, model.device.kind) * len(members)
-        for index, members in enumerate(compact.members)
-    )
-
-
-def flops_of_block(compact: Compact, index: int, kind: Kind) -> float:
-    """Products of matrices of one block and one sample, forward and backward."""
-    graph, total = compact.graph, 0.0
-    for op in graph.block_ops(graph.blocks[index]):
-        done = work(op, [graph.spec(ref) for ref in op.operands], kind)
-        total += done.flops + done.backward_flops
-    return total / graph.batch_size
-
-
-def tokens_per_sample(graph: Graph) -> int:
-    """Elements of one sample of the first batch input where it is a sequence of ids, else 1."""
-    for leaf in graph.inputs:
-        if leaf.batch_dim is not None:
-            return leaf.spec.numel // graph.batch_size if not leaf.spec.dtype.is_floating_point else 1
-    return 1

@@ -9,7 +9,8 @@ over prefixes of the blocks minimises the sum; bounds are tried from the smalles
 one can win. Equal blocks are counted, not told apart: which of them recompute makes no difference.
 
 With virtual stages a rank holds several stages; each then gets an equal share of the rank's memory, and the bound on the
-slowest stage stands for that on the slowest rank. That is a heuristic; the event simulation judges the result.
+slowest stage stands for that on the slowest rank. That is a heuristic; the event simulation judges the result. Which
+blocks may be a virtual stage at all is a law of the space (``docs/adr/0011-even-stages.md``).
 """
 
 from __future__ import annotations
@@ -169,7 +170,13 @@ class StageCutter:
         return np.where(memory <= limit_bytes, self.time[span], np.inf)
 
     def cut(
-        self, stages: int, *, in_flight: Sequence[int], limit_bytes: Sequence[float], num_micro_batches: int
+        self,
+        stages: int,
+        *,
+        in_flight: Sequence[int],
+        limit_bytes: Sequence[float],
+        num_micro_batches: int,
+        allowed: Sequence[NDArray[np.bool_]] | None = None,
     ) -> Cut | None:
         """The best cut; None when no cut fits.
 
@@ -178,11 +185,12 @@ class StageCutter:
             in_flight: micro-batches that each stage holds at its peak.
             limit_bytes: of each stage.
             num_micro_batches: of a step.
+            allowed: for each stage whether blocks i:j may be it.
         """
         n = len(self.blocks)
         if stages > n:
             return None
-        tables = self._tables(stages, in_flight, limit_bytes)
+        tables = self._tables(stages, in_flight, limit_bytes, allowed)
         bottleneck = _forward(tables, n, np.maximum)[0]
         if np.isinf(bottleneck):
             return None
@@ -213,9 +221,16 @@ class StageCutter:
             modes += self._modes(start, stop, chosen[key])
         return Cut(stops=tuple(best[1]), modes=tuple(modes), time_s=best[0])
 
-    def _tables(self, stages: int, in_flight: Sequence[int], limits: Sequence[float]) -> list[Array]:
-        """For each stage the time of blocks i:j as it; inf where they do not fit or a pin forbids."""
+    def _tables(
+        self,
+        stages: int,
+        in_flight: Sequence[int],
+        limits: Sequence[float],
+        allowed: Sequence[NDArray[np.bool_]] | None,
+    ) -> list[Array]:
+        """For each stage the time of blocks i:j as it; inf where they do not fit, or are not allowed, or a pin forbids."""
         known: dict[tuple[int, float], Array] = {}
+        narrowed: dict[tuple[int, int], Array] = {}
         tables = []
         for s in range(stages):
             key = (in_flight[s], limits[s])
@@ -223,6 +238,11 @@ class StageCutter:
                 times = np.minimum.reduceat(self._allowed_times(*key), self.first)
                 known[key] = np.where(self.shape.which >= 0, times[self.shape.which], np.inf)
             table = known[key]
+            if allowed is not None:
+                both = (id(table), id(allowed[s]))
+                if both not in narrowed:
+                    narrowed[both] = np.where(allowed[s], table, np.inf)
+                table = narrowed[both]
             if self.shape.fixed:
                 table = self._pinned(table, s)
             tables.append(table)

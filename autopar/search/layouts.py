@@ -89,6 +89,7 @@ class Layouts:
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
         self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
+        self._least_each: dict[Split, tuple[float, ...]] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -190,6 +191,21 @@ class Layouts:
             except InfeasibleError:
                 self._quickest[split] = 0.0
         return self._quickest[split]
+
+    def least_s(self, split: Split) -> tuple[float, ...]:
+        """As :meth:`quickest_s`, for each block of the compact graph alone; zeros where no kind of attention fits."""
+        if split not in self._least_each:
+            try:
+                found = [self._least_of_kind_each(split, kind) for kind in self._kinds(split)]
+            except InfeasibleError:
+                found = [(0.0,) * len(self.compact.members)]
+            self._least_each[split] = tuple(map(min, zip(*found, strict=True)))
+        return self._least_each[split]
+
+    def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
+        if split.tp > 1:
+            return self._solver(split, kind).least_s()
+        return tuple(sum(own_times(cost, recompute=False)) for cost in self._option(split, kind, None).costs)
 
     def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
         if split.tp > 1:

@@ -214,7 +214,8 @@ class OuterSearch:
         best_s = self._best_s()
         asked = [k for k in places if level[k] == made and self.bounds[self.pool[k]] < best_s]
         some = [self.pool[k] for k in asked]
-        found = self.evaluator.least_bounds_s(some) if made == 0 else self.evaluator.bounds_s(some, best_s)
+        ask = self.evaluator.least_bounds_s if made == 0 else self.evaluator.bounds_s
+        found = ask(some, best_s)
         for k, bound in zip(asked, found, strict=True):
             level[k] = made + 1
             self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], bound)

@@ -13,9 +13,10 @@ from autopar.graph.ir import Op
 from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
+from autopar.search.amounts import readable
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
-from autopar.search.evaluate import Evaluation, Evaluator, Misfit, readable
+from autopar.search.evaluate import Evaluation, Evaluator, Misfit
 from autopar.search.ledger import Ledger
 from autopar.search.options import expert_degree
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual

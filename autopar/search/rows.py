@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.cost.model import BlockCost, CostModel, Step
+from autopar.cost.stages import own_times
 from autopar.plan import Recompute
-from autopar.search.bounds import BlockPrice, Row, least_flow_s
+from autopar.search.bound_rows import BlockPrice, Row, forwards_done
+from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.options import Draft, Option
 
-NOTHING = BlockPrice(
-    time_s=0.0,
-    again_s=0.0,
-    once_s=0.0,
-    static_bytes=0.0,
-    held_bytes=0.0,
-    held_again_bytes=0.0,
-    passing_bytes=0.0,
-)
+_PARTS = tuple(field.name for field in fields(BlockPrice))
+NOTHING = BlockPrice(**dict.fromkeys(_PARTS, 0.0))
 
 
 class RowMaker:
@@ -33,6 +32,7 @@ class RowMaker:
         modes: of recompute that the space allows.
         pinned: modes of blocks of the original graph.
         limit_bytes: of a device, reserves included.
+        is_pinned: pins say which stage holds some block.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class RowMaker:
         modes: Sequence[Recompute],
         pinned: Mapping[int, Recompute],
         limit_bytes: int,
+        is_pinned: bool = False,
     ) -> None:
+        self.is_pinned = is_pinned
         self.compact, self.model = compact, model
         self.class_of = compact.class_of
         device = model.device
@@ -58,14 +60,28 @@ class RowMaker:
     def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
         """A candidate in a layout."""
         costs = [option.costs[0], *(self._without_shared(cost) for cost in option.costs[1:])]
-        known: dict[tuple[int, tuple[Recompute, ...]], BlockPrice] = {}
-        prices = []
+        places = self._largest(option)
+        longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
+        known: dict[tuple[int, tuple[Recompute, ...]], tuple[BlockPrice, float]] = {}
+        prices, alone_s = [], []
         for k, cost in enumerate(costs):
             key = (id(cost), self.modes[k])
             if key not in known:
-                known[key] = self._price(cost, step, self.modes[k])
-            prices.append(known[key])
-        return self._row(candidate, prices, every_s=option.prelude_s)
+                known[key] = self._price(cost, step, self.modes[k], longest_s)
+            prices.append(known[key][0])
+            alone_s.append(known[key][1])
+        sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
+        row = self._row(candidate, prices, alone_s, places, every_s=option.prelude_s)
+        if not sends:
+            return row
+        sent, back = min(c.send_bytes for c in sends), min(c.send_gradient_bytes for c in sends)
+        return replace(
+            row,
+            send_s=self.model.collectives.send_time_s(sent, step.mesh),
+            send_back_s=self.model.collectives.send_time_s(back, step.mesh),
+            stage_bytes=float(sent),
+            most=self.most_blocks(option, row.pp * row.virtual_stages) if row.virtual_stages > 1 else math.inf,
+        )
 
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
@@ -85,7 +101,9 @@ class RowMaker:
             prices.append(
                 BlockPrice(
                     time_s=time_s + (again_s if "none" not in modes else 0.0),
+                    forward_s=again_s,
                     again_s=again_s if len(modes) > 1 else 0.0,
+                    gather_s=0.0,
                     once_s=self.model.block_once_s(cost, step) / mesh.tp,
                     static_bytes=self.model.block_state(cost, step).total / mesh.tp,
                     held_bytes=max(cost.kept_bytes(mode == "full") for mode in modes) / ranks,
@@ -93,7 +111,28 @@ class RowMaker:
                     passing_bytes=min(cost.passing_bytes(mode == "full") for mode in modes) / ranks,
                 )
             )
-        return self._row(candidate, prices, every_s=0.0)
+        return self._row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+
+    def least(self, ideal: Row, option: Option, total_s: float, least_s: Sequence[float]) -> Row:
+        """An ideal row at times that no layout goes below.
+
+        Args:
+            option: that it was made from.
+            total_s: of all blocks.
+            least_s: of each block of the compact graph.
+        """
+        places = self._largest(option)
+        first, last, group = (
+            replace(price, time_s=max(price.time_s, time_s))
+            for price, time_s in (
+                (ideal.first, least_s[0]),
+                (ideal.last, least_s[-1]),
+                (ideal.group, min((least_s[k] for k in places), default=0.0)),
+            )
+        )
+        return replace(
+            ideal, first=first, last=last, group=group, total_s=max(ideal.total_s, total_s), tells_apart=False
+        )
 
     def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
@@ -104,11 +143,19 @@ class RowMaker:
             whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
         """
         mesh = candidate.mesh
-        held = self._least_held(whole) * min(least_in_flight(candidate)) / (mesh.cp * mesh.tp)
+        held = self._least_held(whole) * least_held(candidate) / (mesh.cp * mesh.tp)
         if self.model.state_bytes_per_element(step) * draft.numel + held > self.limit_bytes * mesh.pp:
             return float("inf")
-        stages = mesh.pp * candidate.virtual_stages
-        return least_flow_s(draft.time_s, candidate.num_micro_batches, mesh.pp, stages)
+        stages, m = mesh.pp * candidate.virtual_stages, candidate.num_micro_batches
+        once_s = self._once_s(whole, step) / mesh.tp
+        return max(least_flow_s(draft.time_s, m, mesh.pp, stages), (m * draft.time_s + once_s) / mesh.pp)
+
+    def _once_s(self, whole: Option, step: Step) -> float:
+        """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""
+        found = 0.0
+        for k, (cost, n) in enumerate(zip(whole.costs, self.counts, strict=True)):
+            found += n * self.model.block_once_s(self._without_shared(cost) if k else cost, step)
+        return found
 
     def _least_held(self, whole: Option) -> float:
         """Bytes of one micro-batch between forward and backward at least, of all blocks."""
@@ -120,28 +167,53 @@ class RowMaker:
             self._held[id(whole)] = (whole, float(sum(n * size for n, size in zip(self.counts, kept, strict=True))))
         return self._held[id(whole)][1]
 
-    def _price(self, cost: BlockCost, step: Step, modes: Sequence[Recompute]) -> BlockPrice:
+    def _price(
+        self, cost: BlockCost, step: Step, modes: Sequence[Recompute], longest_s: float
+    ) -> tuple[BlockPrice, float]:
+        """The price of a block, and what its first gather takes longer if no forward is beside it.
+
+        Args:
+            longest_s: the longest forward that may be beside it.
+        """
         times = [self.model.block_time_s(cost, step, recompute=mode == "full") for mode in modes]
         seconds = [time.forward_s + time.backward_s for time in times]
         held = [cost.kept_bytes(mode == "full") for mode in modes]
-        return BlockPrice(
+        gather_s = self.model.block_gather_s(cost, step)
+        hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
+        price = BlockPrice(
             time_s=min(seconds),
+            forward_s=min(time.forward_s for time in times),
             again_s=max(seconds) - min(seconds),
             once_s=self.model.block_once_s(cost, step),
+            gather_s=gather_s - hidden_s,
             static_bytes=self.model.block_state(cost, step).total,
             held_bytes=max(held),
             held_again_bytes=min(held),
             passing_bytes=min(cost.passing_bytes(mode == "full") for mode in modes),
         )
+        return price, hidden_s
 
-    def _row(self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float) -> Row:
+    def _row(
+        self,
+        candidate: Candidate,
+        prices: Sequence[BlockPrice],
+        alone_s: Sequence[float],
+        places: Sequence[int],
+        *,
+        every_s: float,
+    ) -> Row:
         counts = list(self.counts)
         rows = list(zip(prices, counts, strict=True))
         inner = [*counts]
         inner[0] -= 1
         inner[-1] -= 1
-        group, count = self._largest(prices, inner)
+        group = least_of(prices[k] for k in places if inner[k]) if places else NOTHING
+        count = sum(inner[k] for k in places)
         mesh = candidate.mesh
+        forward = [prices[k].forward_s for k in self.class_of[: mesh.pp - 1]]
+        backward = [
+            prices[k].time_s - prices[k].forward_s for k in reversed(self.class_of[len(self.class_of) - mesh.pp + 1 :])
+        ]
         return Row(
             first=prices[0],
             last=prices[-1],
@@ -150,32 +222,85 @@ class RowMaker:
             alone=sum(counts) == 1,
             others=max(sum(counts) - 2 - count, 0),
             total_s=sum(price.time_s * n for price, n in rows),
-            before_s=self._before(prices, mesh.pp),
+            forward_s=sum(price.forward_s * n for price, n in rows),
+            before_s=_sums(prices[k].time_s for k in self.class_of[: mesh.pp - 1]),
+            before_forward_s=_sums(forward),
+            after_backward_s=_sums(backward)[::-1],
             once_s=sum(price.once_s * n for price, n in rows),
+            gathers_s=sum(price.gather_s * n for price, n in rows),
+            stage_gathers_s=self._stage_gathers(alone_s, mesh.pp * candidate.virtual_stages),
             every_s=every_s,
+            send_s=0.0,
+            send_back_s=0.0,
+            stage_bytes=0.0,
             limit_bytes=self.limit_bytes,
+            most=math.inf,
+            schedule=candidate.schedule,
             pp=mesh.pp,
             virtual_stages=candidate.virtual_stages,
             num_micro_batches=candidate.num_micro_batches,
-            waits=candidate.virtual_stages == 1,
-            in_flight=least_in_flight(candidate),
         )
 
-    def _before(self, prices: Sequence[BlockPrice], pp: int) -> tuple[float, ...]:
-        """Time of the first 0, 1, ... pp - 1 blocks."""
-        times = (prices[k].time_s for k in self.class_of[: pp - 1])
-        return tuple(accumulate(times, initial=0.0))
+    def _stage_gathers(self, alone_s: Sequence[float], stages: int) -> tuple[float, ...]:
+        """For 0, 1, ... ``stages`` stages the least that their first blocks' gathers take longer alone."""
+        if not any(alone_s):
+            return (0.0,) * (stages + 1)
+        every = sorted((time_s, n) for time_s, n in zip(alone_s, self.counts, strict=True))
+        return _sums([time_s for time_s, n in every for _ in range(n)][:stages])
 
-    def _largest(self, prices: Sequence[BlockPrice], counts: Sequence[int]) -> tuple[BlockPrice, int]:
-        """The group of equal operators that takes longest, at the least price of any of its blocks."""
+    def _largest(self, option: Option) -> tuple[int, ...]:
+        """The blocks of the compact graph that are the group of equal operators that takes longest.
+
+        The first and the last block of all are no part of it, unless they stand for others too.
+        """
+        inner = [*self.counts]
+        inner[0] -= 1
+        inner[-1] -= 1
         groups: dict[str, list[int]] = {}
         for k, block in enumerate(self.compact.graph.blocks):
-            if counts[k] > 0:
+            if inner[k] > 0:
                 groups.setdefault(block.hash, []).append(k)
-        if not groups:
-            return NOTHING, 0
-        places = max(groups.values(), key=lambda own: sum(counts[k] * prices[k].time_s for k in own))
-        return least_of(prices[k] for k in places), sum(counts[k] for k in places)
+        times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
+        return tuple(max(groups.values(), key=lambda own: sum(inner[k] * times[k] for k in own), default=()))
+
+    def most_blocks(self, option: Option, stages: int) -> float:
+        """How many blocks of the largest group a virtual stage may hold: what an even split of the time has, rounded up.
+
+        No law with one stage a rank, or where pins say what stages hold.
+        """
+        places = self._largest(option)
+        if self.is_pinned or not places:
+            return math.inf
+        times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
+        total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
+        return math.ceil(total_s / (stages * min(times[k] for k in places)) - 1e-9)
+
+    def even_stages(self, option: Option, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
+        """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.
+
+        Where blocks do not divide evenly, the first ways give those that are left to the middle of a rank's stages: the
+        first and the last of them stand in the fill and the drain of the pipeline. A rank's first stages hold the most
+        micro-batches, and the first ranks' more than others': theirs may go to their last stages.
+        """
+        stages = pp * virtual_stages
+        most = self.most_blocks(option, stages)
+        if most == math.inf:
+            return []
+        places = set(self._largest(option))
+        counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
+        held = counted[None, :] - counted[:, None]
+        each, rest = divmod(int(counted[-1]), stages)
+        even = [held <= most] * stages
+        if not rest or virtual_stages == 2:
+            return [even]
+        count, fewer, larger = -(-rest // pp), held <= each, held <= each + 1
+        middle = set(sorted(range(virtual_stages), key=lambda turn: (abs(2 * turn - virtual_stages + 1), turn))[:count])
+        last = set(range(virtual_stages - count, virtual_stages))
+        ways = [
+            [larger if s // pp in (last if s % pp < late else middle) else fewer for s in range(stages)]
+            for late in sorted({0, 1, pp // 4}, reverse=True)
+        ]
+        return [*ways, even]
 
     def _without_shared(self, cost: BlockCost) -> BlockCost:
         """A block without parameters that others read too: a rank that holds several of those has them once."""
@@ -187,43 +312,20 @@ class RowMaker:
         return found[1]
 
 
+def _sums(times: Iterable[float]) -> tuple[float, ...]:
+    """Of the first 0, 1, ... all of these."""
+    return tuple(accumulate(times, initial=0.0))
+
+
 def least_of(prices: Iterable[BlockPrice]) -> BlockPrice:
     """The least of each part."""
     found = list(prices)
-    first = found[0]
-    for other in found[1:]:
-        first = BlockPrice(
-            time_s=min(first.time_s, other.time_s),
-            again_s=min(first.again_s, other.again_s),
-            once_s=min(first.once_s, other.once_s),
-            static_bytes=min(first.static_bytes, other.static_bytes),
-            held_bytes=min(first.held_bytes, other.held_bytes),
-            held_again_bytes=min(first.held_again_bytes, other.held_again_bytes),
-            passing_bytes=min(first.passing_bytes, other.passing_bytes),
-        )
-    return first
+    if len(found) == 1:
+        return found[0]
+    return BlockPrice(**{name: min(getattr(price, name) for price in found) for name in _PARTS})
 
 
-def least_in_flight(candidate: Candidate) -> tuple[int, ...]:
-    """Micro-batches that each pipeline rank holds at some moment on every one of its stages.
-
-    With virtual stages those of the last one, when the first backward begins: the schedule takes rounds of
-    micro-batches through one stage after the other.
-    """
-    m, pp, v = candidate.num_micro_batches, candidate.mesh.pp, candidate.virtual_stages
-    match candidate.schedule:
-        case "none":
-            return (1,) * pp
-        case "GPipe":
-            return (m,) * pp
-        case "1F1B":
-            return tuple(min(m, pp - rank) for rank in range(pp))
-        case "Interleaved1F1B":
-            held = []
-            per_round = m // max(1, m // pp)
-            for rank in range(pp):
-                before = min((v - 1) * per_round + 2 * (pp - 1 - rank), v * m - 1) + 1
-                cycles, rest = divmod(before, per_round * v)
-                last = min(max(rest - (v - 1) * per_round, 0), per_round)
-                held.append(max(1, cycles * per_round + last))
-            return tuple(held)
+def least_held(candidate: Candidate) -> int:
+    """Micro-batches that each pipeline rank holds at some moment on every one of its stages, at least."""
+    degrees = (candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
+    return int(forwards_done(candidate.schedule, *degrees).min())

@@ -23,7 +23,7 @@ from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction
 from autopar.rules.types import Strategy
-from autopar.search.evaluate import flops_of_block
+from autopar.search.amounts import flops_of_block
 from autopar.search.layouts import Layouts
 from autopar.search.options import Load, Option, Split
 from autopar.search.pins import Pins

@@ -97,3 +97,15 @@ def test_an_80_layer_model_is_cut_in_milliseconds() -> None:
     found = cutter.cut(16, in_flight=list(range(16, 0, -1)), limit_bytes=[1e9] * 16, num_micro_batches=64)
     assert found is not None
     assert time.thread_time() - start < 1.0
+
+
+def test_a_stage_is_cut_only_where_it_is_allowed() -> None:
+    rng = np.random.default_rng(0)
+    blocks = [block(0, rng)] * 6
+    size = np.arange(7)[None, :] - np.arange(7)[:, None]
+    asked = {"in_flight": [1] * 3, "limit_bytes": [np.inf] * 3, "num_micro_batches": 8}
+    free = StageCutter(blocks).cut(3, **asked)  # type: ignore[arg-type]
+    held = StageCutter(blocks).cut(3, allowed=[size <= 1, size <= 3, size <= 2], **asked)  # type: ignore[arg-type]
+    assert free is not None and free.stops == (2, 4, 6)
+    assert held is not None and held.stops == (1, 4, 6)
+    assert StageCutter(blocks).cut(3, allowed=[size <= 1] * 3, **asked) is None  # type: ignore[arg-type]
