@@ -18,7 +18,7 @@ A second bound has all blocks but neither memory nor whole blocks (:func:`flow_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -40,6 +40,7 @@ class BlockPrice:
         time_s: forward and backward of one micro-batch.
         again_s: what recompute adds.
         once_s: once a step.
+        first_s: what it adds to the step's first forward.
         static_bytes: parameters, gradients and optimizer states.
         held_bytes, held_again_bytes: of one micro-batch between forward and backward; the second with recompute.
         passing_bytes: at its peak inside.
@@ -52,6 +53,7 @@ class BlockPrice:
     held_bytes: float
     held_again_bytes: float
     passing_bytes: float
+    first_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +131,28 @@ def bounds(rows: Sequence[Row], at_most_s: float = np.inf) -> Array:
         return np.zeros(0)
     columns = _Columns(rows)
     low = np.array([flow_s(row) for row in rows])
-    found = np.where(_possible(columns, np.full(len(rows), np.inf)), low, np.inf)
+    return least_possible(low, lambda time_s: _possible(columns, time_s), at_most_s)
+
+
+def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], at_most_s: float = np.inf) -> Array:
+    """For each row the least time that is possible, by bisection; infinite where none is.
+
+    Args:
+        low: what is a bound already.
+        possible: for each row whether a time is.
+        at_most_s: see :func:`bounds`.
+    """
+    found = np.where(possible(np.full(len(low), np.inf)), low, np.inf)
     open_ = np.isfinite(found) & (low < at_most_s)
     if not open_.any():
         return found
-    open_ &= ~_possible(columns, low)
+    open_ &= ~possible(low)
     if np.isfinite(at_most_s) and open_.any():
-        slow = open_ & ~_possible(columns, np.full(len(rows), at_most_s))
+        slow = open_ & ~possible(np.full(len(low), at_most_s))
         found, open_ = np.where(slow, at_most_s, found), open_ & ~slow
     high = np.minimum(low * 2, np.where(open_, at_most_s, np.inf))
     for _ in range(40):  # to where it is possible
-        short = open_ & ~_possible(columns, high)
+        short = open_ & ~possible(high)
         if not short.any():
             break
         low, high = np.where(short, high, low), np.where(short, high * 2, high)
@@ -147,7 +160,7 @@ def bounds(rows: Sequence[Row], at_most_s: float = np.inf) -> Array:
         if not open_.any():
             break
         middle = (low + high) / 2
-        is_possible = _possible(columns, middle)
+        is_possible = possible(middle)
         low, high = np.where(is_possible, low, middle), np.where(is_possible, middle, high)
     return np.where(open_, low, found)
 

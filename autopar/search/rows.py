@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from autopar.cost.model import BlockCost, CostModel, Step
+from autopar.mesh import Mesh
 from autopar.plan import Recompute
 from autopar.search.bounds import BlockPrice, Row, least_flow_s
 from autopar.search.candidates import Candidate
@@ -57,7 +58,11 @@ class RowMaker:
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
         """A candidate in a layout."""
-        costs = [option.costs[0], *(self._without_shared(cost) for cost in option.costs[1:])]
+        return self.row(candidate, self.exact_prices(option, step), every_s=option.prelude_s)
+
+    def exact_prices(self, option: Option, step: Step) -> list[BlockPrice]:
+        """Prices of the blocks of the compact graph in a layout."""
+        costs = [option.costs[0], *(self.without_shared(cost) for cost in option.costs[1:])]
         known: dict[tuple[int, tuple[Recompute, ...]], BlockPrice] = {}
         prices = []
         for k, cost in enumerate(costs):
@@ -65,7 +70,7 @@ class RowMaker:
             if key not in known:
                 known[key] = self._price(cost, step, self.modes[k])
             prices.append(known[key])
-        return self._row(candidate, prices, every_s=option.prelude_s)
+        return prices
 
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
@@ -73,12 +78,15 @@ class RowMaker:
         Args:
             whole: the layout of the same micro-batch with neither axis.
         """
-        mesh = candidate.mesh
+        return self.row(candidate, self.ideal_prices(candidate.mesh, whole, step), every_s=0.0)
+
+    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
+        """Prices of the blocks of the compact graph as in :meth:`ideal`."""
         ranks = mesh.cp * mesh.tp
         # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         prices = []
-        for k, cost in enumerate([whole.costs[0], *(self._without_shared(cost) for cost in whole.costs[1:])]):
+        for k, cost in enumerate([whole.costs[0], *(self.without_shared(cost) for cost in whole.costs[1:])]):
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
             again_s = cost.forward_s * share
@@ -93,7 +101,7 @@ class RowMaker:
                     passing_bytes=min(cost.passing_bytes(mode == "full") for mode in modes) / ranks,
                 )
             )
-        return self._row(candidate, prices, every_s=0.0)
+        return prices
 
     def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
@@ -104,11 +112,15 @@ class RowMaker:
             whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
         """
         mesh = candidate.mesh
-        held = self._least_held(whole) * min(least_in_flight(candidate)) / (mesh.cp * mesh.tp)
-        if self.model.state_bytes_per_element(step) * draft.numel + held > self.limit_bytes * mesh.pp:
+        if self.draft_bytes(candidate, draft, whole, step) > self.limit_bytes * mesh.pp:
             return float("inf")
         stages = mesh.pp * candidate.virtual_stages
         return least_flow_s(draft.time_s, candidate.num_micro_batches, mesh.pp, stages)
+
+    def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
+        """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
+        held = self._least_held(whole) * min(least_in_flight(candidate)) / (candidate.mesh.cp * candidate.mesh.tp)
+        return self.model.state_bytes_per_element(step) * draft.numel + held
 
     def _least_held(self, whole: Option) -> float:
         """Bytes of one micro-batch between forward and backward at least, of all blocks."""
@@ -134,7 +146,8 @@ class RowMaker:
             passing_bytes=min(cost.passing_bytes(mode == "full") for mode in modes),
         )
 
-    def _row(self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float) -> Row:
+    def row(self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float) -> Row:
+        """A candidate whose blocks have these prices; ``every_s``: of each stage and micro-batch besides."""
         counts = list(self.counts)
         rows = list(zip(prices, counts, strict=True))
         inner = [*counts]
@@ -174,10 +187,14 @@ class RowMaker:
                 groups.setdefault(block.hash, []).append(k)
         if not groups:
             return NOTHING, 0
-        places = max(groups.values(), key=lambda own: sum(counts[k] * prices[k].time_s for k in own))
+        places = max(groups.values(), key=lambda own: self._weight(own, prices, counts))
         return least_of(prices[k] for k in places), sum(counts[k] for k in places)
 
-    def _without_shared(self, cost: BlockCost) -> BlockCost:
+    def _weight(self, places: Sequence[int], prices: Sequence[BlockPrice], counts: Sequence[int]) -> float:
+        """What makes a group the largest."""
+        return sum(counts[k] * prices[k].time_s for k in places)
+
+    def without_shared(self, cost: BlockCost) -> BlockCost:
         """A block without parameters that others read too: a rank that holds several of those has them once."""
         found = self._private.get(id(cost))
         if found is None:  # the block is kept too, so that its id stays its own
@@ -200,6 +217,7 @@ def least_of(prices: Iterable[BlockPrice]) -> BlockPrice:
             held_bytes=min(first.held_bytes, other.held_bytes),
             held_again_bytes=min(first.held_again_bytes, other.held_again_bytes),
             passing_bytes=min(first.passing_bytes, other.passing_bytes),
+            first_s=min(first.first_s, other.first_s),
         )
     return first
 
