@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import networkx
 
 NETWORK = "network"
+
+MAX_PERMUTED_GROUPS = 3
+"""Node groups of which all orders are tried as an order of ranks; of more the given one and its reverse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,23 @@ class Cluster:
     def devices(self) -> tuple[Device, ...]:
         """The different devices, group by group."""
         return tuple(dict.fromkeys(group.device for group in self.groups))
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Orders of the groups in which ranks may count them, the given one first; those that look alike once.
+
+        Switches stand for consecutive nodes, so that groups change places only where each is made of whole domains.
+        """
+        given = tuple(range(len(self.groups)))
+        if any(group.num_nodes % tier.num_nodes for group in self.groups for tier in self.tiers):
+            return (given,)
+        found = permutations(given) if len(given) <= MAX_PERMUTED_GROUPS else (given, given[::-1])
+        different = {tuple(self.groups[i] for i in order): order for order in reversed(list(found))}
+        return tuple(sorted(different.values()))
+
+    def reordered(self, order: tuple[int, ...]) -> Cluster:
+        """The same nodes, with ranks counted through the groups in one of :attr:`orders`."""
+        return replace(self, groups=tuple(self.groups[i] for i in order))
 
     def group_of(self, rank: int) -> NodeGroup:
         """The group that the rank's node belongs to."""

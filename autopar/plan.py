@@ -192,6 +192,9 @@ class Prediction:
     """For each stage the seconds of one micro-batch's forward and backward (recompute included); may be empty."""
     peak_memory_interval_bytes: tuple[int, ...] = ()
     """Lower and upper end; empty in plans of older versions."""
+    memory_limits_bytes: tuple[int, ...] = ()
+    """For each pipeline rank what its smallest device has, where devices differ; empty: ``memory_limit_bytes`` each.
+    ``memory_limit_bytes`` is then that of the rank with the largest peak."""
 
     @property
     def memory_spread(self) -> float:
@@ -202,8 +205,18 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the upper end of the memory interval stays under the limit."""
+        """Whether the upper end of the memory interval stays under the limit, on every pipeline rank."""
+        if self.memory_limits_bytes:
+            return all(self.rank_fits(memory) for memory in self.memory)
         return max((self.peak_memory_bytes, *self.peak_memory_interval_bytes)) <= self.memory_limit_bytes
+
+    def limit_of(self, pp_rank: int) -> int:
+        """Bytes of the smallest device of a pipeline rank."""
+        return self.memory_limits_bytes[pp_rank] if self.memory_limits_bytes else self.memory_limit_bytes
+
+    def rank_fits(self, memory: Memory) -> bool:
+        """Whether the upper end of a pipeline rank's memory stays under its limit."""
+        return memory.total * self.memory_spread <= self.limit_of(memory.pp_rank) + 1  # the interval is in whole bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +230,15 @@ class SearchRecord:
     gap: float
     reasons: tuple[str, ...] = ()
     """Sentences: why this plan and not its neighbours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """Ranks ``start:stop`` stand on equal nodes."""
+
+    start: int
+    stop: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +260,7 @@ class Plan:
         pins: as the user wrote them.
         notes: what a reader should know (replicated operators, opaque regions).
         opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
+        groups: of ranks, where nodes differ: the job has to number its nodes in this order. Empty: all are equal.
     """
 
     model: ModelInfo
@@ -260,6 +283,7 @@ class Plan:
     pins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    groups: tuple[RankGroup, ...] = ()
     version: int = FORMAT_VERSION
 
     @property
@@ -274,6 +298,12 @@ class Plan:
         if full in (0, len(self.blocks)):
             return "full" if full else "none"
         return f"full {full}/{len(self.blocks)}"
+
+    def devices_of(self, pp_rank: int) -> tuple[str, ...]:
+        """The devices that a pipeline rank lies on; none where all nodes are equal."""
+        share = self.mesh.world_size // self.mesh.pp
+        first, last = pp_rank * share, (pp_rank + 1) * share
+        return tuple(dict.fromkeys(g.device for g in self.groups if g.start < last and first < g.stop))
 
     def __str__(self) -> str:
         from autopar.report.text import render_plan  # the one place where data looks up to its picture

@@ -115,10 +115,30 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
     if plan.predicted.stage_times and len(plan.predicted.stage_times) != len(plan.stages):
         value = len(plan.predicted.stage_times)
         yield "predicted.stage_times", "there is one pair of times for each stage or none", value, _AGAIN
+    yield from _groups(plan)
     for i, memory in enumerate(plan.predicted.memory):
         if memory.pp_rank >= plan.mesh.pp:
             path = f"predicted.memory[{i}].pp_rank"
             yield path, f"a pipeline rank lies below pp={plan.mesh.pp}", memory.pp_rank, _AGAIN
+
+
+def _groups(plan: Plan) -> Iterator[_Fault]:
+    start = 0
+    for i, group in enumerate(plan.groups):
+        if group.start != start or group.stop <= group.start:
+            law = f"the group takes up the ranks where the one before ends, at {start}, and has at least one"
+            yield f"groups[{i}]", law, f"{group.start}:{group.stop}", _AGAIN
+        start = group.stop
+    if plan.groups and start != plan.mesh.world_size:
+        yield "groups", f"the groups cover all {plan.mesh.world_size} ranks", start, _AGAIN
+    limits = len(plan.predicted.memory_limits_bytes)
+    if limits and limits != plan.mesh.pp:
+        yield (
+            "predicted.memory_limits_bytes",
+            f"there is one for each of {plan.mesh.pp} pipeline ranks or none",
+            limits,
+            _AGAIN,
+        )
 
 
 def check_model(plan: Plan, name: str, fingerprint: str, *, place: str = "plan") -> None:

@@ -52,7 +52,7 @@ def test_file_is_readable_and_written_whole(tmp_path: Path) -> None:
     assert load_plan(path) == llama_plan()
     assert max(map(len, lines)) <= 110
     assert '  "mesh": {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1, "ep_data": 1},' in lines
-    assert len(lines) <= 160
+    assert len(lines) <= 165
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 
 

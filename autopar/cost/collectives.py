@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,10 +53,16 @@ def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupS
     return _shapes(np.array(groups), cluster)
 
 
-def group_shape(mesh: Mesh, axes: tuple[str, ...], cluster: Cluster) -> tuple[GroupShape, ...]:
+def group_shape(
+    mesh: Mesh, axes: tuple[str, ...], cluster: Cluster, only: frozenset[int] | None = None
+) -> tuple[GroupShape, ...]:
     """The different shapes of the groups over ``axes``, all of which communicate at the same time.
 
     Ranks of the mesh are the cluster's first ones.
+
+    Args:
+        only: shapes of the pipeline ranks that lie on these node groups, all of them and no others, while the others
+            communicate as well; without a pipeline, of the groups over ``axes`` that lie within them. None: of all.
 
     Raises:
         UsageError: the mesh has more ranks than the cluster.
@@ -72,7 +77,20 @@ def group_shape(mesh: Mesh, axes: tuple[str, ...], cluster: Cluster) -> tuple[Gr
     order = [i for i, axis in enumerate(names) if axis not in axes]
     order += [i for i, axis in enumerate(names) if axis in axes]
     ranks = np.arange(mesh.world_size).reshape(degrees).transpose(order).reshape(-1, mesh.size(axes))
-    return _shapes(ranks, cluster)
+    if only is None or "pp" in axes:
+        return _shapes(ranks, cluster)
+    return _shapes(ranks, cluster, _within(ranks, mesh.pp, cluster, only))
+
+
+def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]) -> NDArray[np.bool_]:
+    """Which rows of ``ranks`` [groups, size], pipeline rank by pipeline rank, :func:`group_shape` asks for."""
+    places = np.repeat(np.arange(len(cluster.groups)), [group.num_devices for group in cluster.groups])[ranks]
+    rows = places.reshape(pp, -1) if pp > 1 else places
+    covers = np.array([set(row) <= only if pp == 1 else set(row) == only for row in rows.tolist()])
+    found = np.repeat(covers, len(ranks) // len(covers))
+    if not found.any():
+        raise UsageError("some group over the axes lies on these node groups", value=sorted(only), place=cluster.name)
+    return found
 
 
 def group_place(mesh: Mesh, axes: tuple[str, ...]) -> tuple[object, ...]:
@@ -97,18 +115,25 @@ def send_shape(mesh: Mesh, cluster: Cluster) -> tuple[GroupShape, ...]:
     """
     if mesh.pp == 1:
         return ()
-    grid = np.arange(mesh.world_size).reshape(mesh.pp, -1)
     shapes: dict[GroupShape, None] = {}
-    for here, there in pairwise([*range(mesh.pp), 0]):
-        shapes |= dict.fromkeys(_shapes(np.stack([grid[here], grid[there]], axis=1), cluster))
+    for here in range(mesh.pp):
+        shapes |= dict.fromkeys(hop_shape(mesh, cluster, here))
     return tuple(shapes)
 
 
-def _shapes(ranks: NDArray[Any], cluster: Cluster) -> tuple[GroupShape, ...]:
-    """Shapes of the rows of ``ranks`` [groups, size]."""
+def hop_shape(mesh: Mesh, cluster: Cluster, here: int) -> tuple[GroupShape, ...]:
+    """The pairs of ranks between which pipeline rank ``here`` and the next one send, all at the same time."""
+    grid = np.arange(mesh.world_size).reshape(mesh.pp, -1)
+    return _shapes(np.stack([grid[here], grid[(here + 1) % mesh.pp]], axis=1), cluster)
+
+
+def _shapes(ranks: NDArray[Any], cluster: Cluster, keep: NDArray[np.bool_] | None = None) -> tuple[GroupShape, ...]:
+    """Shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while the others communicate as well."""
     nodes = _nodes(cluster)[ranks]
     columns = [*_spread(nodes), *_crossing(nodes, cluster)]
     table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
+    if keep is not None:
+        table = table[keep]
     found = table[:1] if bool((table == table[0]).all()) else np.unique(table, axis=0)  # mostly all are alike
     size = ranks.shape[1]
     shapes = []
@@ -202,10 +227,14 @@ class _Line:
 
 
 class CollectiveModel:
-    """Times of collectives on one cluster; remembers what it has worked out."""
+    """Times of collectives on one cluster; remembers what it has worked out.
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    Args:
+        only: node groups; see :func:`group_shape`.
+    """
+
+    def __init__(self, cluster: Cluster, only: frozenset[int] | None = None) -> None:
+        self.cluster, self.only = cluster, only
         self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
         self._placed: dict[tuple[object, ...], tuple[GroupShape, ...]] = {}  # by what of a mesh decides
         self._lines: dict[tuple[str, GroupShape], tuple[_Line, ...]] = {}
@@ -226,14 +255,23 @@ class CollectiveModel:
         shapes = self._groups.get((mesh, axes))
         if shapes is None:
             place = group_place(mesh, axes)
+            if self.only is not None:  # which groups lie on the nodes that are priced depends on all of the mesh
+                place = (mesh, axes)
             if place not in self._placed:
-                self._placed[place] = group_shape(mesh, axes, self.cluster)
+                self._placed[place] = group_shape(mesh, axes, self.cluster, self.only)
             shapes = self._groups[mesh, axes] = self._placed[place]
         return max(self.shape_time_s(kind, num_bytes, shape) for shape in shapes)
 
     def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
         """Time of the slowest message between neighbouring pipeline ranks, all of them sending at once."""
         return self.pair_time_s("send", num_bytes, mesh)
+
+    def hop_time_s(self, num_bytes: float, mesh: Mesh, here: int) -> float:
+        """Time of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
+        key = (mesh, ("send", str(here)))
+        if key not in self._groups:
+            self._groups[key] = hop_shape(mesh, self.cluster, here)
+        return max(self.shape_time_s("send", num_bytes, shape) for shape in self._groups[key])
 
     def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
         """Time of a collective of two neighbouring pipeline ranks, the first and the last counted as such."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -26,6 +27,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Precision
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of an element of a dtype by torch's name.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost, block_cost
+from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
@@ -16,6 +16,7 @@ from autopar.cost.measured import Measured
 from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, simulate
+from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
 from autopar.cost.stages import StageKey, StageSums, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
@@ -33,30 +34,65 @@ __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
 class CostModel:
     """Prices of operators, changes of type, blocks and whole plans on one cluster.
 
-    Where devices differ every rank is taken to be the slowest one.
+    Where node groups differ, :meth:`parts` has a model for each pipeline rank, and whole plans take blocks that were priced
+    by it (:meth:`price`). A model prices as if every rank were the slowest of its node groups.
 
     Args:
         cluster: with profiles of its devices, links and collective library.
         precision: dtypes.
         optimizer: name of one of ``autopar.cost.optimizer.OPTIMIZERS``.
         collectives: of the cluster, where their times are known already.
+        places: the node groups that are priced, by position; None: all.
 
     Raises:
-        UsageError: the optimizer is unknown, or the device's profile does not know the compute dtype.
+        UsageError: the optimizer is unknown, a device's profile does not know the compute dtype, or CPUs and GPUs are mixed.
     """
 
     def __init__(
-        self, cluster: Cluster, precision: Precision, optimizer: str, collectives: CollectiveModel | None = None
+        self,
+        cluster: Cluster,
+        precision: Precision,
+        optimizer: str,
+        collectives: CollectiveModel | None = None,
+        places: frozenset[int] | None = None,
     ) -> None:
-        self.cluster, self.precision = cluster, precision
-        self.optimizer = optimizer_cost(optimizer)
-        self.device = min(cluster.devices, key=lambda device: device.rate(precision.compute).ceiling_flops_per_s)
-        self.collectives = collectives or CollectiveModel(cluster)
+        self.cluster, self.precision, self.places = cluster, precision, places
+        self.optimizer, self._optimizer_name = optimizer_cost(optimizer), optimizer
+        groups = [group for i, group in enumerate(cluster.groups) if places is None or i in places]
+        self.devices = tuple(dict.fromkeys(group.device for group in groups))
+        check_kinds(cluster)
+        self.device = slowest(self.devices, precision.compute)
+        self.collectives = collectives or CollectiveModel(cluster, places)
         self.quantized = self.device.rate(precision.products).dtype if precision.products else None
+        self.is_mixed = places is None and not cluster.is_homogeneous
+        self._parts: dict[frozenset[int], CostModel] = {}
+        self._orders: dict[tuple[int, ...], CostModel] = {(): self, tuple(range(len(cluster.groups))): self}
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._units: dict[tuple[int, DataParallel], tuple[BlockCost, Unit]] = {}
         self._placed_units: dict[tuple[object, ...], tuple[BlockCost, Unit]] = {}
+
+    # --- devices that differ
+
+    def parts(self, mesh: Mesh) -> tuple[CostModel, ...]:
+        """For each pipeline rank the model of the node groups that its ranks lie on; this one where all nodes are equal."""
+        if not self.is_mixed:
+            return (self,) * mesh.pp
+        return tuple(self.part(places) for places in places_of(mesh, self.cluster))
+
+    def part(self, places: frozenset[int]) -> CostModel:
+        """The model of some node groups, by position; this one where they are all."""
+        if not self.is_mixed or len(places) == len(self.cluster.groups):
+            return self
+        if places not in self._parts:
+            self._parts[places] = CostModel(self.cluster, self.precision, self._optimizer_name, places=places)
+        return self._parts[places]
+
+    def in_order(self, order: tuple[int, ...]) -> CostModel:
+        """The model of the same nodes with ranks counted in one of ``Cluster.orders``; empty: as they are."""
+        if order not in self._orders:
+            self._orders[order] = CostModel(self.cluster.reordered(order), self.precision, self._optimizer_name)
+        return self._orders[order]
 
     # --- parts
 
@@ -94,9 +130,17 @@ class CostModel:
             ]
         return OpTime(*seconds)
 
+    def block_work(self, graph: Graph, block: Block) -> BlockWork:
+        """What a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device."""
+        return block_work(graph, block, self.device.kind)
+
+    def price(self, work: BlockWork, mesh: Mesh) -> BlockCost:
+        """The cost of :meth:`block_work`."""
+        return price_block(work, mesh, self.device, self.collectives, quantized=self.quantized, measured=self.measured)
+
     def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
-        """The cost of a block of one rank's graph (``rules.apply.shard`` on all axes) for one micro-batch."""
-        return block_cost(graph, block, mesh, self.device, self.collectives, self.measured, quantized=self.quantized)
+        """The cost of a block of one rank's graph for one micro-batch."""
+        return self.price(self.block_work(graph, block), mesh)
 
     def prelude_time_s(self, graph: Graph) -> float:
         """Seconds of the operators that every stage repeats for each micro-batch."""
@@ -142,12 +186,12 @@ class CostModel:
     @property
     def memory_limit_bytes(self) -> int:
         """What the smallest device has."""
-        return min(device.memory_bytes for device in self.cluster.devices)
+        return min(device.memory_bytes for device in self.devices)
 
     @property
     def memory_spread(self) -> float:
         """Upper end of a predicted peak's interval over the prediction: the widest of the devices' profiles."""
-        return 1 + max(device.memory_uncertainty for device in self.cluster.devices)
+        return 1 + max(device.memory_uncertainty for device in self.devices)
 
     @property
     def fitting_bytes(self) -> int:
@@ -160,20 +204,20 @@ class CostModel:
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
-        data, pp = self._data(step), step.mesh.pp
+        data, pp, parts = self._data(step), step.mesh.pp, self.parts(step.mesh)
         virtual_stages = self._virtual_stages(stages, step)
-        units = self._all_units(stages, data)
-        known = Known({}, {})
+        units = self._all_units(stages, data, parts)
+        known = {id(part): Known({}, {}) for part in parts}
         return tuple(
             rank_memory(
                 stages[rank::pp],
                 units[rank::pp],
                 data,
                 optimizer=self.optimizer,
-                device=self.device,
+                device=parts[rank].device,
                 schedule=(step.schedule, pp, virtual_stages, step.num_micro_batches),
                 pp_rank=rank,
-                known=known,
+                known=known[id(parts[rank])],
             )
             for rank in range(pp)
         )
@@ -220,26 +264,26 @@ class CostModel:
 
     def _timed(self, stages: Sequence[StageCost], step: Step) -> tuple[Breakdown, list[StageSums]]:
         self._virtual_stages(stages, step)
-        data, count = self._data(step), step.num_micro_batches
-        units = self._all_units(stages, data)
+        data, count, parts = self._data(step), step.num_micro_batches, self.parts(step.mesh)
+        units = self._all_units(stages, data, parts)
         sums = self._all_sums(stages, units, data, step)
-        times = stage_times(stages, sums, step, self.collectives)
+        times = stage_times(stages, sums, step, self.collectives, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         once = self._once_s(data, step)
         best: tuple[float, Breakdown] | None = None
         ties = tied(stages, data)
-        known: dict[tuple[StageKey, ...], dict[str, float]] = {}
+        known: dict[tuple[int, tuple[StageKey, ...]], dict[str, float]] = {}
         for rank in range(step.mesh.pp):
-            own = tuple(stage_key(stage) for stage in stages[rank :: step.mesh.pp])
+            own = id(parts[rank]), tuple(stage_key(stage) for stage in stages[rank :: step.mesh.pp])
             if own not in known:
-                known[own] = self._gradients_s(stages[rank :: step.mesh.pp], data, step)
+                known[own] = parts[rank]._gradients_s(stages[rank :: step.mesh.pp], data, step)
             sent = dict(known[own])
             sent["data"] += self._ties_s(ties, step, rank)
             sent["data"] += once
             sent["pipeline"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
-            parts = self._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
-            if best is None or parts.total_s > best[0]:
-                best = (parts.total_s, parts)
+            found = parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
+            if best is None or found.total_s > best[0]:
+                best = (found.total_s, found)
         assert best is not None
         return _shared(best[1], pipeline, self.device.core_share), sums
 
@@ -247,15 +291,19 @@ class CostModel:
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
     ) -> Prediction:
         time_s = parts.total_s
-        width, peak = self.device.uncertainty, max(m.total for m in memory)
-        peak_flops = self.device.rate(self.precision.compute).datasheet_flops_per_s * step.mesh.world_size
+        width, peak = max(device.uncertainty for device in self.devices), max(m.total for m in memory)
+        limits = [part.memory_limit_bytes for part in self.parts(step.mesh)]
+        fullest = max(range(step.mesh.pp), key=lambda rank: memory[rank].total)
         return Prediction(
             step_time_s=time_s,
             step_time_interval_s=(time_s / (1 + width), time_s * (1 + width)),
             peak_memory_bytes=peak,
             peak_memory_interval_bytes=(round(peak / self.memory_spread), round(peak * self.memory_spread)),
-            memory_limit_bytes=self.memory_limit_bytes,
-            mfu=step.flops_per_sample * step.global_batch_size / (time_s * peak_flops),
+            memory_limit_bytes=limits[fullest],
+            memory_limits_bytes=tuple(limits) if self.is_mixed else (),
+            mfu=step.flops_per_sample
+            * step.global_batch_size
+            / (time_s * peak_flops(step.mesh, self.cluster, self.precision.compute)),
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,
             memory=memory,
@@ -313,8 +361,10 @@ class CostModel:
     def _unit(self, block: BlockCost, data: DataParallel) -> Unit:
         found = self._units.get((id(block), data))
         if found is None:  # the block is kept too, so that its id stays its own
-            mesh = data.mesh  # neither ZeRO stage nor pipeline changes what a unit costs
-            place = (id(block), mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size, data.precision)
+            mesh = data.mesh  # neither ZeRO stage nor, where all nodes are equal, pipeline changes what a unit costs
+            where = None if self.places is None else mesh
+            degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
+            place = (id(block), *degrees, data.precision, where)
             if place not in self._placed_units:
                 self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
             found = self._units[id(block), data] = self._placed_units[place]
@@ -331,34 +381,41 @@ class CostModel:
             units.append(known[id(block)])
         return units
 
-    def _all_units(self, stages: Sequence[StageCost], data: DataParallel) -> list[list[Unit]]:
+    def _all_units(
+        self, stages: Sequence[StageCost], data: DataParallel, parts: Sequence[CostModel]
+    ) -> list[list[Unit]]:
         """Those of each stage; stages of the same blocks are equal."""
         known: dict[tuple[int, ...], list[Unit]] = {}
-        for stage in stages:
-            key = tuple(map(id, stage.blocks))
+        found = []
+        for s, stage in enumerate(stages):
+            part = parts[s % len(parts)]
+            key = (id(part), *map(id, stage.blocks))
             if key not in known:
-                known[key] = self._stage_units(stage, data)
-        return [known[tuple(map(id, stage.blocks))] for stage in stages]
+                known[key] = part._stage_units(stage, data)
+            found.append(known[key])
+        return found
 
     def _all_sums(
         self, stages: Sequence[StageCost], units: Sequence[Sequence[Unit]], data: DataParallel, step: Step
     ) -> list[StageSums]:
         """What each stage spends on one micro-batch."""
-        known: dict[tuple[StageKey, float], StageSums] = {}
-        sums = []
+        known: dict[tuple[int, StageKey, float], StageSums] = {}
+        sums, parts = [], self.parts(step.mesh)
         for s, (stage, own) in enumerate(zip(stages, units, strict=True)):
+            part = parts[s % step.mesh.pp]
+            device = part.device
             share = gathering_share(data, step.schedule, len(stages), step.num_micro_batches, s)
-            key = (stage_key(stage), share)
+            key = (id(part), stage_key(stage), share)
             if key not in known:
                 known[key] = stage_sums(
                     stage,
                     own,
                     data,
                     share=share,
-                    interference=self.device.interference,
-                    prelude_s=step.prelude_s,
-                    action_s=self.device.overheads.action_s if step.mesh.pp > 1 else 0.0,
-                    adding_s=data.adding_s(own, step.num_micro_batches, self.device) if step.adds_gradients else 0.0,
+                    interference=device.interference,
+                    prelude_s=step.preludes_s[s % step.mesh.pp] if step.preludes_s else step.prelude_s,
+                    action_s=device.overheads.action_s if step.mesh.pp > 1 else 0.0,
+                    adding_s=data.adding_s(own, step.num_micro_batches, device) if step.adds_gradients else 0.0,
                 )
             sums.append(known[key])
         return sums

@@ -91,20 +91,33 @@ def stage_sums(
 
 
 def stage_times(
-    stages: Sequence[StageCost], sums: Sequence[StageSums], step: Step, collectives: CollectiveModel
+    stages: Sequence[StageCost],
+    sums: Sequence[StageSums],
+    step: Step,
+    collectives: CollectiveModel,
+    *,
+    by_hop: bool = False,
 ) -> list[StageTimes]:
-    """What the pipeline simulates of each stage, in order of the model."""
+    """What the pipeline simulates of each stage, in order of the model.
+
+    Args:
+        by_hop: messages are priced on the link between the two pipeline ranks, not on the slowest of all such links.
+    """
     times = []
-    received = 0.0
-    known: dict[int, float] = {}
+    received, pp = 0.0, step.mesh.pp
+    known: dict[tuple[int, int | None], float] = {}
+
+    def send_s(size: int, sender: int) -> float:
+        hop = sender % pp if by_hop and pp > 1 else None
+        if (size, hop) not in known:
+            known[size, hop] = _send_s(size, step, collectives, hop)
+        return known[size, hop]
+
     for i, (stage, own) in enumerate(zip(stages, sums, strict=True)):
         forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
         before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
         backward_send = before.send_gradient_bytes if before is not None else 0
-        for size in (forward_send, backward_send):
-            if size not in known:
-                known[size] = _send_s(size, step, collectives)
-        sent, sent_back = known[forward_send], known[backward_send]
+        sent, sent_back = send_s(forward_send, i), send_s(backward_send, i - 1)
         waits = sent + received if step.blocking_sends else 0.0
         received = sent
         times.append(
@@ -120,8 +133,13 @@ def stage_times(
     return times
 
 
-def _send_s(num_bytes: int, step: Step, collectives: CollectiveModel) -> float:
+def _send_s(num_bytes: int, step: Step, collectives: CollectiveModel, hop: int | None) -> float:
+    """``hop``: the pipeline rank before the link; None: the slowest link of all."""
+
+    def alone(size: float) -> float:
+        return collectives.send_time_s(size, step.mesh) if hop is None else collectives.hop_time_s(size, step.mesh, hop)
+
     if not step.partitioned_sends:
-        return collectives.send_time_s(num_bytes, step.mesh)
-    sent = collectives.send_time_s(num_bytes / step.mesh.tp, step.mesh)
+        return alone(num_bytes)
+    sent = alone(num_bytes / step.mesh.tp)
     return sent + collectives.time_s("all_gather", num_bytes, step.mesh, ("tp",))

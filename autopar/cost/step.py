@@ -20,6 +20,7 @@ class Step:
         flops_per_sample: of the model, forward and backward, for the utilisation.
         tokens_per_sample: for the throughput.
         prelude_s: the operators that every stage repeats for each micro-batch.
+        preludes_s: the same on each pipeline rank, where its devices differ from others'; empty: they do not.
         blocking_sends: messages between stages occupy both ranks, as when they stand in the stream of computation
             (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
         partitioned_sends: each rank of ``tp`` sends its part of a message that all of them hold, and the receivers gather
@@ -43,6 +44,7 @@ class Step:
     flops_per_sample: float
     tokens_per_sample: int
     prelude_s: float = 0.0
+    preludes_s: tuple[float, ...] = ()
     blocking_sends: bool = False
     partitioned_sends: bool = False
     overlapped_reductions: bool = False

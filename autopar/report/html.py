@@ -11,7 +11,9 @@ from autopar.report.timeline import timeline
 from autopar.report.units import (
     batch_text,
     count,
+    devices_text,
     fits,
+    groups_text,
     memory_parts,
     memory_text,
     num_bytes,
@@ -71,6 +73,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("model", f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"),
         ("mesh", f"{escape(str(plan.mesh))}, {plan.mesh.world_size} ranks"),
+        *([("devices", escape(groups_text(plan)))] if plan.groups else []),
         ("batch", batch_text(plan)),
         ("schedule", schedule_text(plan)),
         ("ZeRO", zero_text(plan)),
@@ -90,14 +93,13 @@ def _time(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    limit = plan.predicted.memory_limit_bytes
     text = ""
     for memory in plan.predicted.memory:
+        limit = plan.predicted.limit_of(memory.pp_rank)
         parts = [(name, value, num_bytes(value)) for name, value in memory_parts(memory)]
-        verdict = (
-            "" if memory.total * plan.predicted.memory_spread <= limit else ' <span class="no">does not fit</span>'
-        )
-        text += f"<div>pipeline rank {memory.pp_rank}: {num_bytes(memory.total)} of {num_bytes(limit)}{verdict}"
+        verdict = "" if plan.predicted.rank_fits(memory) else ' <span class="no">does not fit</span>'
+        where = f" ({escape(devices_text(plan, memory.pp_rank))})" if plan.groups else ""
+        text += f"<div>pipeline rank {memory.pp_rank}{where}: {num_bytes(memory.total)} of {num_bytes(limit)}{verdict}"
         text += _bar(parts, max(limit, memory.total)) + _legend(parts) + "</div>"
     return text
 
@@ -137,11 +139,13 @@ def _stages(plan: Plan) -> str:
     for stage in plan.stages:
         blocks = plan.blocks[stage.start : stage.stop]
         full = sum(block.recompute == "full" for block in blocks)
-        cells = [str(stage.index), str(stage.pp_rank), escape(ranges(block.label for block in blocks))]
-        cells.append(f"{full} of {len(blocks)} blocks")
+        cells = [str(stage.index), str(stage.pp_rank)]
+        cells += [escape(devices_text(plan, stage.pp_rank))] if plan.groups else []
+        cells += [escape(ranges(block.label for block in blocks)), f"{full} of {len(blocks)} blocks"]
         cells += [seconds(part_s) for part_s in times[stage.index]] if times else ["-", "-"]
         rows.append(cells)
-    return _table(("stage", "pipeline rank", "layers", "recompute", "forward", "backward"), rows)
+    devices = ("devices",) if plan.groups else ()
+    return _table(("stage", "pipeline rank", *devices, "layers", "recompute", "forward", "backward"), rows)
 
 
 def _layouts(plan: Plan) -> str:

@@ -18,6 +18,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "model": asdict(plan.model),
         "cluster": plan.cluster,
         "mesh": {axis: getattr(plan.mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        "groups": [asdict(group) for group in plan.groups],
         "global_batch_size": plan.global_batch_size,
         "micro_batch_size": plan.micro_batch_size,
         "num_micro_batches": plan.num_micro_batches,
@@ -31,6 +32,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             {
                 "index": stage.index,
                 "pp_rank": stage.pp_rank,
+                "devices": list(plan.devices_of(stage.pp_rank)),
                 "start": stage.start,
                 "stop": stage.stop,
                 "blocks": [block.label for block in plan.blocks[stage.start : stage.stop]],
@@ -43,6 +45,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             "peak_memory_bytes": predicted.peak_memory_bytes,
             "peak_memory_interval_bytes": list(predicted.peak_memory_interval_bytes),
             "memory_limit_bytes": predicted.memory_limit_bytes,
+            "memory_limits_bytes": list(predicted.memory_limits_bytes),
             "fits": fits(plan),
             "mfu": predicted.mfu,
             "tokens_per_s": predicted.tokens_per_s,

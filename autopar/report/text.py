@@ -10,7 +10,9 @@ from autopar.report.units import (
     MEMORY_PARTS,
     batch_text,
     count,
+    devices_text,
     fits,
+    groups_text,
     memory_text,
     num_bytes,
     printable,
@@ -79,6 +81,7 @@ def _head(plan: Plan) -> str:
     rows = [
         ("model", f"{count(model.num_parameters)} parameters, {model.tokens_per_sample:,} tokens a sample"),
         ("mesh", f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one rank"),
+        *([("devices", groups_text(plan))] if plan.groups else []),
         ("batch", batch_text(plan)),
         ("schedule", schedule_text(plan)),
         ("ZeRO", zero_text(plan)),
@@ -115,16 +118,18 @@ def _time(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> str:
     times = plan.predicted.stage_times
-    head = ["stage", "pp rank", "blocks", "layers", "recompute", *(("forward", "backward") if times else ())]
+    head = ["stage", "pp rank", *(("devices",) if plan.groups else ()), "blocks", "layers", "recompute"]
+    head += ("forward", "backward") if times else ()
     rows = []
     for stage in plan.stages:
         blocks = plan.blocks[stage.start : stage.stop]
         full = sum(block.recompute == "full" for block in blocks)
         recompute = "none" if not full else "full" if full == len(blocks) else f"full {full}/{len(blocks)}"
-        cells = [str(stage.index), str(stage.pp_rank), _span(stage.start, stage.stop)]
-        cells += [ranges(block.label for block in blocks), recompute]
+        cells = [str(stage.index), str(stage.pp_rank)]
+        cells += [devices_text(plan, stage.pp_rank)] if plan.groups else []
+        cells += [_span(stage.start, stage.stop), ranges(block.label for block in blocks), recompute]
         rows.append([*cells, *(map(seconds, times[stage.index]) if times else ())])
-    table = plain_table(head, rows, left=("layers", "recompute"), width=WIDTH)
+    table = plain_table(head, rows, left=("devices", "layers", "recompute"), width=WIDTH)
     return f"Stages{' (times of one micro-batch)' if times else ''}\n{table}"
 
 
@@ -134,11 +139,14 @@ def _memory(plan: Plan) -> str:
             str(memory.pp_rank),
             *(num_bytes(getattr(memory, name)) for name in MEMORY_PARTS),
             num_bytes(memory.total),
-            "yes" if memory.total * plan.predicted.memory_spread <= plan.predicted.memory_limit_bytes else "no",
+            *((num_bytes(plan.predicted.limit_of(memory.pp_rank)),) if plan.groups else ()),
+            "yes" if plan.predicted.rank_fits(memory) else "no",
         )
         for memory in plan.predicted.memory
     ]
-    table = plain_table(("pp rank", *MEMORY_PARTS, "total", "fits"), rows, left=("fits",), width=WIDTH)
+    # no wider than the page
+    head = ("rank", *MEMORY_PARTS, "total", "limit") if plan.groups else ("pp rank", *MEMORY_PARTS, "total")
+    table = plain_table((*head, "fits"), rows, left=("fits",), width=WIDTH)
     return f"Memory of the largest rank of each pipeline rank, at its peak\n{table}"
 
 

@@ -151,8 +151,19 @@ def schedule_text(plan: Plan) -> str:
     return f"{plan.schedule}, {len(plan.stages)} stages{virtual}"
 
 
+def groups_text(plan: Plan) -> str:
+    """Which ranks stand on which devices, where nodes differ."""
+    groups = (f"ranks {g.start}-{g.stop - 1} on {g.device}" for g in plan.groups)
+    return f"{', '.join(groups)}: number the nodes in this order"
+
+
+def devices_text(plan: Plan, pp_rank: int) -> str:
+    """The devices that a pipeline rank lies on, where nodes differ."""
+    return " + ".join(plan.devices_of(pp_rank))
+
+
 def fits(plan: Plan) -> bool:
-    """Whether the upper end of the largest rank's memory stays under the limit."""
+    """Whether the upper end of every rank's memory stays under its limit."""
     return plan.predicted.fits
 
 

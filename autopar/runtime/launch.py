@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.plan_check import check_model, check_plan
 from autopar.runtime.materialize import FileWeights, ModelWeights, Weights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, start
+from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, check_groups, start
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""
@@ -46,7 +46,7 @@ def launch(
 
     Raises:
         AutoparError: what ``make`` raised on rank 0, on every rank.
-        RuntimeMismatchError: the job has another size than the plan's mesh.
+        RuntimeMismatchError: the job has another size than the plan's mesh, or its nodes another order than the plan's groups.
         PlanError: the plan is for another model.
         VerificationError: some gradient would lack its sum over ranks, or be summed though it is whole.
     """
@@ -55,6 +55,10 @@ def launch(
     check_plan(plan)
     check_model(plan, graph.name, graph.fingerprint)
     world = World(plan.mesh, device_type)
+    if plan.groups and device_type == "cuda":
+        names: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(names, torch.cuda.get_device_name(world.device))
+        check_groups(plan.groups, names)
     program = lower(plan, graph, device=world.device)
     check_program(program)
     source: Weights = ModelWeights(model, seed)

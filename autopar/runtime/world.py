@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import RuntimeMismatchError
 from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from autopar.plan import RankGroup
+from autopar.profile.detect import shipped_profile_name
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -52,6 +54,28 @@ def local_device(device_type: str) -> torch.device:
     if device_type != "cuda":
         return torch.device(device_type)
     return torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+
+
+def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
+    """Refuse a job whose nodes are not numbered as the plan counts them.
+
+    Args:
+        groups: of ranks, each on equal devices.
+        names: of each rank's device, as its driver gives it.
+
+    Raises:
+        RuntimeMismatchError: a group has several devices, or those of another group.
+    """
+    planned = {group.device for group in groups}
+    for group in groups:
+        found = sorted(set(names[group.start : group.stop]))
+        known = shipped_profile_name(found[0])
+        if len(found) > 1 or (known in planned and known != group.device):
+            raise RuntimeMismatchError(
+                f"ranks {group.start} to {group.stop - 1} are on {group.device}",
+                value=", ".join(found),
+                remedy="number the nodes in the order of the plan's groups (torchrun --node-rank)",
+            )
 
 
 class World:

@@ -32,7 +32,7 @@ size, and combinations of what the pins name."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Candidate:
-    """One choice of the outer search."""
+    """One choice of the outer search; ``order``: of the node groups along the ranks, empty: as the cluster has them."""
 
     mesh: Mesh
     micro_batch_size: int
@@ -40,11 +40,14 @@ class Candidate:
     zero_stage: int
     schedule: ScheduleName
     virtual_stages: int
+    order: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={self.micro_batch_size}"]
         if self.mesh.pp > 1:
             parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        if self.order:
+            parts.append(f"node groups {'-'.join(map(str, self.order))}")
         return ", ".join(parts)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import Prediction, Recompute
@@ -18,13 +18,18 @@ from autopar.search.amounts import flops_per_sample, readable, tokens_per_sample
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
-from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, relaxable, relaxed
+from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts
+from autopar.search.mixed import Placed
+from autopar.search.mixed_bounds import MixedRow, mixed_bounds
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
+
+MAX_KEPT = 20_000
+"""Choices of recompute of all stages up to which a cutter is kept."""
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
@@ -79,7 +84,9 @@ class Evaluator:
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
             is_pinned=bool(self.stages),
         )  # fmt: skip
-        self._ideal: dict[Candidate, Row] = {}
+        self.placed = Placed(self.layouts, model, modes=space.recompute, pinned=self.recompute)
+        self._ideal: dict[Candidate, Row | MixedRow] = {}
+        self._cut: dict[tuple[object, ...], list[StageCutter]] = {}
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
         """Of a candidate in a layout, and whether it is of its priced blocks."""
 
@@ -91,9 +98,10 @@ class Evaluator:
         for candidate in candidates:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
             if candidate not in self._ideal:
-                self._ideal[candidate] = self.rows.ideal(candidate, whole, self.step(candidate, whole))
+                maker = self.placed if self.placed.has(candidate) else self.rows
+                self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
             rows.append(self._ideal[candidate])
-        return self._at_speed(candidates, bounds(rows))
+        return self._at_speed(candidates, _bounds(rows))
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -102,14 +110,16 @@ class Evaluator:
             at_most_s: see :func:`autopar.search.bounds.bounds`.
         """
         self.ideal_bounds_s([c for c in candidates if c not in self._ideal])
-        rows = []
+        rows: list[Row | MixedRow] = []
         for c in candidates:
+            row = self._ideal[c]
+            if isinstance(row, MixedRow):  # the quickest layout was found at the prices of the slowest device
+                rows.append(row)
+                continue
             split = split_of(c.micro_batch_size, c.mesh)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
-            rows.append(
-                self.rows.least(self._ideal[c], whole, self.layouts.quickest_s(split), self.layouts.least_s(split))
-            )
-        return self._at_speed(candidates, bounds(rows, at_most_s / self._least_speed(candidates)))
+            rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
+        return self._at_speed(candidates, _bounds(rows, at_most_s / self._least_speed(candidates)))
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
@@ -177,10 +187,11 @@ class Evaluator:
             known, is_priced = self._bounds[key]
             if not is_priced and known < at_most_s:
                 asked.append((candidate, draft, self.layouts.option(draft)))
-        found = bounds([self.rows.exact(c, o, self.step(c, o)) for c, _, o in asked], at_most_s)
-        for (candidate, draft, _), bound in zip(asked, found, strict=True):
+        makers = [self.placed if self.placed.has(c) else self.rows for c, _, _ in asked]
+        rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
+        for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s), strict=True):
             known, _ = self._bounds[candidate, id(draft)]
-            self._bounds[candidate, id(draft)] = (max(float(bound), known), True)
+            self._bounds[candidate, id(draft)] = (max(bound, known), True)
 
     def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
         self._price([(candidate, draft)], at_most_s)
@@ -197,7 +208,10 @@ class Evaluator:
         if not draft.time_s:
             return 0.0
         whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        return self.rows.draft_s(candidate, draft, whole, self.step(candidate, whole))
+        step = self.step(candidate, whole)
+        if self.placed.has(candidate):
+            return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
+        return self.rows.draft_s(candidate, draft, whole, step)
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""
@@ -244,12 +258,14 @@ class Evaluator:
 
     def _needs(self, predicted_bytes: int) -> str:
         """The upper end of a predicted peak, which has to fit, and what there is."""
-        return f"{readable(predicted_bytes * self.model.memory_spread)} of {readable(self.model.memory_limit_bytes)}"
+        return f"{readable(predicted_bytes * self.model.memory_spread)} of {memory_of_devices(self.model)}"
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
+        if self.placed.has(candidate):
+            return None  # what one rank has too much, a larger one may take
         option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        blocks = self._cut_blocks(option, self.step(candidate, option))
+        blocks = self._cut_blocks(option, self.step(candidate, option), self.model)
         device = self.model.device
         least = self._least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
@@ -279,24 +295,27 @@ class Evaluator:
 
     def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | _Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
-        step = self.step(candidate, option)
-        blocks = self._cut_blocks(option, step)
-        cutter = self._cutter(blocks)
+        step, model = self.step(candidate, option), self.placed.ordered(candidate)
+        if self.placed.has(candidate):
+            option = self.placed.option(candidate, option)
+            step = self.placed.step(step, option)
+        cutters = self._cutters(candidate, option, step)
         if not fits and not self.stages:
-            return _Failure(needs_bytes=self._leanest(candidate, option, step, cutter))
+            return _Failure(needs_bytes=self._leanest(candidate, option, step, cutters[0]))
         ways: list[list[NDArray[np.bool_]] | None] = [None]
-        if candidate.virtual_stages > 1:
+        if candidate.virtual_stages > 1 and not self.placed.has(candidate):
             ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
-        tried = [self._fits(candidate, option, step, cutter, at_most_s, way) for way in ways]
+        tried = [self._fits(candidate, option, step, cutters, at_most_s, way) for way in ways]
         found = [plan for plans in tried if not isinstance(plans, _Failure) for plan in plans]
         if not found:
             failed = [plans for plans in tried if isinstance(plans, _Failure)]
             return next((f for f in failed if f.is_slow), failed[0])
         pp, count = candidate.mesh.pp, candidate.num_micro_batches
-        quick = [plan for plan in found if busy_s(plan.cut, cutter, pp, count) < at_most_s]
+        bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
+        quick = [plan for plan in found if bound(plan.cut) < at_most_s]
         if not quick:
             return _Failure(is_slow=True)
-        predicted = [(self.model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
+        predicted = [(model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
         prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
         return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
 
@@ -305,40 +324,49 @@ class Evaluator:
         candidate: Candidate,
         option: Option,
         step: Step,
-        cutter: StageCutter,
+        cutters: Sequence[StageCutter],
         at_most_s: float,
         allowed: Sequence[NDArray[np.bool_]] | None,
     ) -> tuple[Fitting, ...] | _Failure:
-        """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory."""
+        """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory.
+
+        ``cutters``: one for each pipeline rank.
+        """
         limits, in_flight = self._limits(candidate)
-        pp, count = candidate.mesh.pp, candidate.num_micro_batches
+        room, refit = self.placed.limits(candidate), partial(self._fitting, candidate, option=option, step=step)
+        pp, count, cutter = candidate.mesh.pp, candidate.num_micro_batches, cutters[0]
         stages = pp * candidate.virtual_stages
         needs = 0
         for _ in range(MAX_CUTS):
-            cut = cutter.cut(stages, in_flight=in_flight, limit_bytes=limits, num_micro_batches=count, allowed=allowed)
+            cut = cutter.cut(
+                stages,
+                in_flight=in_flight,
+                limit_bytes=limits,
+                num_micro_batches=count,
+                allowed=allowed,
+                by_rank=cutters,
+            )
             if cut is None:
                 if self.stages and not self._can_be_cut(cutter, stages):
                     raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
                 return _Failure(needs_bytes=needs or self._leanest(candidate, option, step, cutter))
-            orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else []
-            if not any(orders) and busy_s(cut, cutter, pp, count) >= at_most_s:
+            orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
+            light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
+            if not any(orders) and light() >= at_most_s:
                 return _Failure(is_slow=True)
-            found = self._fitting(cut, option, step)
-            spare = [self.limit_bytes - m.total for m in found.memory]
+            found = refit(cut)
+            spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
             if min(spare) >= 0:
-                if not any(orders):
-                    return (found,)
-                return (
-                    found,
-                    relaxed(found, orders, cutter, partial(self._fitting, option=option, step=step), self.limit_bytes),
-                )
+                if light(with_once=True) >= at_most_s:
+                    return _Failure(is_slow=True)
+                return (found, relaxed(found, orders, cutter, refit, room)) if any(orders) else (found,)
             needs = max(m.total for m in found.memory)
             limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
         return _Failure(needs_bytes=needs)
 
-    def _fitting(self, cut: Cut, option: Option, step: Step) -> Fitting:
-        made = self._stages(cut.stops, cut.modes, option)
-        return Fitting(cut=cut, made=made, memory=self.model.memory(made, step))
+    def _fitting(self, candidate: Candidate, cut: Cut, option: Option, step: Step) -> Fitting:
+        made = self._stages(cut.stops, cut.modes, option, step.mesh.pp)
+        return Fitting(cut=cut, made=made, memory=self.placed.ordered(candidate).memory(made, step))
 
     def _can_be_cut(self, cutter: StageCutter, stages: int) -> bool:
         """Whether the pinned stages alone allow a cut."""
@@ -356,20 +384,22 @@ class Evaluator:
         n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
         stops = tuple(round((s + 1) * n / stages) for s in range(stages))
         modes = tuple(block.options[-1].mode for block in cutter.blocks)
-        return max(m.total for m in self.model.memory(self._stages(stops, modes, option), step))
+        made = self._stages(stops, modes, option, candidate.mesh.pp)
+        return max(m.total for m in self.placed.ordered(candidate).memory(made, step))
 
-    def _stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option) -> list[StageCost]:
+    def _stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option, pp: int) -> list[StageCost]:
         class_of = self.layouts.compact.class_of
-        costs = [option.costs[k] for k in class_of]
+        costs = [[own.costs[k] for k in class_of] for own in option.ranks or (option,)]
         return [
-            StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(m == "full" for m in modes[start:stop]))
-            for start, stop in zip((0, *stops), stops, strict=False)
+            StageCost(
+                blocks=tuple(costs[s % pp % len(costs)][start:stop]),
+                recompute=tuple(m == "full" for m in modes[start:stop]),
+            )
+            for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False))
         ]
 
     def _limits(self, candidate: Candidate) -> tuple[list[float], list[int]]:
         """Bytes that each stage may fill, and the micro-batches that it holds."""
-        device = self.model.device
-        limit = (self.limit_bytes - device.reserved_bytes) / (1 + device.fragmentation)
         pp, v = candidate.mesh.pp, candidate.virtual_stages
         key = (candidate.schedule, pp, v, candidate.num_micro_batches)
         if key not in self._held:
@@ -379,9 +409,24 @@ class Evaluator:
                     for turn, count in enumerate(counts):
                         held[turn * pp + rank] = max(held[turn * pp + rank], count)
             self._held[key] = held
-        return [limit / v] * (pp * v), self._held[key]
+        return [limit / v for limit in self.placed.tensor_limits(candidate)] * v, self._held[key]
 
-    def _cut_blocks(self, option: Option, step: Step) -> list[CutBlock]:
+    def _cutters(self, candidate: Candidate, option: Option, step: Step) -> list[StageCutter]:
+        """For each pipeline rank the blocks as its devices run them; the same one for equal devices."""
+        key = (id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches)
+        found = self._cut.get(key)
+        if found is None:
+            parts = self.placed.ordered(candidate).parts(candidate.mesh)
+            made: dict[int, StageCutter] = {}
+            for rank, part in enumerate(parts):
+                if id(part) not in made:
+                    made[id(part)] = self._cutter(self._cut_blocks(option.of_rank(rank), step, part))
+            found = [made[id(part)] for part in parts]
+            if self.placed.has(candidate) and len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
+                self._cut[key] = found
+        return found
+
+    def _cut_blocks(self, option: Option, step: Step, model: CostModel) -> list[CutBlock]:
         """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
         made: dict[tuple[int, Recompute | None], CutBlock] = {}
         blocks = []
@@ -390,7 +435,7 @@ class Evaluator:
             key = (option.keys[k], pinned)
             if key not in made:
                 modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space.recompute
-                made[key] = self._cut_block(len(made), option, k, modes, step)
+                made[key] = self._cut_block(len(made), option.costs[k], modes, step, model)
             blocks.append(made[key])
         return blocks
 
@@ -401,12 +446,13 @@ class Evaluator:
             self._shapes[sequence] = CutShape(sequence, counts, fixed=self.stages)
         return StageCutter(blocks, shape=self._shapes[sequence])
 
-    def _cut_block(self, key: int, option: Option, k: int, modes: tuple[Recompute, ...], step: Step) -> CutBlock:
-        cost = option.costs[k]
+    def _cut_block(
+        self, key: int, cost: BlockCost, modes: tuple[Recompute, ...], step: Step, model: CostModel
+    ) -> CutBlock:
         options = []
         for mode in modes:
             again = mode == "full"
-            time = self.model.block_time_s(cost, step, recompute=again)
+            time = model.block_time_s(cost, step, recompute=again)
             options.append(
                 BlockOption(
                     mode=mode,
@@ -415,9 +461,29 @@ class Evaluator:
                     transient_bytes=cost.passing_bytes(again),
                 )
             )
-        return CutBlock(key=key, options=tuple(options), static_bytes=self.model.block_state(cost, step).total)
+        once_s = model.block_once_s(self.rows.without_shared(cost), step)
+        return CutBlock(
+            key=key,
+            options=tuple(options),
+            static_bytes=model.block_state(cost, step).total,
+            once_s=once_s,
+            more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
+        )
+
+
+def _bounds(rows: Sequence[Row | MixedRow], at_most_s: float = float("inf")) -> list[float]:
+    """Of rows of both kinds, in their order."""
+    plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s))
+    mixed = iter(mixed_bounds([row for row in rows if isinstance(row, MixedRow)], at_most_s))
+    return [float(next(plain if isinstance(row, Row) else mixed)) for row in rows]
 
 
 def _load(candidate: Candidate) -> Load:
     in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
     return Load(num_micro_batches=candidate.num_micro_batches, in_flight=in_flight)
+
+
+def memory_of_devices(model: CostModel) -> str:
+    """What a device has, for people; from the smallest to the largest where they differ."""
+    sizes = {device.memory_bytes for device in model.devices}
+    return " to ".join(readable(size) for size in sorted({min(sizes), max(sizes)}))

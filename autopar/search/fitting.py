@@ -23,18 +23,32 @@ class Fitting:
     memory: tuple[Memory, ...]
 
 
-def busy_s(cut: Cut, cutter: StageCutter, pp: int, num_micro_batches: int) -> float:
+def busy_s(
+    cut: Cut,
+    cutter: StageCutter,
+    pp: int,
+    num_micro_batches: int,
+    *,
+    by_rank: Sequence[StageCutter] = (),
+    with_once: bool = False,
+) -> float:
     """A bound from below: for some rank its micro-batches, and one through the stages before it, there and back.
 
     A rank's first forward and the last of its gradients are those of its first stage, whatever its virtual stages.
+
+    Args:
+        by_rank: see :meth:`StageCutter.cut`.
+        with_once: what the rank's blocks add once a step counts too, after its own last gradient.
     """
-    known = {(b.key, o.mode): o.time_s for b in cutter.blocks for o in b.options}
-    stages = [
-        sum(known[b.key, mode] for b, mode in zip(cutter.blocks[start:stop], cut.modes[start:stop], strict=True))
-        for start, stop in zip((0, *cut.stops), cut.stops, strict=False)
-    ]
+    cutters = by_rank or [cutter] * pp
+    known = {id(c): {(b.key, o.mode): o.time_s for b in c.blocks for o in b.options} for c in {*cutters}}
+    stages, once = [], [0.0] * pp
+    for s, (start, stop) in enumerate(zip((0, *cut.stops), cut.stops, strict=False)):
+        blocks, times = cutters[s % pp].blocks[start:stop], known[id(cutters[s % pp])]
+        stages.append(sum(times[b.key, mode] for b, mode in zip(blocks, cut.modes[start:stop], strict=True)))
+        once[s % pp] += with_once * sum(b.once_s for b in blocks)
     before = accumulate(stages[: pp - 1], initial=0.0)
-    return max(b + num_micro_batches * sum(stages[r::pp]) for r, b in enumerate(before))
+    return max(max(b, once[r]) + num_micro_batches * sum(stages[r::pp]) for r, b in enumerate(before))
 
 
 def relaxable(cut: Cut, cutter: StageCutter, in_flight: Sequence[int], pp: int) -> list[list[int]]:
@@ -54,7 +68,11 @@ def relaxable(cut: Cut, cutter: StageCutter, in_flight: Sequence[int], pp: int) 
 
 
 def relaxed(
-    first: Fitting, orders: Sequence[Sequence[int]], cutter: StageCutter, refit: Callable[[Cut], Fitting], limit: int
+    first: Fitting,
+    orders: Sequence[Sequence[int]],
+    cutter: StageCutter,
+    refit: Callable[[Cut], Fitting],
+    limits: Sequence[int],
 ) -> Fitting:
     """The cut with as many of these blocks not recomputed as fit, rank by rank in their order.
 
@@ -64,18 +82,23 @@ def relaxed(
     Args:
         orders: see :func:`relaxable`.
         refit: a cut with its memory.
-        limit: bytes of a device.
+        limits: bytes that fit on each pipeline rank.
     """
     low, high, best = [0] * len(orders), [len(own) for own in orders], first
     while low != high:
         middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
         found = refit(_lighter(first.cut, orders, middle, cutter))
-        fits = [m.total <= limit for m in found.memory]
+        fits = [m.total <= limit for m, limit in zip(found.memory, limits, strict=True)]
         low = [m if ok else a for a, m, ok in zip(low, middle, fits, strict=True)]
         high = [b if ok else m - 1 for b, m, ok in zip(high, middle, fits, strict=True)]
         best = found if all(fits) else best
     found = refit(_lighter(first.cut, orders, low, cutter))
-    return found if all(m.total <= limit for m in found.memory) else best
+    return found if all(m.total <= limit for m, limit in zip(found.memory, limits, strict=True)) else best
+
+
+def lightest(cut: Cut, orders: Sequence[Sequence[int]], cutter: StageCutter) -> Cut:
+    """The cut with none of these blocks recomputed, whatever memory it takes."""
+    return _lighter(cut, orders, [len(own) for own in orders], cutter)
 
 
 def _lighter(cut: Cut, orders: Sequence[Sequence[int]], counts: Sequence[int], cutter: StageCutter) -> Cut:

@@ -51,12 +51,17 @@ class BlockOption:
 class CutBlock:
     """A block as the cut sees it: equal ``key`` means equal in everything else.
 
-    ``static_bytes``: parameters, gradients and optimizer states.
+    Attributes:
+        static_bytes: parameters, gradients and optimizer states.
+        once_s: the least that it adds to a step once.
+        more_s: what counts beside its time where stages are balanced.
     """
 
     key: int
     options: tuple[BlockOption, ...]
     static_bytes: float
+    once_s: float = 0.0
+    more_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +140,7 @@ class CutShape:
 
 
 class StageCutter:
-    """Cuts of one sequence of blocks; made once, asked for many numbers of stages and limits.
+    """Cuts of one sequence of blocks on one kind of device; made once, asked for many numbers of stages and limits.
 
     Args:
         blocks: in order.
@@ -154,7 +159,9 @@ class StageCutter:
         plain, other = [b.options[0] for b in ordered], [b.options[-1] for b in ordered]
         choices = self.shape.all_choices if self.shape.is_small else self.shape.enumerate([_gain(b) for b in ordered])
         self.choices, self.first = choices, choices.first
-        self.time = choices.plain @ [o.time_s for o in plain] + choices.second @ [o.time_s for o in other]
+        more = [b.more_s for b in ordered]
+        self.time = choices.plain @ [o.time_s + m for o, m in zip(plain, more, strict=True)]
+        self.time += choices.second @ [o.time_s + m for o, m in zip(other, more, strict=True)]
         self.held = choices.plain @ [o.held_bytes for o in plain] + choices.second @ [o.held_bytes for o in other]
         transient = np.zeros(len(self.time))
         for k in range(len(ordered)):
@@ -177,6 +184,7 @@ class StageCutter:
         limit_bytes: Sequence[float],
         num_micro_batches: int,
         allowed: Sequence[NDArray[np.bool_]] | None = None,
+        by_rank: Sequence[StageCutter] = (),
     ) -> Cut | None:
         """The best cut; None when no cut fits.
 
@@ -186,11 +194,13 @@ class StageCutter:
             limit_bytes: of each stage.
             num_micro_batches: of a step.
             allowed: for each stage whether blocks i:j may be it.
+            by_rank: for each pipeline rank the same blocks as its devices run them; empty: they are alike.
         """
         n = len(self.blocks)
         if stages > n:
             return None
-        tables = self._tables(stages, in_flight, limit_bytes, allowed)
+        cutters = [by_rank[s % len(by_rank)] if by_rank else self for s in range(stages)]
+        tables = self._tables(cutters, in_flight, limit_bytes, allowed)
         bottleneck = _forward(tables, n, np.maximum)[0]
         if np.isinf(bottleneck):
             return None
@@ -213,29 +223,30 @@ class StageCutter:
                 best = value, stops
         assert best is not None
         modes: list[Recompute] = []
-        chosen: dict[tuple[int, int, float], Array] = {}
+        chosen: dict[tuple[int, int, int, float], Array] = {}
         for s, (start, stop) in enumerate(zip([0, *best[1]], best[1], strict=False)):
-            key = (int(self.shape.which[start, stop]), in_flight[s], limit_bytes[s])
+            kind = int(self.shape.which[start, stop])
+            key = (id(cutters[s]), kind, in_flight[s], limit_bytes[s])
             if key not in chosen:
-                chosen[key] = self._recomputed(*key)
+                chosen[key] = cutters[s]._recomputed(kind, in_flight[s], limit_bytes[s])
             modes += self._modes(start, stop, chosen[key])
         return Cut(stops=tuple(best[1]), modes=tuple(modes), time_s=best[0])
 
     def _tables(
         self,
-        stages: int,
+        cutters: Sequence[StageCutter],
         in_flight: Sequence[int],
         limits: Sequence[float],
         allowed: Sequence[NDArray[np.bool_]] | None,
     ) -> list[Array]:
         """For each stage the time of blocks i:j as it; inf where they do not fit, or are not allowed, or a pin forbids."""
-        known: dict[tuple[int, float], Array] = {}
+        known: dict[tuple[int, int, float], Array] = {}
         narrowed: dict[tuple[int, int], Array] = {}
         tables = []
-        for s in range(stages):
-            key = (in_flight[s], limits[s])
+        for s, cutter in enumerate(cutters):
+            key = (id(cutter), in_flight[s], limits[s])
             if key not in known:
-                times = np.minimum.reduceat(self._allowed_times(*key), self.first)
+                times = np.minimum.reduceat(cutter._allowed_times(in_flight[s], limits[s]), self.first)
                 known[key] = np.where(self.shape.which >= 0, times[self.shape.which], np.inf)
             table = known[key]
             if allowed is not None:

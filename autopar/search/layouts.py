@@ -87,6 +87,8 @@ class Layouts:
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
+        self._graphs: dict[int, tuple[Graph, Mesh]] = {}  # of options by id, where node groups differ
+        self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
         self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
         self._least_each: dict[Split, tuple[float, ...]] = {}
@@ -391,7 +393,24 @@ class Layouts:
                 padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in padding.items()),
                 totals=tuple(graph.spec(ref).num_bytes for ref in graph.sums),
             )
+            if self.model.is_mixed:
+                self._graphs[id(self._options[key])] = graph, mesh
         return self._options[key]
+
+    def priced(self, option: Option, part: CostModel) -> Option:
+        """A layout of :meth:`option` as the devices of ``part`` run it."""
+        if part is self.model:
+            return option
+        key = (id(option), part.places)
+        if key not in self._priced:
+            graph, mesh = self._graphs[id(option)]
+            made: dict[int, BlockCost] = {}
+            for block, k in zip(graph.blocks, option.keys, strict=True):
+                if k not in made:
+                    made[k] = part.block_cost(graph, block, mesh)
+            prelude_s = part.prelude_time_s(graph)
+            self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)
+        return self._priced[key]
 
     def _alike(self, graph: Graph, index: int) -> object:
         """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""

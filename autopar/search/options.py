@@ -38,6 +38,7 @@ class Option:
         prelude_s: of the operators that every stage repeats.
         padding: of vocabularies, where the typing on ``tp`` splits them.
         totals: bytes of each count of the global batch that the loss divides by.
+        ranks: for each pipeline rank the layout as its devices run it; empty where they are alike.
     """
 
     sequence: AxisSolution | None
@@ -49,6 +50,11 @@ class Option:
     prelude_s: float
     padding: tuple[PaddedParameter, ...] = ()
     totals: tuple[int, ...] = ()
+    ranks: tuple[Option, ...] = ()
+
+    def of_rank(self, pp_rank: int) -> Option:
+        """The layout as the devices of a pipeline rank run it."""
+        return self.ranks[pp_rank] if self.ranks else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

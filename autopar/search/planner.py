@@ -16,8 +16,9 @@ from autopar.rules.spread import expert_counts
 from autopar.search.amounts import readable
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
-from autopar.search.evaluate import Evaluation, Evaluator, Misfit
+from autopar.search.evaluate import Evaluation, Evaluator, Misfit, memory_of_devices
 from autopar.search.ledger import Ledger
+from autopar.search.mixed import in_orders, mixed_notes, rank_groups
 from autopar.search.options import expert_degree
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
 from autopar.search.padding import padding_notes
@@ -84,9 +85,12 @@ class Planner:
             mixes_samples=bool(self.mixing),
             experts=expert_counts(task.graph),
         )
-        self.pool = candidates(self.problem, task.pins)
+        self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
             raise self._structural()
+
+    def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
+        return in_orders(candidates(problem, pins), self.task.cluster)
 
     def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         task = self.task
@@ -132,13 +136,9 @@ class Planner:
     def least_time_s(self) -> float:
         """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
         most = self.task.global_batch_size
-        members = self.evaluator.layouts.compact.members
-        per_sample = []
-        for size in (m for m in self.task.space.micro_batches if m <= most):
-            costs = self.evaluator.layouts.whole(size, 1).costs
-            whole_s = sum((c.forward_s + c.backward_s) * len(own) for c, own in zip(costs, members, strict=True))
-            per_sample.append(whole_s / size)
-        return most * min(per_sample, default=0.0)
+        layouts, placed = self.evaluator.layouts, self.evaluator.placed
+        sizes = [m for m in self.task.space.micro_batches if m <= most]
+        return most * min((placed.least_s(layouts.whole(size, 1)) / size for size in sizes), default=0.0)
 
     def _outcome(self, limits: Limits, *, sharing: Sharing | None, progress: Progress | None) -> Outcome:
         with ExitStack() as stack:
@@ -238,6 +238,7 @@ class Planner:
             padding=best.option.padding,
             pins=task.pins.texts,
             opaque=task.opaque,
+            groups=rank_groups(candidate, task.cluster),
             notes=(
                 *graph.notes,
                 *padding_notes(graph, best.option.padding, candidate.mesh.tp),
@@ -246,6 +247,7 @@ class Planner:
                 *mixtures(self.evaluator.layouts, best.option),
                 *_precision_note(task),
                 *measured_note(self.evaluator, best),
+                *mixed_notes(candidate, task.cluster),
                 *_interrupted_note(outcome),
             ),
         )
@@ -289,7 +291,7 @@ class Planner:
         more = replace(self.problem, global_batch_size=self.task.global_batch_size * self.problem.world_size)
         least = min(m.needs_bytes for m in found)
         model = self.evaluator.model
-        has, needs = readable(model.memory_limit_bytes), readable(least * model.memory_spread)
+        has, needs = memory_of_devices(model), readable(least * model.memory_spread)
         memory = f"{has} of memory a device (the leanest plan needs {needs})"
         batch = f"a global batch of {self.task.global_batch_size}"
         samples = (batch,) if self._anything_fits(left, more) else ()
@@ -301,7 +303,7 @@ class Planner:
         )
 
     def _anything_fits(self, pins: Pins, problem: Problem) -> bool:
-        pool = sorted(candidates(problem, pins), key=_leanness)
+        pool = sorted(self._candidates(problem, pins), key=_leanness)
         evaluator = self._evaluator(pins, problem.global_batch_size)
         return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[:MAX_CONFLICT_TRIALS])
 

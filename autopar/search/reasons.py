@@ -18,6 +18,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
+    ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
     ("schedule", lambda c: f"{c.schedule} v={c.virtual_stages}" if c.virtual_stages > 1 else c.schedule),
 )
 _PARTS = (

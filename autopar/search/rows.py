@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.stages import own_times
+from autopar.mesh import Mesh
 from autopar.plan import Recompute
 from autopar.search.bound_rows import BlockPrice, Row, forwards_done
 from autopar.search.bounds import least_flow_s
@@ -59,19 +60,10 @@ class RowMaker:
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
         """A candidate in a layout."""
-        costs = [option.costs[0], *(self._without_shared(cost) for cost in option.costs[1:])]
-        places = self._largest(option)
-        longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
-        known: dict[tuple[int, tuple[Recompute, ...]], tuple[BlockPrice, float]] = {}
-        prices, alone_s = [], []
-        for k, cost in enumerate(costs):
-            key = (id(cost), self.modes[k])
-            if key not in known:
-                known[key] = self._price(cost, step, self.modes[k], longest_s)
-            prices.append(known[key][0])
-            alone_s.append(known[key][1])
+        costs = self._private_costs(option)
+        prices, alone_s = self.exact_prices(option, step)
         sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
-        row = self._row(candidate, prices, alone_s, places, every_s=option.prelude_s)
+        row = self._row(candidate, prices, alone_s, self._largest(option), every_s=option.prelude_s)
         if not sends:
             return row
         sent, back = min(c.send_bytes for c in sends), min(c.send_gradient_bytes for c in sends)
@@ -83,18 +75,39 @@ class RowMaker:
             most=self.most_blocks(option, row.pp * row.virtual_stages) if row.virtual_stages > 1 else math.inf,
         )
 
+    def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
+        """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""
+        costs = self._private_costs(option)
+        longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
+        known: dict[tuple[int, tuple[Recompute, ...]], tuple[BlockPrice, float]] = {}
+        prices, alone_s = [], []
+        for k, cost in enumerate(costs):
+            key = (id(cost), self.modes[k])
+            if key not in known:
+                known[key] = self._price(cost, step, self.modes[k], longest_s)
+            prices.append(known[key][0])
+            alone_s.append(known[key][1])
+        return prices, alone_s
+
+    def _private_costs(self, option: Option) -> list[BlockCost]:
+        return [option.costs[0], *(self.without_shared(cost) for cost in option.costs[1:])]
+
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
 
         Args:
             whole: the layout of the same micro-batch with neither axis.
         """
-        mesh = candidate.mesh
+        prices = self.ideal_prices(candidate.mesh, whole, step)
+        return self._row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+
+    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
+        """Prices of the blocks of the compact graph as in :meth:`ideal`."""
         ranks = mesh.cp * mesh.tp
         # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         prices = []
-        for k, cost in enumerate([whole.costs[0], *(self._without_shared(cost) for cost in whole.costs[1:])]):
+        for k, cost in enumerate(self._private_costs(whole)):
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
             again_s = cost.forward_s * share
@@ -111,7 +124,7 @@ class RowMaker:
                     passing_bytes=min(cost.passing_bytes(mode == "full") for mode in modes) / ranks,
                 )
             )
-        return self._row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+        return prices
 
     def least(self, ideal: Row, option: Option, total_s: float, least_s: Sequence[float]) -> Row:
         """An ideal row at times that no layout goes below.
@@ -143,18 +156,22 @@ class RowMaker:
             whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
         """
         mesh = candidate.mesh
-        held = self._least_held(whole) * least_held(candidate) / (mesh.cp * mesh.tp)
-        if self.model.state_bytes_per_element(step) * draft.numel + held > self.limit_bytes * mesh.pp:
+        if self.draft_bytes(candidate, draft, whole, step) > self.limit_bytes * mesh.pp:
             return float("inf")
         stages, m = mesh.pp * candidate.virtual_stages, candidate.num_micro_batches
         once_s = self._once_s(whole, step) / mesh.tp
         return max(least_flow_s(draft.time_s, m, mesh.pp, stages), (m * draft.time_s + once_s) / mesh.pp)
 
+    def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
+        """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
+        held = self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
+        return self.model.state_bytes_per_element(step) * draft.numel + held
+
     def _once_s(self, whole: Option, step: Step) -> float:
         """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""
         found = 0.0
         for k, (cost, n) in enumerate(zip(whole.costs, self.counts, strict=True)):
-            found += n * self.model.block_once_s(self._without_shared(cost) if k else cost, step)
+            found += n * self.model.block_once_s(self.without_shared(cost) if k else cost, step)
         return found
 
     def _least_held(self, whole: Option) -> float:
@@ -302,7 +319,7 @@ class RowMaker:
         ]
         return [*ways, even]
 
-    def _without_shared(self, cost: BlockCost) -> BlockCost:
+    def without_shared(self, cost: BlockCost) -> BlockCost:
         """A block without parameters that others read too: a rank that holds several of those has them once."""
         found = self._private.get(id(cost))
         if found is None:  # the block is kept too, so that its id stays its own

@@ -24,7 +24,7 @@ from autopar.search.candidates import Candidate
 from autopar.search.ledger import Told
 from autopar.search.storage import answering, open_storage
 
-KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule")
+KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule", "groups")
 Value = int | str
 _INTERRUPTED = "interrupted"
 _PLACE = "autopar "
@@ -205,6 +205,7 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "micro_batch": candidate.micro_batch_size,
         "zero": candidate.zero_stage,
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
+        "groups": "-".join(map(str, candidate.order)) or "in order",
     }
 
 

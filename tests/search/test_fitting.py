@@ -34,7 +34,7 @@ def test_as_many_blocks_as_fit_are_not_recomputed_and_first_those_that_keep_leas
     first = Cut(stops=(2, 4, 6, 8), modes=("full",) * 8, time_s=0.0)
     orders = relaxable(first, cutter, IN_FLIGHT, PP)
     assert orders == [[4, 5, 0, 1], [6, 7, 2, 3]]
-    best = relaxed(fitted(first), orders, cutter, fitted, LIMIT)
+    best = relaxed(fitted(first), orders, cutter, fitted, [LIMIT] * PP)
     assert [m.total for m in best.memory] == [26, 40]
     assert best.cut.modes == ("full", "full", "none", "none", "none", "none", "none", "none")
     left = relaxable(best.cut, cutter, IN_FLIGHT, PP)
@@ -52,7 +52,7 @@ def test_a_relaxed_cut_fits_and_is_no_slower(seed: int) -> None:
     stops = (*sorted(chance.sample(range(1, 8), 3)), 8)
     first = Cut(stops=stops, modes=tuple(chance.choice(("none", "full")) for _ in range(8)), time_s=0.0)
     limit = max(m.total for m in fitted(first).memory) + chance.randrange(20)
-    best = relaxed(fitted(first), relaxable(first, cutter, IN_FLIGHT, PP), cutter, fitted, limit)
+    best = relaxed(fitted(first), relaxable(first, cutter, IN_FLIGHT, PP), cutter, fitted, [limit] * PP)
     assert all(m.total <= limit for m in best.memory)
     assert busy_s(best.cut, cutter, PP, 4) <= busy_s(first, cutter, PP, 4)
 

@@ -1,0 +1,233 @@
+"""Node groups that differ: the orders in which ranks may count them, and prices for the devices of each pipeline rank.
+
+Pipeline ranks take consecutive ranks, and ranks count the nodes group by group. So each pipeline rank lies on one node
+group, or on several where the groups do not divide evenly, and then runs as the slowest of them. Which groups come first
+is a choice of the search. Layouts are solved at the prices of the slowest device; each stage is then priced on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from autopar.cluster import Cluster
+from autopar.cost.model import CostModel, Step
+from autopar.cost.places import places_of
+from autopar.plan import RankGroup, Recompute
+from autopar.search.bound_rows import BlockPrice, forwards_done
+from autopar.search.candidates import Candidate
+from autopar.search.classes import Compact
+from autopar.search.layouts import Layouts
+from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_row
+from autopar.search.options import Draft, Option
+from autopar.search.rows import NOTHING, RowMaker, least_of
+
+
+def in_orders(pool: Sequence[Candidate], cluster: Cluster) -> list[Candidate]:
+    """Each candidate in each order of the node groups that puts its pipeline ranks on other groups; the given one first."""
+    if cluster.is_homogeneous:
+        return list(pool)
+    found: list[Candidate] = []
+    for candidate in pool:
+        seen = set()
+        for order in cluster.orders if candidate.mesh.pp > 1 else cluster.orders[:1]:
+            places = origins(replace(candidate, order=order), cluster)
+            if places not in seen:
+                seen.add(places)
+                found.append(replace(candidate, order=order if order != cluster.orders[0] else ()))
+    return found
+
+
+def origins(candidate: Candidate, cluster: Cluster) -> tuple[frozenset[int], ...]:
+    """For each pipeline rank the node groups that it lies on, by position in the cluster as given."""
+    if not candidate.order:
+        return places_of(candidate.mesh, cluster)
+    order = candidate.order
+    return tuple(frozenset(order[i] for i in own) for own in places_of(candidate.mesh, cluster.reordered(order)))
+
+
+def rank_groups(candidate: Candidate, cluster: Cluster) -> tuple[RankGroup, ...]:
+    """Which ranks stand on which devices; nothing where all nodes are equal."""
+    if cluster.is_homogeneous:
+        return ()
+    found, start = [], 0
+    for group in cluster.reordered(candidate.order).groups if candidate.order else cluster.groups:
+        found.append(RankGroup(start=start, stop=start + group.num_devices, device=group.device.name))
+        start += group.num_devices
+    return tuple(found)
+
+
+def mixed_notes(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
+    """Stages that do not use their faster devices to the full."""
+    if cluster.is_homogeneous:
+        return ()
+    wide = [str(rank) for rank, own in enumerate(origins(candidate, cluster)) if len(own) > 1]
+    if not wide:
+        return ()
+    who = f"pipeline rank{'s' if len(wide) > 1 else ''} {', '.join(wide)} of {candidate.mesh.pp} on different devices"
+    return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
+
+
+class _Rows(RowMaker):
+    """Rows of one part of a mixed cluster: every part takes the same group of equal blocks, the one with the most."""
+
+    def place_row(self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float) -> PlaceRow:
+        """A candidate whose blocks have these prices; ``every_s``: of each stage and micro-batch besides."""
+        inner = [*self.counts]
+        inner[0] -= 1
+        inner[-1] -= 1
+        groups: dict[str, list[int]] = {}
+        for k, block in enumerate(self.compact.graph.blocks):
+            if inner[k] > 0:
+                groups.setdefault(block.hash, []).append(k)
+        own = max(groups.values(), key=lambda ks: sum(inner[k] for k in ks), default=[])
+        count, mesh = sum(inner[k] for k in own), candidate.mesh
+        degrees = (mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
+        return PlaceRow(
+            first=prices[0],
+            last=prices[-1],
+            group=least_of(prices[k] for k in own) if own else NOTHING,
+            count=count,
+            alone=sum(self.counts) == 1,
+            others=max(sum(self.counts) - 2 - count, 0),
+            before_s=tuple(accumulate((prices[k].time_s for k in self.class_of[: mesh.pp - 1]), initial=0.0)),
+            every_s=every_s,
+            limit_bytes=self.limit_bytes,
+            virtual_stages=candidate.virtual_stages,
+            num_micro_batches=candidate.num_micro_batches,
+            waits=candidate.virtual_stages == 1,
+            in_flight=tuple(map(int, forwards_done(candidate.schedule, *degrees).min(axis=1))),
+        )
+
+
+class Placed:
+    """Candidates as the devices of each pipeline rank run them.
+
+    Args:
+        layouts: of the model on all node groups.
+        model: of all node groups.
+        modes, pinned: as for :class:`RowMaker`.
+    """
+
+    def __init__(
+        self, layouts: Layouts, model: CostModel, *, modes: Sequence[Recompute], pinned: Mapping[int, Recompute]
+    ) -> None:
+        self.layouts, self.model, self.modes, self.pinned = layouts, model, modes, pinned
+        self.compact: Compact = layouts.compact
+        self._rows: dict[frozenset[int], _Rows] = {}
+        self._origins: dict[tuple[object, ...], tuple[frozenset[int], ...]] = {}
+        self._known: dict[tuple[object, ...], list[BlockPrice]] = {}
+        self._made: dict[tuple[object, ...], PlaceRow] = {}
+        self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
+
+    def has(self, candidate: Candidate) -> bool:
+        """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
+        return self.model.is_mixed and candidate.mesh.pp > 1
+
+    def ordered(self, candidate: Candidate) -> CostModel:
+        """The model of the cluster with its ranks in the candidate's order."""
+        return self.model.in_order(candidate.order)
+
+    def places(self, candidate: Candidate) -> tuple[frozenset[int], ...]:
+        """For each pipeline rank the node groups that it lies on, by position in the cluster as given."""
+        key = (candidate.order, candidate.mesh.pp, candidate.mesh.world_size)
+        if key not in self._origins:
+            self._origins[key] = origins(candidate, self.model.cluster)
+        return self._origins[key]
+
+    def limits(self, candidate: Candidate) -> tuple[int, ...]:
+        """The largest predicted peak that fits on each pipeline rank."""
+        spread = self.model.memory_spread
+        return tuple(math.floor(part.memory_limit_bytes / spread) for part in self._parts(candidate))
+
+    def tensor_limits(self, candidate: Candidate) -> tuple[float, ...]:
+        """Likewise for tensors, what the device reserves left out."""
+        parts = zip(self._parts(candidate), self.limits(candidate), strict=True)
+        return tuple((limit - p.device.reserved_bytes) / (1 + p.device.fragmentation) for p, limit in parts)
+
+    def option(self, candidate: Candidate, option: Option) -> Option:
+        """A layout with its prices on each pipeline rank."""
+        places = self.places(candidate)
+        if (id(option), places) not in self._options:
+            ranks = tuple(self.layouts.priced(option, self.model.part(own)) for own in places)
+            self._options[id(option), places] = replace(option, ranks=ranks)
+        return self._options[id(option), places]
+
+    def step(self, step: Step, option: Option) -> Step:
+        """How a candidate runs, with what each rank repeats."""
+        return replace(step, preludes_s=tuple(own.prelude_s for own in option.ranks))
+
+    def least_s(self, option: Option) -> float:
+        """Computation of one micro-batch, forward and backward, each block on the device that is fastest for it."""
+        model = self.model
+        groups = range(len(model.cluster.groups)) if model.is_mixed else ()
+        options = [self.layouts.priced(option, model.part(frozenset({i}))) for i in groups] or [option]
+        times = [[cost.forward_s + cost.backward_s for cost in own.costs] for own in options]
+        members = zip(*times, self.compact.members, strict=True)
+        return float(sum(min(own) * len(blocks) for *own, blocks in members))
+
+    # --- bounds
+
+    def exact(self, candidate: Candidate, option: Option, step: Step) -> MixedRow:
+        """A candidate in a layout."""
+        return self._row(candidate, self.option(candidate, option), step, is_exact=True)
+
+    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> MixedRow:
+        """A candidate if ``cp`` and ``tp`` divided everything and sent nothing."""
+        return self._row(candidate, self.option(candidate, whole), step, is_exact=False)
+
+    def can_hold(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> bool:
+        """Whether all pipeline ranks together may hold a layout that is not priced yet."""
+        maker = self._maker(self.places(candidate)[0])
+        return maker.draft_bytes(candidate, draft, whole, step) <= sum(self.tensor_limits(candidate))
+
+    def _row(self, candidate: Candidate, option: Option, step: Step, *, is_exact: bool) -> MixedRow:
+        places = self.places(candidate)
+        rows: dict[frozenset[int], PlaceRow] = {}
+        prices: dict[frozenset[int], list[BlockPrice]] = {}
+        for rank, own in enumerate(places):
+            if own not in rows:
+                prices[own] = self._prices(option.ranks[rank], step, own, is_exact=is_exact)
+                key = (id(prices[own]), candidate.schedule, candidate.virtual_stages)  # other orders have the same rows
+                if key not in self._made:
+                    every_s = option.ranks[rank].prelude_s if is_exact else 0.0
+                    self._made[key] = self._maker(own).place_row(candidate, prices[own], every_s=every_s)
+                rows[own] = self._made[key]
+        counts = [len(members) for members in self.compact.members]
+        sends = self._sends_s(candidate, option, step) if is_exact else ()
+        return mixed_row([rows[own] for own in places], [prices[own] for own in places], counts, sends)
+
+    def _prices(self, option: Option, step: Step, places: frozenset[int], *, is_exact: bool) -> list[BlockPrice]:
+        """Of the blocks on devices of ``places``; the same for all schedules and orders."""
+        key = (id(option), step.mesh, step.zero_stage, step.num_micro_batches, places, is_exact)
+        if key not in self._known:
+            maker = self._maker(places)
+            if is_exact:
+                self._known[key] = maker.exact_prices(option, step)[0]
+            else:
+                self._known[key] = maker.ideal_prices(step.mesh, option, step)
+        return self._known[key]
+
+    def _sends_s(self, candidate: Candidate, option: Option, step: Step) -> tuple[float, ...]:
+        """For each pipeline rank the least that its messages to the next one and back take, of one micro-batch."""
+        forward, backward = (
+            min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
+            for name in ("send_bytes", "send_gradient_bytes")
+        )
+        collectives = self.ordered(candidate).collectives
+        return tuple(
+            sum(collectives.hop_time_s(size, step.mesh, rank) for size in (forward, backward))
+            for rank in range(step.mesh.pp - 1)
+        )
+
+    def _maker(self, places: frozenset[int]) -> _Rows:
+        if places not in self._rows:
+            part = self.model.part(places)
+            limit = math.floor(part.memory_limit_bytes / self.model.memory_spread)
+            self._rows[places] = _Rows(self.compact, part, modes=self.modes, pinned=self.pinned, limit_bytes=limit)
+        return self._rows[places]
+
+    def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:
+        return self.ordered(candidate).parts(candidate.mesh)

@@ -1,0 +1,267 @@
+"""Two kinds of devices: stages cut by their speed against equal stages.
+
+``python -m tests.benchmarks.mixed plan [--model SPEC]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
+cuts them and with the same number of layers on each, by the same cost model. ``python -m tests.benchmarks.mixed run`` runs
+such plans on two CPU ranks, of which one gets half a core: by a quota of a control group where one can be made (root), else
+beside a process that does nothing but turn on the same core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.benchmark import ranks
+from autopar.benchmark.ranks import Job
+from autopar.benchmark.session import PRELOAD
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.graph.ir import Graph
+from autopar.models import resolve_model
+from autopar.plan import FP32, Plan, Precision
+from autopar.profile.detect import machine_profile
+from autopar.profile.store import load_library
+from autopar.report.table import plain_table
+from autopar.report.units import seconds
+from autopar.runtime.workers import WorkerPool
+from autopar.search.outer import Limits
+from autopar.search.pins import Pins
+from autopar.search.planner import Planner
+from autopar.search.space import load_space
+from autopar.search.task import Task
+
+FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
+"""What both devices multiply fast; for planning alone, since nothing scales the loss."""
+
+LARGE = "gpt:layers=32,hidden=5120,heads=40,vocab=51200"
+SMALL = "gpt:layers=16,hidden=256,heads=4,vocab=256"
+A100_V100 = """name = "a100-v100"
+[[group]]
+device = "a100-sxm4-40gb"
+num_nodes = 16
+devices_per_node = 8
+[[group]]
+device = "v100-sxm2-32gb"
+num_nodes = 48
+devices_per_node = 8
+"""
+SLOW_CORE_RANKS = 2
+"""The slow rank is one of so many that share a core: it has the other's part of it taken away."""
+PERIOD_US = 5000
+
+
+def search(
+    graph: Graph, cluster: Cluster, batch: int, precision: Precision, pins: Sequence[str], most_s: float | None = None
+) -> Plan:
+    task = Task(
+        graph=graph,
+        cluster=cluster,
+        global_batch_size=batch,
+        precision=precision,
+        optimizer="adamw",
+        pins=Pins.parse(tuple(pins)),
+        space=load_space("default"),
+    )
+    return Planner(task).search(limits=Limits(max_step_time_s=most_s))
+
+
+def equal_pins(graph: Graph, pp: int, virtual_stages: int) -> tuple[str, ...] | None:
+    """The same number of layers on each stage, what stands before and after them on the first and the last."""
+    layers = [i for i, block in enumerate(graph.blocks) if block.label.rpartition(".")[2].isdigit()]
+    stages = pp * virtual_stages
+    if len(layers) % stages:
+        return None
+    share, pins = len(layers) // stages, [f"pp={pp}", f"virtual_stages={virtual_stages}"]
+    for i, block in enumerate(graph.blocks):
+        place = min(max((i - layers[0]) // share, 0), stages - 1)
+        pins.append(f"stage@{block.label}={place}")
+    return tuple(pins)
+
+
+def best_equal(graph: Graph, cluster: Cluster, batch: int, precision: Precision, pins: Sequence[str]) -> Plan:
+    """The best plan whose stages have the same number of layers, over everything else that may be chosen."""
+    best: Plan | None = None
+    for pp in (2, 4, 8, 16, 32):
+        for virtual_stages in (1, 2, 4):
+            equal = equal_pins(graph, pp, virtual_stages)
+            if equal is None or pp > cluster.world_size or virtual_stages * pp > len(graph.blocks):
+                continue
+            try:
+                most_s = best.predicted.step_time_s if best else None
+                best = search(graph, cluster, batch, precision, (*pins, *equal), most_s)
+            except InfeasibleError:
+                continue
+    if best is None:
+        raise InfeasibleError("some plan has equal stages", value="none")
+    return best
+
+
+def described(name: str, plan: Plan) -> tuple[str, ...]:
+    blocks = [stage.stop - stage.start for stage in plan.stages]
+    return name, seconds(plan.predicted.step_time_s), str(plan.mesh), plan.schedule, " ".join(map(str, blocks))
+
+
+def plan_large(model: str, batch: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        path.write_text(A100_V100, encoding="utf-8")
+        cluster = Cluster.load(path)
+    graph = resolve_model(model, sequence_length=2048, dtype=torch.float16).trace()
+    begin = time.process_time()
+    picked = search(graph, cluster, batch, FP16, ())
+    spent_s = time.process_time() - begin
+    equal = best_equal(graph, cluster, batch, FP16, ())
+    rows = [described("stages by speed", picked), described("equal stages", equal)]
+    for row in rows:
+        print("; ".join(row))
+    print(f"equal over picked: {equal.predicted.step_time_s / picked.predicted.step_time_s:.3f}")
+    print(f"search: {spent_s:.1f} CPU s, {picked.search.evaluated} of {picked.search.candidates} candidates")
+    print(picked)
+
+
+# --- on this machine
+
+
+def two_ranks() -> Cluster:
+    """A rank with a core of this machine, measured now, and one with a part of a core."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile = machine_profile(cache_dir=Path(folder))
+    fast = replace(profile.group(1, 1), nic=profile.intra_node)
+    shared = profile.group(1, SLOW_CORE_RANKS, num_cores=1)
+    device = replace(shared.device, name="cpu-slow", memory_bytes=fast.device.memory_bytes)
+    slow = replace(shared, device=device, devices_per_node=1, nics_per_node=fast.nics_per_node, nic=profile.intra_node)
+    return Cluster(name="two-ranks", groups=(fast, slow), library=load_library(profile.library))
+
+
+@contextmanager
+def slowed(share: float) -> Iterator[str]:
+    """This process gets ``share`` of a core; gives how."""
+    core = sorted(os.sched_getaffinity(0))[-1]
+    os.sched_setaffinity(0, {core})
+    group = _quota_group(share)
+    if group is not None:
+        yield "a quota of a control group"
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
+        group.rmdir()
+        return
+    other = multiprocessing.get_context("fork").Process(target=_turn, args=(core,), daemon=True)
+    other.start()
+    try:
+        yield "a process beside it on its core"
+    finally:
+        other.terminate()
+        other.join()
+
+
+def _quota_group(share: float) -> Path | None:
+    """A control group below this process's own, with a quota, that it has joined; None where that is not allowed."""
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "cpu" not in controllers.split(",") and number != "0":
+            continue
+        root = Path("/sys/fs/cgroup") / (controllers if number != "0" else "")
+        group = root / path.lstrip("/") / f"autopar-slow-{os.getpid()}"
+        try:
+            group.mkdir()
+            if number == "0":
+                (group / "cpu.max").write_text(f"{round(share * PERIOD_US)} {PERIOD_US}", encoding="utf-8")
+            else:
+                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="utf-8")
+                (group / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD_US)), encoding="utf-8")
+                (group / "cpu.shares").write_text("65536", encoding="utf-8")
+            (group / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+            continue
+        return group
+    return None
+
+
+def _turn(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+def run_slowed(jobs: Sequence[tuple[Job, int]]) -> list[dict[str, Any]]:
+    """On each rank: jobs, each with the rank that is slowed in it."""
+    found = []
+    for job, slow in jobs:
+        if dist.get_rank() == slow:
+            with slowed(1 / SLOW_CORE_RANKS) as how:
+                found.append({"how": how, **ranks.run(job)})
+        else:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            found.append(ranks.run(job))
+    return found
+
+
+def run_small(model: str, batch: int, rounds: int, out: Path | None) -> None:
+    cluster, source = two_ranks(), resolve_model(model, sequence_length=64)
+    graph = source.trace()
+    pins = ("pp=2", "tp=1", "micro_batch=2", "schedule=1F1B")
+    equal = best_equal(graph, cluster, batch, FP32, pins)
+    picked = search(graph, cluster, batch, FP32, pins)
+    plans = {"stages by speed": picked, "equal stages": equal}
+    found: dict[str, Any] = {}
+    with WorkerPool(2, preload=PRELOAD) as pool:
+        for name, plan in plans.items():
+            slow = next(g.start for g in plan.groups if g.device == "cpu-slow")
+            job = Job(source=source, graphs={"fp32": graph}, plans={name: plan}, rounds=rounds)
+            by_rank = pool.run(run_slowed, [(job, slow)], timeout_s=300.0)
+            steps = [max(pair) for pair in zip(*(own[0][name]["seconds"] for own in by_rank), strict=True)]
+            found[name] = {
+                "predicted_s": plan.predicted.step_time_s,
+                "measured_s": median(steps),
+                "blocks": [stage.stop - stage.start for stage in plan.stages],
+                "devices": [plan.devices_of(stage.pp_rank)[0] for stage in plan.stages],
+                "how": by_rank[slow][0]["how"],
+                "steps": steps,
+            }
+    rows = [
+        (
+            name,
+            seconds(f["predicted_s"]),
+            seconds(f["measured_s"]),
+            " ".join(map(str, f["blocks"])),
+            ", ".join(f["devices"]),
+        )
+        for name, f in found.items()
+    ]
+    print(plain_table(("plan", "predicted", "measured", "blocks", "devices"), rows, left=("devices",)))
+    for part in ("predicted_s", "measured_s"):
+        print(f"{part}: equal over picked {found['equal stages'][part] / found['stages by speed'][part]:.3f}")
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("plan", "run"))
+    parser.add_argument("--model")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="results of 'run' as JSON")
+    wish = parser.parse_args()
+    if wish.what == "plan":
+        plan_large(wish.model or LARGE, wish.batch or 1024)
+    else:
+        run_small(wish.model or SMALL, wish.batch or 16, wish.rounds, wish.out)
+
+
+if __name__ == "__main__":
+    main()

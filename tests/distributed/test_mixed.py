@@ -1,0 +1,39 @@
+"""A plan for two kinds of devices, as it is read from a cluster's file, against one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.plan_io import load_plan, save_plan
+from autopar.profile.files import write_toml
+from autopar.runtime.verify import verify
+from autopar.runtime.workers import WorkerPool
+from tests.distributed.subjects import HfSubject
+from tests.mixed_clusters import two_kinds
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+PINS = {
+    "two stages": ["pp=2", "dp_replicate=2", "zero=0", "schedule=1F1B"],
+    "virtual stages": ["pp=2", "dp_shard=2", "zero=1", "schedule=Interleaved1F1B", "virtual_stages=2"],
+}
+
+
+@pytest.mark.parametrize("pins", PINS)
+def test_a_plan_with_unequal_stages_equals_one_device(pool: WorkerPool, pins: str, tmp_path: Path) -> None:
+    subject = HfSubject("gpt2", depth=6)
+    graph = subject.trace()
+    write_toml(tmp_path / "cluster.toml", two_kinds(factor=4.0).to_dict())
+    cluster = Cluster.parse(str(tmp_path / "cluster.toml"))
+    plan = api.search(graph, cluster=cluster, global_batch_size=16, pins=["tp=1", "micro_batch=2", *PINS[pins]])
+    layers = {"cpu": 0, "cpu-slow": 0}
+    for stage in plan.stages:
+        (device,) = plan.devices_of(stage.pp_rank)
+        layers[device] += stage.stop - stage.start
+    assert layers["cpu"] > 2 * layers["cpu-slow"]
+    save_plan(plan, tmp_path / "plan.json")
+    verify(subject, load_plan(tmp_path / "plan.json"), graph, pool=pool, timeout_s=60.0).check()
