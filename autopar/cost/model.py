@@ -160,6 +160,13 @@ class CostModel:
         extra_b -= data.backward_s([unit], [backward_s], interference, is_last=False)
         return OpTime(forward_s + extra_f, backward_s + extra_b)
 
+    def block_adding_s(self, block: BlockCost, step: Step) -> float:
+        """Adding a block's gradients of a micro-batch to those before, as each backward of the step takes it on average."""
+        if not step.adds_gradients:
+            return 0.0
+        data = self._data(step)
+        return data.adding_s([self._unit(block, data)], step.num_micro_batches, self.device)
+
     def block_state(self, block: BlockCost, step: Step) -> State:
         """Bytes of a block's parameters, gradients and optimizer states on one rank."""
         data = self._data(step)

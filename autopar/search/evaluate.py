@@ -450,18 +450,20 @@ class Evaluator:
         self, key: int, cost: BlockCost, modes: tuple[Recompute, ...], step: Step, model: CostModel
     ) -> CutBlock:
         options = []
+        private = self.rows.without_shared(cost)
+        adding_s = model.block_adding_s(private, step)
         for mode in modes:
             again = mode == "full"
             time = model.block_time_s(cost, step, recompute=again)
             options.append(
                 BlockOption(
                     mode=mode,
-                    time_s=time.forward_s + time.backward_s,
+                    time_s=time.forward_s + time.backward_s + adding_s,
                     held_bytes=cost.kept_bytes(again),
                     transient_bytes=cost.passing_bytes(again),
                 )
             )
-        once_s = model.block_once_s(self.rows.without_shared(cost), step)
+        once_s = model.block_once_s(private, step)
         return CutBlock(
             key=key,
             options=tuple(options),

@@ -193,7 +193,8 @@ class RowMaker:
             longest_s: the longest forward that may be beside it.
         """
         times = [self.model.block_time_s(cost, step, recompute=mode == "full") for mode in modes]
-        seconds = [time.forward_s + time.backward_s for time in times]
+        adding_s = self.model.block_adding_s(cost, step)
+        seconds = [time.forward_s + time.backward_s + adding_s for time in times]
         held = [cost.kept_bytes(mode == "full") for mode in modes]
         gather_s = self.model.block_gather_s(cost, step)
         hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
