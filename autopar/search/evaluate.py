@@ -94,14 +94,14 @@ class Evaluator:
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        rows = []
+        rows: list[Row | MixedRow] = []
         for candidate in candidates:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
             if candidate not in self._ideal:
                 maker = self.placed if self.placed.has(candidate) else self.rows
                 self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
             rows.append(self._ideal[candidate])
-        return self._at_speed(candidates, _bounds(rows))
+        return self._at_speed(candidates, _bounds(rows), rows)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -119,7 +119,7 @@ class Evaluator:
             split = split_of(c.micro_batch_size, c.mesh)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
             rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
-        return self._at_speed(candidates, _bounds(rows, at_most_s / self._least_speed(candidates)))
+        return self._at_speed(candidates, _bounds(rows, at_most_s / self._least_speed(candidates)), rows)
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
@@ -149,11 +149,10 @@ class Evaluator:
             if not asked:
                 break
             self._price(asked, at_most_s)
-        least = [
-            min((self._bounds[candidate, id(draft)][0] for draft in drafts), default=0.0)
-            for candidate, drafts in zip(candidates, every, strict=True)
+        return [
+            min((self._shared_s(c, self._bounds[c, id(draft)][0], draft.time_s) for draft in drafts), default=0.0)
+            for c, drafts in zip(candidates, every, strict=True)
         ]
-        return self._at_speed(candidates, least)
 
     def _speed(self, candidate: Candidate) -> float:
         """The least part of their stated times that a pipeline's ranks take, where they share cores.
@@ -165,8 +164,21 @@ class Evaluator:
     def _least_speed(self, candidates: Sequence[Candidate]) -> float:
         return min(map(self._speed, candidates), default=1.0)
 
-    def _at_speed(self, candidates: Sequence[Candidate], found: Iterable[float]) -> list[float]:
-        return [float(bound) * self._speed(c) for c, bound in zip(candidates, found, strict=True)]
+    def _shared_s(self, candidate: Candidate, bound_s: float, work_s: float) -> float:
+        """A bound of stated times as one of the step: cores need as long as for the work of all ranks at least.
+
+        ``work_s``: of one micro-batch through all stages, at the least.
+        """
+        speed = self._speed(candidate)
+        if speed == 1.0:
+            return bound_s
+        return max(speed * bound_s, candidate.num_micro_batches * work_s / candidate.mesh.pp)
+
+    def _at_speed(
+        self, candidates: Sequence[Candidate], found: Iterable[float], rows: Sequence[Row | MixedRow]
+    ) -> list[float]:
+        works = (row.total_s if isinstance(row, Row) else 0.0 for row in rows)
+        return [self._shared_s(*own) for own in zip(candidates, found, works, strict=True)]
 
     def _least_first(self, candidate: Candidate) -> list[Draft]:
         """Its layouts by their first bounds."""
