@@ -75,14 +75,8 @@ class _Rows(RowMaker):
 
     def place_row(self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float) -> PlaceRow:
         """A candidate whose blocks have these prices; ``every_s``: of each stage and micro-batch besides."""
-        inner = [*self.counts]
-        inner[0] -= 1
-        inner[-1] -= 1
-        groups: dict[str, list[int]] = {}
-        for k, block in enumerate(self.compact.graph.blocks):
-            if inner[k] > 0:
-                groups.setdefault(block.hash, []).append(k)
-        own = max(groups.values(), key=lambda ks: sum(inner[k] for k in ks), default=[])
+        groups, inner = self.groups()
+        own = max(groups, key=lambda ks: sum(inner[k] for k in ks), default=[])
         count, mesh = sum(inner[k] for k in own), candidate.mesh
         degrees = (mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
         return PlaceRow(

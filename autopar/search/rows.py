@@ -271,15 +271,20 @@ class RowMaker:
 
         The first and the last block of all are no part of it, unless they stand for others too.
         """
+        groups, inner = self.groups()
+        times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
+        return tuple(max(groups, key=lambda own: sum(inner[k] * times[k] for k in own), default=()))
+
+    def groups(self) -> tuple[list[list[int]], list[int]]:
+        """Blocks of the compact graph by equal operators; and how many each stands for, the first and last of all left out."""
         inner = [*self.counts]
         inner[0] -= 1
         inner[-1] -= 1
-        groups: dict[str, list[int]] = {}
+        found: dict[str, list[int]] = {}
         for k, block in enumerate(self.compact.graph.blocks):
             if inner[k] > 0:
-                groups.setdefault(block.hash, []).append(k)
-        times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
-        return tuple(max(groups.values(), key=lambda own: sum(inner[k] * times[k] for k in own), default=()))
+                found.setdefault(block.hash, []).append(k)
+        return list(found.values()), inner
 
     def most_blocks(self, option: Option, stages: int) -> float:
         """How many blocks of the largest group a virtual stage may hold: what an even split of the time has, rounded up.
