@@ -57,6 +57,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # reads no data; fake tensors ask it more often the first time
+            return func(*args, **(kwargs or {}))
         given = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         name = str(func)

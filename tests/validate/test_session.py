@@ -175,11 +175,15 @@ def test_megatrons_sequence_parallelism_is_expressed_to_the_byte() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shared/validation/calibration.csv")
-def test_every_published_row_is_expressed() -> None:
-    runs = read_runs(PUBLISHED)
+def test_published_rows_are_expressed() -> None:
+    """One in eight of each release; `autopar validate` is what does all of them."""
+    published = read_runs(PUBLISHED)
+    assert len(published) == 373
+    releases = sorted({run.release for run in published})
+    runs = [run for release in releases for run in [r for r in published if r.release == release][::8]]
     session = Session(runs, place=str(PUBLISHED))
     found = session.predictions()
-    assert len(found) == len(runs) == 373
+    assert len(found) == len(runs)
     assert all(0.2 < p.step_time_s / (r.step_time_s or 1) < 5 for r, p in zip(runs, found, strict=True))
     widths = [session.profiles[run.device].device.memory_uncertainty for run in runs]
     assert [r.name for r, p, w in zip(runs, found, widths, strict=True) if not may_fit(p, w)] == []
