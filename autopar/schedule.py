@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import UsageError
 
@@ -235,6 +236,12 @@ def live_peaks(
             if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
         )
     )
+
+
+@lru_cache(maxsize=4096)
+def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, rank: int) -> NDArray[np.int64]:
+    """:func:`live_peaks` as an array [moments, virtual stages]."""
+    return np.array(live_peaks(name, pp, virtual_stages, num_micro_batches, rank), dtype=np.int64)
 
 
 def draw_schedule(actions: Actions) -> str:

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.cost.block import BlockCost
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.optimizer import OptimizerCost
 from autopar.device import Device
 from autopar.plan import Memory
-from autopar.schedule import live_peaks
+from autopar.schedule import peak_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +122,7 @@ def rank_memory(
         if (key, ends) not in known.sizes:
             known.sizes[key, ends] = kept_bytes(stage, receives=ends[0], sends=ends[1])
         kept.append(known.sizes[key, ends])
-    peaks = live_peaks(*schedule, pp_rank)
-    activations = max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in peaks)
+    activations = int((peak_table(*schedule, pp_rank) @ np.array(kept, dtype=np.int64)).max())
     for stage, own, key in zip(stages, units, keys, strict=True):
         if key not in known.sizes:
             known.sizes[key] = passing_bytes(stage, own, data, num_micro_batches)

@@ -69,7 +69,10 @@ class CostModel:
         self._orders: dict[tuple[int, ...], CostModel] = {(): self, tuple(range(len(cluster.groups))): self}
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
-        self._units: dict[tuple[int, DataParallel], tuple[BlockCost, Unit]] = {}
+        self._datas: dict[tuple[Mesh, int], DataParallel] = {}
+        self._last: tuple[Step, DataParallel] | None = None
+        # blocks and data axes are kept too, so that their ids stay their own
+        self._units: dict[tuple[int, int], tuple[BlockCost, DataParallel, Unit]] = {}
         self._placed_units: dict[tuple[object, ...], tuple[BlockCost, Unit]] = {}
 
     # --- devices that differ
@@ -363,19 +366,26 @@ class CostModel:
         return len(stages) // pp
 
     def _data(self, step: Step) -> DataParallel:
-        return DataParallel(step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1)
+        """Of a step; the same object for the same axes, as units are looked up by it again and again."""
+        if self._last is not None and self._last[0] is step:
+            return self._last[1]
+        key = step.mesh, step.zero_stage
+        if key not in self._datas:
+            self._datas[key] = DataParallel(step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1)
+        self._last = step, self._datas[key]
+        return self._last[1]
 
     def _unit(self, block: BlockCost, data: DataParallel) -> Unit:
-        found = self._units.get((id(block), data))
-        if found is None:  # the block is kept too, so that its id stays its own
+        found = self._units.get((id(block), id(data)))
+        if found is None:
             mesh = data.mesh  # neither ZeRO stage nor, where all nodes are equal, pipeline changes what a unit costs
             where = None if self.places is None else mesh
             degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
             place = (id(block), *degrees, data.precision, where)
             if place not in self._placed_units:
                 self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
-            found = self._units[id(block), data] = self._placed_units[place]
-        return found[1]
+            found = self._units[id(block), id(data)] = (block, data, self._placed_units[place][1])
+        return found[2]
 
     def _stage_units(self, stage: StageCost, data: DataParallel) -> list[Unit]:
         units, known = [], {}

@@ -50,9 +50,9 @@ class _BatchCosts:
     def saves(self, op: Op) -> Sequence[Ref]:
         return ()
 
-    def operator(self, op: Op, strategy: Strategy, saved: Sequence[Ref]) -> Cost:
-        partial = sum(t == P for t in strategy.inputs)
-        return Cost(time_s=float(strategy.work) * sum(spec.numel for spec in op.outputs) + 0.5 * partial)
+    def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
+        elements = sum(spec.numel for spec in op.outputs)
+        return [Cost(time_s=float(s.work) * elements + 0.5 * sum(t == P for t in s.inputs)) for s in strategies]
 
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):

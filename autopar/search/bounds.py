@@ -23,7 +23,7 @@ A second bound has all blocks but neither memory nor whole blocks (:func:`flow_s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,13 @@ from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of
 
 Array = NDArray[np.float64]
 
-STEPS = 14
-"""Bisections at most: the interval shrinks to 1e-4 of its width. Its lower end is returned, so that the bound stays one."""
+STEPS = 60
+"""Times at most that an interval is cut into parts, or doubled. Its lower end is returned, so that the bound stays one."""
+
+SIDE_BY_SIDE = 192
+"""Times that are tried at once, of all rows together, where an interval is cut into more than two parts."""
+
+MAX_PARTS = 15
 
 PRECISION = 1e-4
 """Of a bound, at which it is taken as it is."""
@@ -188,12 +193,63 @@ class _Columns:
         self.again_each, self.again_less = (plain / freed)[:, :, 0, :], (room / freed)[:, :, 0, :]
         self.leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
 
+    def only(self, rows: NDArray[np.intp]) -> _Ranks:
+        """Some of the rows, by position, each as often as it is named."""
+        ranks = int(self.pp[rows].max())
 
-def bounds(rows: Sequence[Row], at_most_s: float = np.inf) -> Array:
+        def of(values: Array) -> Array:
+            return np.take(values[:ranks], rows, axis=-1)
+
+        return _Ranks(
+            ranks=ranks,
+            count=self.count[rows],
+            first_once_s=self.first["once_s"][rows],
+            group_once_s=self.group["once_s"][rows],
+            active=np.take(self.active[:ranks], rows, axis=-1),
+            least=of(self.least),
+            reserved=of(self.reserved),
+            leanest=of(self.leanest),
+            again_s=self.again_s[rows],
+            again_each=of(self.again_each),
+            again_less=of(self.again_less),
+            unhurried=of(self.unhurried),
+            room_s=of(self.room_s),
+            both_slope=of(self.both_slope),
+            chain_fixed_s=of(self.chain_fixed_s),
+            chain_before_s=np.take(self.chain_before_s, rows, axis=-1),
+            chain_slope=of(self.chain_slope),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ranks:
+    """What of :class:`_Columns` decides which blocks ranks can take in a time; the last dim is that of rows."""
+
+    ranks: int
+    count: Array
+    first_once_s: Array
+    group_once_s: Array
+    active: NDArray[np.bool_]
+    least: Array
+    reserved: Array
+    leanest: Array
+    again_s: Array
+    again_each: Array
+    again_less: Array
+    unhurried: Array
+    room_s: Array
+    both_slope: Array
+    chain_fixed_s: Array
+    chain_before_s: Array
+    chain_slope: Array
+
+
+def bounds(rows: Sequence[Row], at_most_s: float = np.inf, *, precision: float = PRECISION) -> Array:
     """For each row the step time, in seconds, below which no plan exists; infinite where none fits in memory.
 
     Args:
         at_most_s: what is not possible in this time is not looked at more closely: it is then the bound, or infinity.
+        precision: of a bound, at which it is taken as it is.
     """
     if not rows:
         return np.zeros(0)
@@ -201,34 +257,42 @@ def bounds(rows: Sequence[Row], at_most_s: float = np.inf) -> Array:
         columns = _Columns(rows)
     low = np.array([flow_s(row) for row in rows])
     found = np.where(_fits(columns), low, np.inf)
-    open_ = np.isfinite(found) & (low < at_most_s)
-    if not open_.any():
-        return found
-    once_s = columns.once_s
-    is_possible, once_s = _possible(columns, low, once_s, open_)
-    open_ &= ~is_possible
-    if np.isfinite(at_most_s) and open_.any():
-        is_possible, once_s = _possible(columns, np.full(len(rows), at_most_s), columns.once_s, open_)
-        slow = open_ & ~is_possible
-        found, open_ = np.where(slow, at_most_s, found), open_ & ~slow
-    else:
-        once_s = columns.once_s
-    high = np.minimum(low * 2, np.where(open_, at_most_s, np.inf))
-    for _ in range(40):  # to where it is possible
-        if not open_.any():
+    asked = np.flatnonzero(np.isfinite(found) & (low < at_most_s))
+    low, once_s = low[asked], columns.once_s[asked]
+    high = low * 2 if np.isinf(at_most_s) else np.full(len(low), at_most_s)
+    is_known = np.zeros(len(low), dtype=bool)  # whether the upper end is possible
+    for step in range(STEPS):
+        if not len(asked):
             break
-        is_possible, _ = _possible(columns, high, columns.once_s, open_)
-        short = open_ & ~is_possible
-        if not short.any():
-            break
-        low, high = np.where(short, high, low), np.where(short, high * 2, high)
-    for _ in range(STEPS):
-        if not (open_ & (high - low > PRECISION * low)).any():
-            break
-        middle = (low + high) / 2
-        is_possible, once_s = _possible(columns, middle, once_s, open_)
-        low, high = np.where(is_possible, low, middle), np.where(is_possible, middle, high)
-    return np.where(open_, low, found)
+        # most rows are settled by the two ends; where the upper one is possible, it is known what is so below it
+        parts = int(np.clip(SIDE_BY_SIDE // len(asked), 2, MAX_PARTS)) if step else 1
+        points = low[:, None] + (high - low)[:, None] * (np.arange(parts + 1) / parts)
+        points[:, -1] = high
+        tested = slice(min(step, 1), parts + (not is_known.all()))  # the lower end is known after the first step
+        is_possible, once = _at_points(columns, asked, points[:, tested], once_s)
+        place = np.where(is_possible.any(axis=1), is_possible.argmax(axis=1) + min(step, 1), parts + 1)
+        place = np.where(is_known, np.minimum(place, parts), place)
+        one = np.arange(len(asked))
+        is_above, is_low = place > parts, place == 0
+        inner = np.clip(place, 1, parts)
+        tests = np.clip(inner - min(step, 1), 0, once.shape[1] - 1)
+        once_s = np.where(is_possible[one, tests], once[one, tests], once_s)
+        low = np.where(is_above, high, np.where(is_low, low, points[one, inner - 1]))
+        high = np.where(is_above, high * 2, points[one, inner])
+        is_known |= ~is_above
+        found[asked] = low
+        left = ~is_low & (high - low > precision * low)
+        if np.isfinite(at_most_s):
+            left &= ~is_above
+        asked, low, high, once_s, is_known = asked[left], low[left], high[left], once_s[left], is_known[left]
+    return found
+
+
+def _at_points(c: _Columns, rows: NDArray[np.intp], times_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
+    """:func:`_possible` for several times of each of these rows: [rows, times]."""
+    count = times_s.shape[1]
+    found, once = _possible(c.only(np.repeat(rows, count)), times_s.reshape(-1), np.repeat(once_s, count))
+    return found.reshape(times_s.shape), once.reshape(times_s.shape)
 
 
 def flow_s(row: Row) -> float:
@@ -276,8 +340,8 @@ def _fits(c: _Columns) -> NDArray[np.bool_]:
     return fits & (left <= 0)
 
 
-def _possible(c: _Columns, time_s: Array, once_s: Array, asked: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
-    """Whether the ranks can take all blocks of the group in ``time_s``, for the rows that are asked for.
+def _possible(c: _Ranks, time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
+    """Whether the ranks can take all blocks of the group in ``time_s``.
 
     Args:
         once_s: what the first rank does at least once a step, in plans that take no longer.
@@ -287,7 +351,7 @@ def _possible(c: _Columns, time_s: Array, once_s: Array, asked: NDArray[np.bool_
         blocks, so that the first one has more.
     """
     left, least = c.count, c.count
-    fits = asked.copy()
+    fits = np.ones(len(time_s), dtype=bool)
     chains = np.stack([time_s, time_s - once_s, time_s - once_s])
     for rank in reversed(range(c.ranks)):
         budget = chains - c.chain_fixed_s[rank, 0] - left * c.chain_before_s[0]
@@ -304,10 +368,10 @@ def _possible(c: _Columns, time_s: Array, once_s: Array, asked: NDArray[np.bool_
         if not fits.any():
             return fits, once_s
     fits &= left <= 0
-    return fits, np.where(fits, np.maximum(c.first["once_s"] + least * c.group["once_s"], once_s), once_s)
+    return fits, np.where(fits, np.maximum(c.first_once_s + least * c.group_once_s, once_s), once_s)
 
 
-def _whole(c: _Columns, rank: int, most: Array, budget: Array) -> Array:
+def _whole(c: _Ranks, rank: int, most: Array, budget: Array) -> Array:
     """``most`` blocks, or fewer where so many cannot be: of whole blocks, those that recompute too."""
     for _ in range(TRIES):
         again = np.maximum(np.ceil(most * c.again_each[rank] - c.again_less[rank] - 1e-6).max(axis=0), 0.0)

@@ -15,7 +15,7 @@ blocks may be a virtual stage at all is a law of the space (``docs/adr/0011-even
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -91,6 +91,25 @@ class Choices:
     has_second: tuple[Array, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spans:
+    """Which consecutive blocks may be stages, by how many they are and where they stop.
+
+    Attributes:
+        least: the fewest blocks of a stage.
+        allowed: for each stage at [k, j] whether blocks j - least - k : j may be it.
+        place: at [k, j] the number of their kind among those that may be any.
+        choices: positions of the choices of recompute of these kinds, one kind after the other.
+        first: where those of each kind begin among them.
+    """
+
+    least: int
+    allowed: tuple[NDArray[np.bool_], ...]
+    place: NDArray[np.int64]
+    choices: NDArray[np.int64]
+    first: NDArray[np.int64]
+
+
 class CutShape:
     """Which stages and choices of recompute there are; depends on which blocks are equal, not on their prices.
 
@@ -115,6 +134,7 @@ class CutShape:
         self.distinct, which = np.unique(spans, axis=0, return_inverse=True)
         self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
         self.which[upper] = which.reshape(-1)
+        self.exists = self.which >= 0
         self.limits = self.distinct * np.array([choices[k] > 1 for k in self.keys])
         self.is_small = bool(np.all(np.prod(self.limits + 1.0, axis=1) <= MAX_CHOICES))
 
@@ -200,11 +220,14 @@ class StageCutter:
         if stages > n:
             return None
         cutters = [by_rank[s % len(by_rank)] if by_rank else self for s in range(stages)]
-        tables = self._tables(cutters, in_flight, limit_bytes, allowed)
-        bottleneck = _forward(tables, n, np.maximum)[0]
+        spans = self._spans(stages, allowed)
+        if spans is None:
+            return None
+        tables = self._tables(cutters, in_flight, limit_bytes, spans)
+        bottleneck = _forward(tables, spans, np.maximum)[0]
         if np.isinf(bottleneck):
             return None
-        least_sum, _ = _forward(tables, n, np.add)
+        least_sum, _ = _forward(tables, spans, np.add)
         different = list({id(t): t for t in tables}.values())
         bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in different]))
         best: tuple[float, list[int]] | None = None
@@ -213,11 +236,11 @@ class StageCutter:
                 break
             below = {id(t): np.where(t <= bound, t, np.inf) for t in different}
             bounded = [below[id(t)] for t in tables]
-            total, before = _forward(bounded, n, np.add)
+            total, before = _forward(bounded, spans, np.add)
             if best is not None and total + (num_micro_batches - 1) * bottleneck >= best[0]:
                 continue  # no stage is quicker than the bottleneck
-            stops = _stops(bounded, n, before)
-            slowest = max(t[i, j] for t, i, j in zip(tables, [0, *stops], stops, strict=False))
+            stops = _stops(bounded, spans, before)
+            slowest = max(t[j - i - spans.least, j] for t, i, j in zip(tables, [0, *stops], stops, strict=False))
             value = total + (num_micro_batches - 1) * float(slowest)
             if best is None or value < best[0]:
                 best = value, stops
@@ -232,44 +255,74 @@ class StageCutter:
             modes += self._modes(start, stop, chosen[key])
         return Cut(stops=tuple(best[1]), modes=tuple(modes), time_s=best[0])
 
+    def _spans(self, stages: int, allowed: Sequence[NDArray[np.bool_]] | None) -> Spans | None:
+        """Which blocks may be which stage; None where some stage may have none."""
+        known: dict[int, NDArray[np.bool_]] = {}
+        masks: list[NDArray[np.bool_]] = []
+        for s in range(stages):
+            own = self.shape.exists if allowed is None else allowed[s]
+            if id(own) not in known:
+                known[id(own)] = own & self.shape.exists
+            masks.append(known[id(own)] & self._pinned(s) if self.shape.fixed else known[id(own)])
+        union = np.logical_or.reduce(list({id(mask): mask for mask in masks}.values()))
+        start, stop = np.nonzero(union)
+        if not len(start):
+            return None
+        n, least, most = len(self.blocks), int((stop - start).min()), int((stop - start).max())
+        stops = np.arange(n + 1)[None, :]
+        starts = stops - np.arange(least, most + 1)[:, None]
+        inside, starts = starts >= 0, np.maximum(starts, 0)
+        banded = {id(mask): mask[starts, stops] & inside for mask in masks}
+        used = np.unique(self.shape.which[start, stop])
+        place = np.zeros(len(self.shape.distinct), dtype=np.int64)
+        place[used] = np.arange(len(used))
+        lengths = self.choices.lengths[used]
+        first = np.cumsum(lengths) - lengths
+        return Spans(
+            least=least,
+            allowed=tuple(banded[id(mask)] for mask in masks),
+            place=np.where(_any_of(banded.values()), place[self.shape.which[starts, stops]], 0),
+            choices=np.arange(int(lengths.sum())) + np.repeat(self.first[used] - first, lengths),
+            first=first,
+        )
+
     def _tables(
-        self,
-        cutters: Sequence[StageCutter],
-        in_flight: Sequence[int],
-        limits: Sequence[float],
-        allowed: Sequence[NDArray[np.bool_]] | None,
+        self, cutters: Sequence[StageCutter], in_flight: Sequence[int], limits: Sequence[float], spans: Spans
     ) -> list[Array]:
-        """For each stage the time of blocks i:j as it; inf where they do not fit, or are not allowed, or a pin forbids."""
-        known: dict[tuple[int, int, float], Array] = {}
-        narrowed: dict[tuple[int, int], Array] = {}
+        """For each stage the time of blocks j - least - k : j as it at [k, j]; inf where they do not fit or may not be it."""
+        known: dict[tuple[int, int, float, int], Array] = {}
+        asked = {(id(c), in_flight[s], limits[s]): c for s, c in enumerate(cutters)}
+        parts: dict[int, tuple[Array, Array, Array]] = {}
+        times: dict[tuple[int, int, float], Array] = {}
+        for key, cutter in asked.items():
+            if id(cutter) not in parts:
+                parts[id(cutter)] = tuple(  # type: ignore[assignment]
+                    own[spans.choices] for own in (cutter.held, cutter.resident, cutter.time)
+                )
+            held, resident, time = parts[id(cutter)]
+            memory = held * key[1]
+            memory += resident
+            times[key] = np.minimum.reduceat(np.where(memory <= key[2], time, np.inf), spans.first)
         tables = []
         for s, cutter in enumerate(cutters):
-            key = (id(cutter), in_flight[s], limits[s])
-            if key not in known:
-                times = np.minimum.reduceat(cutter._allowed_times(in_flight[s], limits[s]), self.first)
-                known[key] = np.where(self.shape.which >= 0, times[self.shape.which], np.inf)
-            table = known[key]
-            if allowed is not None:
-                both = (id(table), id(allowed[s]))
-                if both not in narrowed:
-                    narrowed[both] = np.where(allowed[s], table, np.inf)
-                table = narrowed[both]
-            if self.shape.fixed:
-                table = self._pinned(table, s)
-            tables.append(table)
+            mask, own = spans.allowed[s], (id(cutter), in_flight[s], limits[s])
+            both = (*own, id(mask))
+            if both not in known:
+                known[both] = np.where(mask, times[own][spans.place], np.inf)
+            tables.append(known[both])
         return tables
 
-    def _pinned(self, table: Array, stage: int) -> Array:
-        """Stage ``stage`` holds every block pinned to it and none pinned elsewhere."""
+    def _pinned(self, stage: int) -> NDArray[np.bool_]:
+        """Whether blocks i:j hold every block pinned to stage ``stage`` and none pinned elsewhere."""
         n = len(self.blocks)
         own = np.array([self.shape.fixed.get(i, stage) == stage for i in range(n)])
         mine = [i for i, s in self.shape.fixed.items() if s == stage]
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         wrong = np.concatenate([[0], np.cumsum(~own)])
-        allowed = wrong[stop] == wrong[start]
+        allowed: NDArray[np.bool_] = wrong[stop] == wrong[start]
         if mine:
             allowed &= (start <= min(mine)) & (stop > max(mine))
-        return np.where(allowed, table, np.inf)
+        return allowed
 
     def _recomputed(self, kind: int, in_flight: int, limit_bytes: float) -> Array:
         """How many blocks of each key of a stage of this kind take their second option."""
@@ -308,20 +361,37 @@ def _choices(limits: NDArray[np.int64], gains: Sequence[float]) -> NDArray[np.in
     return np.array(made)
 
 
-def _forward(tables: Sequence[Array], n: int, combine: np.ufunc) -> tuple[float, list[Array]]:
-    """The dynamic program: least ``combine`` of the stages' times for blocks 0:n, and that of each prefix before each stage."""
-    best = np.full(n + 1, np.inf)
+def _forward(tables: Sequence[Array], spans: Spans, combine: np.ufunc) -> tuple[float, list[Array]]:
+    """The dynamic program: least ``combine`` of the stages' times for blocks 0:j, and that of each prefix before each stage."""
+    width, size = tables[0].shape
+    most = spans.least + width - 1
+    padded = np.full(size + most, np.inf)  # that of blocks 0:j stands at j + most
+    best = padded[most:]
     best[0] = 0.0
-    before, through = [], np.empty((n + 1, n + 1))
+    shifted = np.lib.stride_tricks.as_strided(
+        padded[width - 1 :], shape=(width, size), strides=(-padded.itemsize, padded.itemsize), writeable=False
+    )  # [k, j]: that of blocks 0:j - least - k
+    before, through = [], np.empty((width, size))
     for table in tables:
-        before.append(best)
-        best = combine(best[:, None], table, out=through).min(axis=0)
-    return float(best[n]), before
+        before.append(best.copy())
+        combine(shifted, table, out=through)
+        np.minimum.reduce(through, axis=0, out=best)
+    return float(best[-1]), before
 
 
-def _stops(tables: Sequence[Array], n: int, before: Sequence[Array]) -> list[int]:
-    """Where the stages of the least sum stop."""
-    stops = [n]
+def _stops(tables: Sequence[Array], spans: Spans, before: Sequence[Array]) -> list[int]:
+    """Where the stages of the least sum stop; of equal ones the stages at the end are the longest."""
+    width, size = tables[0].shape
+    stops = [size - 1]
     for table, best in zip(reversed(tables[1:]), reversed(before[1:]), strict=True):
-        stops.append(int(np.argmin(best + table[:, stops[-1]])))
+        last = stops[-1]
+        lengths = np.arange(min(spans.least + width - 1, last), spans.least - 1, -1)
+        found = best[last - lengths] + table[lengths - spans.least, last]
+        stops.append(last - int(lengths[np.argmin(found)]))
     return stops[::-1]
+
+
+def _any_of(masks: Iterable[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    """Where any of them holds."""
+    found: NDArray[np.bool_] = np.logical_or.reduce(list(masks))
+    return found

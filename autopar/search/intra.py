@@ -7,10 +7,10 @@ types of the values that cross a boundary are all that two blocks must agree on,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 from autopar import rules
 from autopar.cost.work import VIEWS
@@ -54,6 +54,7 @@ class AxisCosts:
 
     ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
     ``narrow``: keeps those of an operator's strategies that it may take; None: all.
+    ``edges``: tables of :class:`autopar.search.problem.Problem` that its blocks have in common.
     """
 
     graph: Graph
@@ -63,6 +64,8 @@ class AxisCosts:
     owners: Mapping[str, int] = field(default_factory=dict)
     narrow: Narrow | None = None
     _changes: dict[tuple[TensorSpec, Type, Type], Cost | None] = field(default_factory=dict)
+    edges: dict[object, Any] = field(default_factory=dict)
+    _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
@@ -78,21 +81,34 @@ class AxisCosts:
             producer = self.graph.producer(ref)
         return ref
 
-    def operator(self, op: Op, strategy: Strategy, saved: Sequence[Ref]) -> Cost:
+    def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
         """See :class:`autopar.search.problem.Costs`."""
+        if id(strategies) not in self._works:  # equal calls are offered the same strategies
+            self._works[id(strategies)] = strategies, [self._work(op, strategy) for strategy in strategies]
+        works = self._works[id(strategies)][1]
+        if not saved:
+            return works
+        sizes = {ref: self.graph.spec(ref).num_bytes for ref in saved}
+        found = []
+        for strategy, cost in zip(strategies, works, strict=True):
+            share = {Ref(op.name, i): self._share(t) for i, t in enumerate(strategy.outputs)}
+            share |= {self._root(r): self._share(t) for r, t in zip(op.operands, strategy.inputs, strict=True)}
+            saved_bytes = cost.saved_bytes + sum(size * share[ref] for ref, size in sizes.items())
+            found.append(Cost(time_s=cost.time_s, saved_bytes=saved_bytes))
+        return found
+
+    def _work(self, op: Op, strategy: Strategy) -> Cost:
+        """Work of one operator, and what it saves of its own making."""
         specs = [self.graph.spec(ref) for ref in op.operands]
         operands = tuple(self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True))
         outputs = tuple(self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True))
         local = Local(axis=self.axis, size=Fraction(self.size), operands=operands, outputs=outputs)
-        one = replace(rules.localize(op, strategy, local), outputs=outputs)
+        one = rules.localize(op, strategy, local)
         cost = self.pricing.op_cost(one, operands)
         time_s = cost.time_s
         for inside in strategy.communication:
             time_s += self.pricing.collective_time_s(inside.kind, inside.num_bytes)
-        share = {Ref(op.name, i): self._share(t) for i, t in enumerate(strategy.outputs)}
-        share |= {self._root(r): self._share(t) for r, t in zip(op.operands, strategy.inputs, strict=True)}
-        saved_bytes = cost.saved_bytes + sum(self.graph.spec(ref).num_bytes * share[ref] for ref in saved)
-        return Cost(time_s=time_s, saved_bytes=saved_bytes)
+        return Cost(time_s=time_s, saved_bytes=cost.saved_bytes)
 
     def _share(self, kind: Type) -> float:
         return 1.0 / self.size if kind.is_split else 1.0
@@ -129,6 +145,11 @@ class AxisCosts:
         if rest == I and wanted == P:
             return FREE  # kept on one rank: its gradient is whole on every rank
         return self.change(spec, rest, wanted)
+
+    def same(self, ref: Ref) -> object:
+        """Equal for values whose changes of type cost the same."""
+        spec = self.graph.spec(ref)
+        return (spec, self.owners.get(ref.name, 1)) if self.graph.is_parameter(ref) else spec
 
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         """A parameter's state."""
@@ -187,7 +208,14 @@ class BlockProblem:
     ) -> tuple[Problem, tuple[int, ...]]:
         graph, block, costs = self.graph, self.block, self.costs
         problem = Problem(
-            graph, costs, offered=self._offered, at_rest=self.rest_types, max_extras=max_extras, alike=alike
+            graph,
+            costs,
+            offered=self._offered,
+            at_rest=self.rest_types,
+            max_extras=max_extras,
+            alike=alike,
+            same=costs.same,
+            known=costs.edges,
         )
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(block):

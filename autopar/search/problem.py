@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,11 @@ _T = TypeVar("_T")
 
 Made = tuple[Type, frozenset[Type]]
 """A state of a value that several operators read: as made, and what else is made from it."""
+
+_Value: TypeAlias = tuple[
+    list[Made], tuple[Table, ...], NDArray[np.bool_], list[tuple[list[frozenset[Type]], NDArray[np.bool_]]]
+]
+"""Its states, their costs, which of them go with the maker's, and for each reader the types it wants and those that do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +74,8 @@ class Costs(Protocol):
     def saves(self, op: Op) -> Sequence[Ref]:
         """Operands and outputs that backward needs."""
 
-    def operator(self, op: Op, strategy: Strategy, saved: Sequence[Ref]) -> Cost:
-        """Work of one operator; ``saved``: what it saves for backward that no operator before it saved."""
+    def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> Sequence[Cost]:
+        """Work of one operator in each of these ways; ``saved``: what it saves for backward that no operator before it saved."""
 
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         """A change of type of a value."""
@@ -124,6 +129,8 @@ class Problem:
         at_rest: the types at rest that a parameter may have.
         max_extras: further types that one value may be changed to.
         alike: operators of one key take one strategy, where they are offered the same ones.
+        same: equal for values whose changes of type cost the same; None: nobody knows.
+        known: tables between makers and readers, of problems with the same costs.
     """
 
     def __init__(
@@ -135,7 +142,10 @@ class Problem:
         at_rest: Callable[[Parameter], Sequence[Type]],
         max_extras: int = MAX_EXTRAS,
         alike: Mapping[str, object] | None = None,
+        same: Callable[[Ref], object] | None = None,
+        known: dict[object, Any] | None = None,
     ) -> None:
+        self.same, self.known = same, {} if known is None else known
         self.max_extras = max_extras
         self.alike = alike or {}
         self.graph, self.costs = graph, costs
@@ -173,7 +183,7 @@ class Problem:
         v = self.ops[op.name] = self._shared((self.alike.get(op.name, op.name), tuple(strategies)), strategies)
         first = [ref for ref in self.costs.saves(op) if ref not in self._saved]
         self._saved.update(first)
-        self._add((v,), [self.costs.operator(op, s, first) for s in strategies])
+        self._add((v,), self.costs.operators(op, strategies, first))
         positions: dict[Ref, list[int]] = {}
         for i, ref in enumerate(op.operands):
             positions.setdefault(ref, []).append(i)
@@ -249,12 +259,18 @@ class Problem:
             self._classes[key] = self._variable(states)
         return self._classes[key]
 
+    def _variable_of(self, ref: Ref) -> int:
+        """The variable that decides the type of a value as made."""
+        if ref.name in self.ops:
+            return self.ops[ref.name]
+        return self.arrivals[ref] if ref in self.arrivals else self.rests[ref.name]
+
     def _source(self, ref: Ref) -> tuple[int, list[Type]]:
         """The variable that decides the type of a value as made, and that type for each of its states."""
         if ref.name in self.ops:
             v = self.ops[ref.name]
             return v, [s.outputs[ref.index] for s in self.states[v]]  # type: ignore[attr-defined]
-        v = self.arrivals[ref] if ref in self.arrivals else self.rests[ref.name]
+        v = self._variable_of(ref)
         return v, list(self.states[v])  # type: ignore[arg-type]
 
     def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
@@ -263,33 +279,73 @@ class Problem:
         return self.costs.change(self._specs[ref], source, target)
 
     def _edges(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> None:
-        source, made = self._source(ref)
-        wanted = [self._wanted(op, where, ref) for op, where in readers]
+        key = self._edge_key(ref, readers)
         if len(readers) == 1:
-            kinds, place = _numbered(made)
-            sets, which = _numbered(wanted[0])
-            known = self._changes(ref, kinds, {t for w in sets for t in w})
-            costs = [[self._sum(ref, t, w, known) for w in sets] for t in kinds]
-            self._add((source, self.ops[readers[0][0].name]), costs, (place, which))
+            parts = self.known.get(key) if key is not None else None
+            if parts is None:
+                parts = self._one_reader(ref, *readers[0])
+                if key is not None:
+                    self.known[key] = parts
+            if parts:
+                self._append((self._variable_of(ref), self.ops[readers[0][0].name]), parts)
             return
-        pairs = {(self.ops[op.name], tuple(types)): None for (op, _), types in zip(readers, wanted, strict=True)}
+        found = self.known.get(key) if key is not None else None
+        if found is None:
+            found = self._several_readers(ref, readers)
+            if key is not None:
+                self.known[key] = found
+        states, own, from_source, to_readers = found
+        source = self._variable_of(ref)
+        pairs = {
+            (self.ops[op.name], tuple(types)): allowed
+            for (op, _), (types, allowed) in zip(readers, to_readers, strict=True)
+        }
+        spec = self._specs[ref] if self.alike and ref.name in self.ops else ref  # what changes of type cost
+        place = (source, ref.index, spec, frozenset(pairs))
+        is_new = place not in self._classes
+        value = self._shared(place, states)
+        if own:
+            self._append((value,), own)
+        if not is_new:
+            return
+        self._add_allowed((source, value), from_source)
+        for (reader, _), allowed in pairs.items():
+            self._add_allowed((reader, value), allowed)
+
+    def _edge_key(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> object:
+        """Equal for values whose tables are equal; None where that is not known. States of operators are known by their id."""
+        if self.same is None:
+            return None
+        made = (
+            id(self.states[self.ops[ref.name]]) if ref.name in self.ops else tuple(self.states[self._variable_of(ref)])
+        )
+        read = tuple((id(self.states[self.ops[op.name]]), where) for op, where in readers)
+        return self.max_extras, self.same(ref), ref.name in self.rests, ref.index, made, read
+
+    def _one_reader(self, ref: Ref, op: Op, where: tuple[int, ...]) -> tuple[Table, ...]:
+        """The table over maker and reader."""
+        kinds, place = _numbered(self._source(ref)[1])
+        sets, which = _numbered(self._wanted(op, where, ref))
+        known = self._changes(ref, kinds, {t for w in sets for t in w})
+        return _parts([[self._sum(ref, t, w, known) for w in sets] for t in kinds], (place, which))
+
+    def _several_readers(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> _Value:
+        """The states of a value that several operators read, their costs, and which of them go with maker and readers."""
+        made = self._source(ref)[1]
+        wanted = [self._wanted(op, where, ref) for op, where in readers]
         kinds = sorted(set(made) | {t for w in wanted for s in w for t in s})
         known = self._changes(ref, made, kinds)
         states = self._made_states(set(made), {t for w in wanted for s in w for t in s}, known)
-        spec = self._specs[ref] if self.alike and ref.name in self.ops else ref  # what changes of type cost
-        key = (source, ref.index, spec, frozenset(pairs))
-        is_new = key not in self._classes
-        value = self._shared(key, states)
-        self._add((value,), [self._sum(ref, t, extras | {t}, known) for t, extras in states])
-        if not is_new:
-            return
+        own = _parts([self._sum(ref, t, extras | {t}, known) for t, extras in states])
         bit = {t: 1 << i for i, t in enumerate(kinds)}
         of_state = np.array([bit[t] for t, _ in states])
-        self._add_allowed((source, value), np.array([bit[t] for t in made])[:, None] == of_state)
+        from_source = np.array([bit[t] for t in made])[:, None] == of_state
         has = of_state + np.array([sum(bit[e] for e in extras) for _, extras in states])
-        for reader, types in pairs:
+        to_readers = []
+        for types in wanted:
             asked = np.array([sum(bit[t] for t in w) for w in types])
-            self._add_allowed((reader, value), (asked[:, None] & ~has) == 0)
+            to_readers.append((types, (asked[:, None] & ~has) == 0))
+        return states, own, from_source, to_readers
 
     def _changes(
         self, ref: Ref, sources: Iterable[Type], targets: Iterable[Type]
@@ -342,34 +398,11 @@ class Problem:
             sum(one.state_bytes for one in found),
         )
 
-    def _add(
-        self,
-        scope: tuple[int, ...],
-        costs: Sequence[Cost | None] | Sequence[Sequence[Cost | None]],
-        places: tuple[NDArray[np.intp], ...] = (),
-    ) -> None:
-        """A factor from costs in the shape of its table; None forbids.
-
-        Args:
-            places: for each variable, where it is given, the row or column of each of its states in ``costs``.
-        """
-        shape: list[int] = [len(costs)]
-        flat: list[Cost | None] = []
-        for entry in costs:
-            if isinstance(entry, Cost) or entry is None:
-                flat.append(entry)
-            else:
-                shape = [len(costs), len(entry)]
-                flat += entry
-        table = np.array(
-            [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in flat],
-            dtype=np.float64,
-        ).reshape(-1, 4)
-        parts = [table[:, i].reshape(shape) for i in range(4)]
-        while len(parts) > 1 and not parts[-1].any():
-            parts.pop()
-        if any(part.any() for part in parts):
-            self._append(scope, tuple(part[np.ix_(*places)] if places else part for part in parts))
+    def _add(self, scope: tuple[int, ...], costs: Sequence[Cost | None]) -> None:
+        """A factor over one variable; None forbids."""
+        parts = _parts(costs)
+        if parts:
+            self._append(scope, parts)
 
     def _add_allowed(self, scope: tuple[int, ...], allowed: NDArray[np.bool_]) -> None:
         if not allowed.all():
@@ -380,6 +413,33 @@ class Problem:
         if len(scope) == 2 and scope[0] == scope[1]:
             scope, parts = scope[:1], tuple(np.diagonal(part).copy() for part in parts)
         self.factors.append(_Parted(scope, parts))
+
+
+def _parts(
+    costs: Sequence[Cost | None] | Sequence[Sequence[Cost | None]], places: tuple[NDArray[np.intp], ...] = ()
+) -> tuple[Table, ...]:
+    """The parts of a table from costs in its shape, None where it forbids; empty where all is free.
+
+    Args:
+        places: for each variable, where it is given, the row or column of each of its states in ``costs``.
+    """
+    shape: list[int] = [len(costs)]
+    flat: list[Cost | None] = []
+    for entry in costs:
+        if isinstance(entry, Cost) or entry is None:
+            flat.append(entry)
+        else:
+            shape = [len(costs), len(entry)]
+            flat += entry
+    table = np.array(
+        [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in flat],
+        dtype=np.float64,
+    ).reshape(-1, 4)
+    used = table.any(axis=0)
+    if not used.any():
+        return ()
+    parts = [table[:, i].reshape(shape) for i in range(1 + int(np.flatnonzero(used)[-1]))]
+    return tuple(part[np.ix_(*places)] if places else part for part in parts)
 
 
 def _numbered(items: Iterable[_T]) -> tuple[list[_T], NDArray[np.intp]]:

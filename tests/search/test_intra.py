@@ -57,7 +57,7 @@ def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str
             strategy = chosen[one.name]
             new = [r for r in costs.saves(one) if r not in saved]
             saved.update(new)
-            pay(costs.operator(one, strategy, new))
+            pay(costs.operators(one, [strategy], new)[0])
             for ref, wanted in zip(one.operands, strategy.inputs, strict=True):
                 if (ref, wanted) in changed or graph.is_prelude(ref):
                     continue
