@@ -131,7 +131,8 @@ class Counts(NamedTuple):
         held: of those that a stage holds.
         held_most: on the stage that holds the most.
         held_more: of all stages that have a block of the group for sure, what they hold over ``held``.
-        todo, todo_more: likewise of forwards that are left.
+        held_over: likewise of all stages, each once.
+        todo, todo_more, todo_over: likewise of forwards that are left.
         first, last: held on the rank's first and its last stage.
         left, all: forwards left, and micro-batches held, on all stages.
     """
@@ -139,8 +140,10 @@ class Counts(NamedTuple):
     held: Array
     held_most: Array
     held_more: Array
+    held_over: Array
     todo: Array
     todo_more: Array
+    todo_over: Array
     first: Array
     last: Array
     left: Array
@@ -156,14 +159,26 @@ def counts_of(schedule: str, pp: int, virtual_stages: int, num_micro_batches: in
     ends[-1] += 1
     sure = np.maximum(virtual_stages - others - ends, 0).astype(np.int64)
 
-    def more(values: Array) -> tuple[Array, Array]:
+    def more(values: Array) -> tuple[Array, Array, Array]:
         least = values.min(axis=1)
         over = np.cumsum(np.sort(values - least[:, None], axis=1), axis=1)
         over = np.concatenate([np.zeros((pp, 1)), over], axis=1)
-        return least, over[np.arange(pp), sure]
+        return least, over[np.arange(pp), sure], over[:, -1]
 
-    least, over = more(held)
-    todo, todo_over = more(num_micro_batches - held)
+    least, over, over_all = more(held)
+    todo, todo_over, todo_all = more(num_micro_batches - held)
     both = held.sum(axis=1)
     left = num_micro_batches * virtual_stages - both
-    return Counts(least, held.max(axis=1), over, todo, todo_over, held[:, 0], held[:, -1], left, both)
+    return Counts(
+        held=least,
+        held_most=held.max(axis=1),
+        held_more=over,
+        held_over=over_all,
+        todo=todo,
+        todo_more=todo_over,
+        todo_over=todo_all,
+        first=held[:, 0],
+        last=held[:, -1],
+        left=left,
+        all=both,
+    )

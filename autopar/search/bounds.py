@@ -89,9 +89,15 @@ class _Columns:
         self.is_first, self.is_last = (rank == 0) & self.active, rank + 1 == self.pp
         of_rank = [counts_of(r.schedule, r.pp, r.virtual_stages, r.num_micro_batches, r.others) for r in rows]
         counts = Counts(*(self._by_rank([found[k] for found in of_rank]) for k in range(len(Counts._fields))))
+        # blocks that every stage has, because the others cannot hold them; then no stage has another block alone
+        each = np.array([float(r.least_on(np.ones(1, dtype=np.int64))[0]) for r in rows])
+        counts = counts._replace(
+            held_more=np.maximum(counts.held_more, each * counts.held_over),
+            todo_more=np.maximum(counts.todo_more, each * counts.todo_over),
+        )
         self._times(rows, rank, counts)
         self._bytes(rows, counts)
-        own = self.v - self.others - self.is_first - self.is_last
+        own = np.maximum(self.v - self.others - self.is_first - self.is_last, self.v * each)
         self.least = np.where(self.active, np.maximum(own, 0), 0.0)
         self.most = self.v * column([r.most for r in rows])
         self._recomputed()

@@ -287,7 +287,7 @@ class RowMaker:
         return list(found.values()), inner
 
     def most_blocks(self, option: Option, stages: int) -> float:
-        """How many blocks of the largest group a virtual stage may hold: what an even split of the time has, rounded up.
+        """How many blocks of the largest group a virtual stage may hold: the model's time in whole blocks, split evenly.
 
         No law with one stage a rank, or where pins say what stages hold.
         """
@@ -296,7 +296,7 @@ class RowMaker:
             return math.inf
         times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
         total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
-        return math.ceil(total_s / (stages * min(times[k] for k in places)) - 1e-9)
+        return math.ceil(math.floor(total_s / min(times[k] for k in places) + 1e-9) / stages)
 
     def even_stages(self, option: Option, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.

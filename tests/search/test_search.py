@@ -15,6 +15,7 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.layout import S
+from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.runtime.verify import in_dtype
 from autopar.search.candidates import Problem, candidates
@@ -49,6 +50,17 @@ def outer(
     )
     pool = candidates(problem, Pins())
     return OuterSearch(evaluator, pool, exhaustive=exhaustive, trials=12, limits=Limits(trials=trials))
+
+
+@pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
+def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
+    """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
+    source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
+    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
+    evaluator = Evaluator(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
+    most = evaluator.rows.most_blocks(evaluator.layouts.whole(2), 4)
+    assert (most == 2) == is_even
+    assert most >= 2
 
 
 ON_SHARED_CORES = pytest.mark.parametrize("cluster", [CLUSTER, "cpu:1x4?cores=2"], ids=["own cores", "shared cores"])
