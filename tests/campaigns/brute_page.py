@@ -15,7 +15,8 @@ Written by `python -m tests.campaigns.brute --page docs/brute.md`; do not edit. 
 devices of one or two nodes. **Every** plan of it is priced: all degrees of `pp`, `dp_replicate`, `dp_shard` and `tp`, micro-batches,
 ZeRO stages, schedules with virtual stages, cuts, recompute of each block, and on `tp` all strategies of all operators with all types of
 all parameters at rest for which the changes of type exist. What prices them is what prices the plans of the search; nothing else of the search is used
-(`tests/campaigns/product.py`), but for the typing on `batch`, which is forced. Then the search is asked, in the space `exhaustive` without a limit on trials, with memory between
+(`tests/campaigns/product.py`), but for the typing on `batch`, which is forced. Layouts are free in some problems, of few operators
+(up to 1,000 layouts of a micro-batch on two ranks); in the others `tp=1` is pinned, for all, and blocks are larger. Then the search is asked, in the space `exhaustive` without a limit on trials, with memory between
 what the leanest plan needs and what the fastest takes. Equal is up to {rounding:g} of the step.
 
 """
