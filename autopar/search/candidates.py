@@ -73,6 +73,7 @@ class Problem:
         experts: how many each mixture has whose experts may be split over data ranks; empty: there are none.
         mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
             samples in one micro-batch.
+        casts: parameters are stored and computed with in different dtypes.
     """
 
     world_size: int
@@ -86,6 +87,7 @@ class Problem:
     key_heads: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     has_written_attention: bool = False
+    casts: bool = False
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -174,7 +176,7 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             name=f"pp * virtual_stages <= {problem.num_blocks} blocks",
             holds=lambda t: t["pp"] * t["virtual_stages"] <= problem.num_blocks,
         ),
-        Constraint(name="zero=0 if and only if dp_shard=1", holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),
+        *zero_laws(problem),
         Constraint(name="zero is 0, 1, 2 or 3", holds=lambda t: t["zero"] <= 3),
         Constraint(name="zero=2 has pp=1", holds=lambda t: (t["zero"] != 2) | (t["pp"] == 1)),
         Constraint(
@@ -203,6 +205,14 @@ def laws(problem: Problem) -> tuple[Constraint, ...]:
             Constraint(name=f"space {space.name} has no GPipe", holds=lambda t: t["schedule"] != gpipe),
         )),
     )  # fmt: skip
+
+
+def zero_laws(problem: Problem) -> tuple[Constraint, ...]:
+    """FSDP has something to do where it shards, or where it casts: then it may free what it has cast."""
+    if problem.casts:
+        return (Constraint(name="zero=0 has dp_shard=1", holds=lambda t: (t["zero"] > 0) | (t["dp_shard"] == 1)),)
+    name = "zero=0 if and only if dp_shard=1"
+    return (Constraint(name=name, holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)),)
 
 
 def expert_laws(problem: Problem) -> tuple[Constraint, ...]:
@@ -259,7 +269,10 @@ def pinned_kinds(pins: Pins) -> tuple[str, ...]:
 
 
 def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
-    """What is not worth trying unless it is pinned: dominated schedules, tensor parallelism across nodes."""
+    """What is not worth trying unless it is pinned: dominated schedules, tensor parallelism across nodes.
+
+    A space without ``practice`` keeps its bounds on degrees alone.
+    """
     found = []
     space, per_node = problem.space, problem.devices_per_node
     if not _pinned(pins, "tp"):
@@ -269,7 +282,9 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
         )
     if not _pinned(pins, "pp"):
         found.append(Constraint(name="max_pp", holds=lambda t: t["pp"] <= space.max_pp))
-    if not _pinned(pins, "schedule"):  # GPipe takes as long as 1F1B and holds more
+    if not space.practice:
+        return tuple(found)
+    if not _pinned(pins, "schedule"):  # GPipe holds more than 1F1B, and is quicker only where messages take long
         gpipe = SCHEDULES.index("GPipe")
         found.append(
             Constraint(name="GPipe", holds=lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"]))
@@ -281,6 +296,7 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
         found.append(Constraint(name="experts", holds=lambda t: _usual_experts(t, common, per_node)))
     if not _pinned(pins, "zero"):  # with one micro-batch ZeRO-2 is ZeRO-1
         found.append(Constraint(name="ZeRO-2", holds=lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)))
+        found.append(Constraint(name="shards", holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)))
     return tuple(found)
 
 

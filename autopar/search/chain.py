@@ -171,10 +171,25 @@ class AxisSolver:
                 own[i].decode(tuple(chosen[chain.variables[k]] for k in _keys(boundary)))
                 for own, boundary in zip(of_block, self.boundaries, strict=True)
             )
-            if assignments not in self._known:
-                self._known[assignments] = self._solution(assignments)
-            found.append(replace(self._known[assignments], value=float(best.table)))
+            found.append(replace(self.solution(assignments), value=float(best.table)))
         return found
+
+    def solution(self, assignments: tuple[tuple[int, ...], ...]) -> AxisSolution:
+        """The typing of an assignment of each block's variables that fit together."""
+        if assignments not in self._known:
+            self._known[assignments] = self._solution(assignments)
+        return self._known[assignments]
+
+    def boundary_keys(self, index: int) -> list[Ref | str]:
+        """What the variables that a block's table is over stand for: values, and parameters by name."""
+        return _keys(self.boundaries[index])
+
+    def equal_values(self) -> Iterator[tuple[Ref, Ref]]:
+        """Pairs of values that must have one type."""
+        yield from self.compact.alike
+        for i, j in self.twins:
+            a, b = self.boundaries[i], self.boundaries[j]
+            yield from zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
 
     def quickest(self) -> AxisSolution:
         """The typing of the quickest micro-batch, whatever it keeps.
@@ -209,17 +224,12 @@ class AxisSolver:
                 factors.append(Factor(scope=tuple(variables[key] for key in keys), table=table))
             equal = [
                 self._equal(a, b, variables)
-                for a, b in (*self.compact.alike, *self._twin_values())
+                for a, b in self.equal_values()
                 if a != b and a in variables and b in variables
             ]
             prepared = prepare(Energy(sizes=tuple(sizes), factors=(*factors, *equal)), ())
             self._made = _Chain(variables=variables, equal=tuple(f.table for f in equal), prepared=prepared)
         return self._made
-
-    def _twin_values(self) -> Iterator[tuple[Ref, Ref]]:
-        for i, j in self.twins:
-            a, b = self.boundaries[i], self.boundaries[j]
-            yield from zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
 
     def _equal(self, a: Ref, b: Ref, variables: Mapping[Ref | str, int]) -> Factor:
         table = np.array([[0.0 if x == y else np.inf for y in self.types[b]] for x in self.types[a]])

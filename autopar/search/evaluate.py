@@ -18,6 +18,7 @@ from autopar.search.amounts import flops_per_sample, readable, tokens_per_sample
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
+from autopar.search.every import every_cut
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts
@@ -30,6 +31,9 @@ from autopar.search.space import Space
 
 MAX_KEPT = 20_000
 """Choices of recompute of all stages up to which a cutter is kept."""
+
+ROUNDING = 1e-9
+"""A bound of a cut is below its time up to this part of it."""
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
@@ -82,7 +86,7 @@ class Evaluator:
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
-            is_pinned=bool(self.stages),
+            is_pinned=bool(self.stages), every=space.every,
         )  # fmt: skip
         self.placed = Placed(self.layouts, model, modes=space.recompute, pinned=self.recompute)
         self._ideal: dict[Candidate, Row | MixedRow] = {}
@@ -314,6 +318,8 @@ class Evaluator:
         cutters = self._cutters(candidate, option, step)
         if not fits and not self.stages:
             return _Failure(needs_bytes=self._leanest(candidate, option, step, cutters[0]))
+        if self.rows.tries_all(candidate.mesh.pp * candidate.virtual_stages):
+            return self._best_of_all(candidate, option, step, cutters, at_most_s)
         ways: list[list[NDArray[np.bool_]] | None] = [None]
         if candidate.virtual_stages > 1 and not self.placed.has(candidate):
             ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
@@ -330,6 +336,36 @@ class Evaluator:
         predicted = [(model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
         prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
         return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
+
+    def _best_of_all(
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+    ) -> Evaluation | _Failure:
+        """Every cut with every choice of recompute, by their bounds."""
+        pp, model, room = candidate.mesh.pp, self.placed.ordered(candidate), self.placed.limits(candidate)
+        speed = self._speed(candidate)
+        bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=candidate.num_micro_batches,
+                        by_rank=cutters, with_once=True)  # fmt: skip
+        every = [(bound(cut), cut) for cut in every_cut(cutters[0].blocks, pp * candidate.virtual_stages, self.stages)]
+        if not every:
+            raise InfeasibleError(
+                "the stages that are pinned can be cut", value=f"{pp * candidate.virtual_stages} stages"
+            )
+        best: Evaluation | None = None
+        needs, is_slow = [], False
+        for least_s, cut in sorted(every, key=lambda pair: pair[0]):
+            if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
+                is_slow = True
+                break
+            found = self._fitting(candidate, cut, option, step)
+            needs.append(max(memory.total for memory in found.memory))
+            if any(memory.total > limit for memory, limit in zip(found.memory, room, strict=True)):
+                continue
+            prediction = model.predict(found.made, step, memory=found.memory)
+            if best is None or prediction.step_time_s < best.prediction.step_time_s:
+                best = Evaluation(
+                    candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction
+                )
+        return best or _Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
     def _fits(
         self,

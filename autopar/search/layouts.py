@@ -28,6 +28,7 @@ from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
+from autopar.search.every import every_typing
 from autopar.search.intra import Narrow
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.padding import padded, used_padding
@@ -87,6 +88,7 @@ class Layouts:
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
+        self._every: dict[Split, tuple[Draft, ...]] = {}
         self._graphs: dict[int, tuple[Graph, Mesh]] = {}  # of options by id, where node groups differ
         self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
         self._least: dict[Split, float] = {}
@@ -130,13 +132,32 @@ class Layouts:
         """As :meth:`front`, before anything is priced."""
         key = (split, load.order if split.tp > 1 else (1, 1))
         if key not in self._drafts:
-            found: dict[object, Draft] = {}
-            for ratio in sorted(self.space.price_ratios, reverse=True) if split.tp > 1 else (0.0,):
-                for kind in self._kinds(split):
-                    draft = self._draft(split, kind, self._solution(split, kind, load.order, ratio))
-                    found.setdefault((kind, draft.solution and draft.solution.signature), draft)
-            self._drafts[key] = tuple(found.values())
+            self._drafts[key] = self._every_draft(split) or self._front(split, load)
         return self._drafts[key]
+
+    def _front(self, split: Split, load: Load) -> tuple[Draft, ...]:
+        """Those that some price of memory makes best."""
+        found: dict[object, Draft] = {}
+        for ratio in sorted(self.space.price_ratios, reverse=True) if split.tp > 1 else (0.0,):
+            for kind in self._kinds(split):
+                draft = self._draft(split, kind, self._solution(split, kind, load.order, ratio))
+                found.setdefault((kind, draft.solution and draft.solution.signature), draft)
+        return tuple(found.values())
+
+    def _every_draft(self, split: Split) -> tuple[Draft, ...]:
+        """All of them where the space asks for it and they are few; else none."""
+        if not self.space.every or split.tp == 1:
+            return ()
+        if split not in self._every:
+            found: list[Draft] = []
+            for kind in self._kinds(split):
+                made = every_typing(self._solver(split, kind), self.space.every)
+                if made is None:
+                    found = []
+                    break
+                found += [self._draft(split, kind, solution) for solution in made]
+            self._every[split] = tuple(found)
+        return self._every[split]
 
     def _draft(self, split: Split, kind: str, solution: AxisSolution | None) -> Draft:
         if solution is None:

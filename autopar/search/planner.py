@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from autopar.cost.data_parallel import is_mixed
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph.ir import Op
@@ -84,6 +85,7 @@ class Planner:
             space=task.space,
             mixes_samples=bool(self.mixing),
             experts=expert_counts(task.graph),
+            casts=is_mixed(task.precision),
         )
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:

@@ -18,6 +18,7 @@ from autopar.search.bound_rows import BlockPrice, Row, forwards_done
 from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
+from autopar.search.every import count_plans
 from autopar.search.options import Draft, Option
 
 _PARTS = tuple(field.name for field in fields(BlockPrice))
@@ -34,6 +35,7 @@ class RowMaker:
         pinned: modes of blocks of the original graph.
         limit_bytes: of a device, reserves included.
         is_pinned: pins say which stage holds some block.
+        every: see ``Space.every``.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class RowMaker:
         pinned: Mapping[int, Recompute],
         limit_bytes: int,
         is_pinned: bool = False,
+        every: int = 0,
     ) -> None:
-        self.is_pinned = is_pinned
+        self.is_pinned, self.every = is_pinned, every
         self.compact, self.model = compact, model
         self.class_of = compact.class_of
         device = model.device
@@ -289,14 +292,19 @@ class RowMaker:
     def most_blocks(self, option: Option, stages: int) -> float:
         """How many blocks of the largest group a virtual stage may hold: the model's time in whole blocks, split evenly.
 
-        No law with one stage a rank, or where pins say what stages hold.
+        No law with one stage a rank, where pins say what stages hold, or where all cuts are tried.
         """
         places = self._largest(option)
-        if self.is_pinned or not places:
+        if self.is_pinned or not places or self.tries_all(stages):
             return math.inf
         times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
         total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
         return math.ceil(math.floor(total_s / min(times[k] for k in places) + 1e-9) / stages)
+
+    def tries_all(self, stages: int) -> bool:
+        """Whether all cuts into so many stages with every choice of recompute are few enough to be priced."""
+        choices = [len(self.modes[k]) for k in self.class_of]
+        return count_plans(len(self.class_of), stages, choices) <= self.every
 
     def even_stages(self, option: Option, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.

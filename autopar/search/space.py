@@ -26,6 +26,9 @@ class Space:
         recompute: modes that a block may take.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
             the block's compute time.
+        practice: what is hardly ever worth trying is left out (see ``candidates.practice``).
+        every: up to so many plans of a candidate in one layout (cuts with recompute) are all priced, and up to so many layouts
+            on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
         exhaustive: up to so many candidates are searched to the end.
         trials: evaluations in a larger space, where the caller says nothing.
     """
@@ -45,6 +48,8 @@ class Space:
     price_ratios: tuple[float, ...]
     exhaustive: int
     trials: int
+    practice: bool = True
+    every: int = 0
 
 
 def load_space(name: str) -> Space:
@@ -81,6 +86,8 @@ def load_space(name: str) -> Space:
         price_ratios=tuple(_numbers(table, "price_ratios")),
         exhaustive=table.integer("exhaustive"),
         trials=table.integer("trials"),
+        practice=table.flag("practice", True),
+        every=table.integer("every", 0, positive=False),
     )
     table.finish()
     return space

@@ -1,0 +1,93 @@
+"""The search finds the best of all plans: some small problems; the command prices more (``docs/brute.md``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from autopar.api import PRECISIONS
+from autopar.cluster import Cluster
+from autopar.search.pins import Pins
+from autopar.search.planner import Planner, Task
+from autopar.search.space import load_space
+from tests.campaigns.brute import ROUNDING, Result, limited, problems
+from tests.campaigns.product import Choice, Point, best_of, every_plan, front_of
+from tests.campaigns.small import draw, tiny
+
+SEEDS = (5, 7, 10, 13, 17)
+"""Of problems without ``tp``, whose blocks are larger: cuts, recompute, ZeRO and schedules."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_plan_is_quicker_than_that_of_the_search(seed: int) -> None:
+    check(problems([seed], limits=2, usual=False))
+
+
+def test_no_layout_is_quicker_than_that_of_the_search() -> None:
+    found = check(limited(1, tiny(), limits=2, usual=False))
+    assert found[0].layouts > 50
+    assert "tp=2" in {result.best.split(",")[0] for result in found}
+
+
+def check(results: Iterable[Result]) -> list[Result]:
+    found = list(results)
+    for result in found:
+        assert abs(result.gap) <= ROUNDING, (result.best, result.found)
+        assert result.is_certified
+    return found
+
+
+def test_drawn_problems_are_those_of_their_seed() -> None:
+    assert draw(3).graph == draw(3).graph
+    assert len({draw(seed).graph.name for seed in (1, 4, 5, 8, 11)}) > 2
+
+
+def test_a_front_has_what_nothing_beats() -> None:
+    plain = {"stops": (1,), "recompute": (False,), "layout": 0}
+    lean, fast = Point(time_s=2.0, peak_bytes=1, **plain), Point(time_s=1.0, peak_bytes=3, **plain)  # type: ignore[arg-type]
+    beaten = Point(time_s=math.nextafter(2.0, 3.0), peak_bytes=2, **plain)  # type: ignore[arg-type]
+    assert front_of([beaten, fast, lean]) == [lean, fast]
+
+
+@pytest.mark.parametrize("seed", [13, 17])
+def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
+    """Of each candidate, not of the best alone; and every outer choice that has a plan is a candidate or equal to one."""
+    small = draw(seed)
+    whole = every_plan(small)
+    memory_bytes = (whole.least_bytes + max(p.peak_bytes for front in whole.fronts.values() for p in front)) // 2
+    planner = Planner(
+        Task(
+            graph=small.graph,
+            cluster=Cluster.parse(small.on(memory_bytes)),
+            global_batch_size=small.global_batch_size,
+            precision=PRECISIONS[small.precision],
+            optimizer=small.optimizer,
+            pins=Pins.parse(["tp=1"]),
+            space=load_space("exhaustive"),
+        )
+    )
+    evaluator = planner.evaluator
+    found = zip(
+        planner.pool,
+        evaluator.ideal_bounds_s(planner.pool),
+        evaluator.least_bounds_s(planner.pool),
+        evaluator.bounds_s(planner.pool),
+        strict=True,
+    )
+    seen = set()
+    for candidate, *bounds_s in found:
+        mesh = replace(candidate.mesh, ep=1, ep_data=1)
+        choice = Choice(
+            mesh=mesh,
+            micro_batch_size=candidate.micro_batch_size,
+            zero_stage=candidate.zero_stage,
+            schedule=candidate.schedule,
+            virtual_stages=candidate.virtual_stages,
+        )
+        best = best_of(whole.fronts[choice], planner.evaluator.limit_bytes)
+        assert best is None or max(bounds_s) <= best.time_s * (1 + ROUNDING), candidate
+        seen.add(choice)
+    assert {c for c in whole.fronts if c.zero_stage != 2} <= seen
