@@ -167,8 +167,28 @@ class Prepared:
         return table
 
 
-def prepare(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Prepared:
-    """Drops states that cannot be, and finds an order."""
+def prepare(
+    energy: Energy,
+    keep: tuple[int, ...],
+    *,
+    max_entries: int = MAX_TABLE_ENTRIES,
+    known: dict[object, Prepared] | None = None,
+) -> Prepared:
+    """Drops states that cannot be, and finds an order.
+
+    Args:
+        known: what was prepared for others; it depends on what an energy forbids, not on its finite costs.
+    """
+    if known is None:
+        return _prepare(energy, keep, max_entries)
+    allowed = b"".join(np.isfinite(f.table).tobytes() for f in energy.factors)
+    key = keep, max_entries, energy.sizes, tuple(f.scope for f in energy.factors), allowed
+    if key not in known:
+        known[key] = _prepare(energy, keep, max_entries)
+    return known[key]
+
+
+def _prepare(energy: Energy, keep: tuple[int, ...], max_entries: int) -> Prepared:
     small, states = _prune(energy)
     order, largest = elimination_order(small, keep)
     return Prepared(
