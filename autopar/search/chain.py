@@ -76,6 +76,7 @@ class AxisSolver:
         compact: the compact graph before the axis is applied.
         rests: allowed types at rest by parameter name, where pins restrict them.
         narrow: keeps those of an operator's strategies that it may take; None: all.
+        prepared: what solvers of equal structure share; see :func:`autopar.search.elimination.prepare`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class AxisSolver:
         pricing: Pricing,
         rests: Mapping[str, Sequence[Type]] | None = None,
         narrow: Narrow | None = None,
+        prepared: dict[object, Prepared] | None = None,
     ) -> None:
         self.compact, self.axis, self.size = compact, axis, size
         self.rests = rests or {}
@@ -95,7 +97,9 @@ class AxisSolver:
         for block in graph.blocks:
             for parameter in graph.block_parameters(block):
                 owners[parameter.name] = owners.get(parameter.name, 0) + 1
-        self.costs = AxisCosts(graph=graph, axis=axis, size=size, pricing=pricing, owners=owners, narrow=narrow)
+        self.costs = AxisCosts(
+            graph=graph, axis=axis, size=size, pricing=pricing, owners=owners, narrow=narrow, prepared=prepared
+        )
         self.boundaries = [boundary_of(graph, block, owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, size)
         self.twins = self._untie()
@@ -227,7 +231,7 @@ class AxisSolver:
                 for a, b in self.equal_values()
                 if a != b and a in variables and b in variables
             ]
-            prepared = prepare(Energy(sizes=tuple(sizes), factors=(*factors, *equal)), ())
+            prepared = prepare(Energy(sizes=tuple(sizes), factors=(*factors, *equal)), (), known=self.costs.prepared)
             self._made = _Chain(variables=variables, equal=tuple(f.table for f in equal), prepared=prepared)
         return self._made
 

@@ -25,6 +25,9 @@ MANY_ENTRIES = 1 << 19
 """A table that is worth the search for a better order."""
 ORDERS = 32
 
+MAX_KEPT = 1 << 16
+"""Entries of a table that is kept until it is known which of its minima are asked for."""
+
 MAX_SIDE_BY_SIDE = 1 << 20
 """Entries of the tables of several energies that are eliminated at once."""
 
@@ -164,8 +167,28 @@ class Prepared:
         return table
 
 
-def prepare(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Prepared:
-    """Drops states that cannot be, and finds an order."""
+def prepare(
+    energy: Energy,
+    keep: tuple[int, ...],
+    *,
+    max_entries: int = MAX_TABLE_ENTRIES,
+    known: dict[object, Prepared] | None = None,
+) -> Prepared:
+    """Drops states that cannot be, and finds an order.
+
+    Args:
+        known: what was prepared for others; it depends on what an energy forbids, not on its finite costs.
+    """
+    if known is None:
+        return _prepare(energy, keep, max_entries)
+    allowed = b"".join(np.isfinite(f.table).tobytes() for f in energy.factors)
+    key = keep, max_entries, energy.sizes, tuple(f.scope for f in energy.factors), allowed
+    if key not in known:
+        known[key] = _prepare(energy, keep, max_entries)
+    return known[key]
+
+
+def _prepare(energy: Energy, keep: tuple[int, ...], max_entries: int) -> Prepared:
     small, states = _prune(energy)
     order, largest = elimination_order(small, keep)
     return Prepared(
@@ -268,26 +291,34 @@ def _eliminate(
     for key, factor in alive.items():
         for v in factor[0]:
             buckets[v][key] = factor
-    choices: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
+    choices: list[tuple[int, tuple[int, ...], Table, NDArray[np.intp] | None]] = []
     for v in order:
         bucket = list(buckets[v].items())
         scope = tuple(sorted({u for _, (own, _) in bucket for u in own} - {v}))
-        total = _sum([factor for _, factor in bucket], (*scope, v), sizes)
+        total = _sum([factor for _, factor in bucket], (v, *scope), sizes)
         for key, (own, _) in bucket:
             del alive[key]
             for u in own:
                 del buckets[u][key]
-        choices.append((v, scope, np.argmin(total, axis=-1)))
+        # few contexts are ever asked for: of small tables they are looked at then
+        choices.append(
+            (v, scope, total, None) if total.size <= MAX_KEPT else (v, scope, total[:0], total.argmin(axis=1))
+        )
         key = len(tables) + len(choices)
-        alive[key] = scope, np.min(total, axis=-1)
+        alive[key] = scope, np.minimum.reduce(total, axis=1)
         for u in scope:
             buckets[u][key] = alive[key]
     table = _sum(list(alive.values()), keep, sizes)
 
     def decode(which: int, index: tuple[int, ...]) -> tuple[int, ...]:
         found = dict(zip(keep, index, strict=True))
-        for v, scope, best in reversed(choices):
-            found[v] = int(best[(which if len(best) > 1 else 0, *(found[u] for u in scope))])
+        for v, scope, total, best in reversed(choices):
+            context = tuple(found[u] for u in scope)
+            if best is not None:
+                found[v] = int(best[(which if len(best) > 1 else 0, *context)])
+            else:
+                own = total[which if len(total) > 1 else 0]
+                found[v] = int(own[:, *context].argmin())
         return tuple(found[v] for v in range(len(sizes)))
 
     return table, decode

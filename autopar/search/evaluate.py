@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from autopar.plan import Prediction, Recompute
 from autopar.schedule import live_peaks
 from autopar.search.amounts import flops_per_sample, readable, tokens_per_sample
 from autopar.search.bound_rows import Row
-from autopar.search.bounds import bounds
+from autopar.search.bounds import PRECISION, bounds
 from autopar.search.candidates import Candidate
 from autopar.search.every import every_cut
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
@@ -34,6 +35,9 @@ MAX_KEPT = 20_000
 
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
+
+COARSE = 1e-3
+"""Of bounds that say which candidates are looked at more closely, the precision."""
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
@@ -105,7 +109,7 @@ class Evaluator:
                 maker = self.placed if self.placed.has(candidate) else self.rows
                 self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
             rows.append(self._ideal[candidate])
-        return self._at_speed(candidates, _bounds(rows), rows)
+        return self._at_speed(candidates, _bounds(rows, precision=COARSE), rows)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -123,7 +127,8 @@ class Evaluator:
             split = split_of(c.micro_batch_size, c.mesh)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
             rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
-        return self._at_speed(candidates, _bounds(rows, at_most_s / self._least_speed(candidates)), rows)
+        found = _bounds(rows, at_most_s / self._least_speed(candidates), precision=COARSE)
+        return self._at_speed(candidates, found, rows)
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
@@ -141,17 +146,16 @@ class Evaluator:
                 continue
         at_most_s /= self._least_speed(candidates)
         every = [self._least_first(candidate) for candidate in candidates]
-        while True:  # a layout is priced where its first bound is below what the ones before it give
-            asked = []
+        for most in (1, math.inf):  # layouts are priced where their first bounds are below what the first one gives
+            asked: list[tuple[Candidate, Draft]] = []
             for candidate, drafts in zip(candidates, every, strict=True):
                 priced = [
                     self._bounds[candidate, id(draft)][0] for draft in drafts if self._is_priced(candidate, draft)
                 ]
-                rest = next((draft for draft in drafts if not self._is_priced(candidate, draft)), None)
-                if rest and self._bounds[candidate, id(rest)][0] < min([at_most_s, *priced]):
-                    asked.append((candidate, rest))
-            if not asked:
-                break
+                least = min([at_most_s, *priced])
+                rest = [draft for draft in drafts if not self._is_priced(candidate, draft)]
+                rest = [draft for draft in rest if self._bounds[candidate, id(draft)][0] < least]
+                asked += [(candidate, draft) for draft in rest if most > 1 or draft is rest[0]]
             self._price(asked, at_most_s)
         return [
             min((self._shared_s(c, self._bounds[c, id(draft)][0], draft.time_s) for draft in drafts), default=0.0)
@@ -521,9 +525,11 @@ class Evaluator:
         )
 
 
-def _bounds(rows: Sequence[Row | MixedRow], at_most_s: float = float("inf")) -> list[float]:
+def _bounds(
+    rows: Sequence[Row | MixedRow], at_most_s: float = float("inf"), *, precision: float = PRECISION
+) -> list[float]:
     """Of rows of both kinds, in their order."""
-    plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s))
+    plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision=precision))
     mixed = iter(mixed_bounds([row for row in rows if isinstance(row, MixedRow)], at_most_s))
     return [float(next(plain if isinstance(row, Row) else mixed)) for row in rows]
 

@@ -19,8 +19,8 @@ from autopar.graph.ir import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, Type
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
-from autopar.search.elimination import Marginal
-from autopar.search.problem import FREE, MAX_EXTRAS, Cost, Problem, Weights, rests_of, types_of
+from autopar.search.elimination import Marginal, Prepared
+from autopar.search.problem import FREE, MAX_EXTRAS, Cost, Problem, Shared, Weights, rests_of, types_of
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -54,6 +54,7 @@ class AxisCosts:
 
     ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
     ``narrow``: keeps those of an operator's strategies that it may take; None: all.
+    ``prepared``: see :func:`autopar.search.elimination.prepare`.
     ``edges``: tables of :class:`autopar.search.problem.Problem` that its blocks have in common.
     """
 
@@ -65,6 +66,7 @@ class AxisCosts:
     narrow: Narrow | None = None
     _changes: dict[tuple[TensorSpec, Type, Type], Cost | None] = field(default_factory=dict)
     edges: dict[object, Any] = field(default_factory=dict)
+    prepared: dict[object, Prepared] | None = None
     _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
 
     def saves(self, op: Op) -> Sequence[Ref]:
@@ -214,8 +216,7 @@ class BlockProblem:
             at_rest=self.rest_types,
             max_extras=max_extras,
             alike=alike,
-            same=costs.same,
-            known=costs.edges,
+            shared=Shared(same=costs.same, tables=costs.edges, prepared=costs.prepared),
         )
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(block):

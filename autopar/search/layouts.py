@@ -28,6 +28,7 @@ from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
+from autopar.search.elimination import Prepared
 from autopar.search.every import every_typing
 from autopar.search.intra import Narrow
 from autopar.search.options import Draft, Load, Option, Split, split_of
@@ -83,6 +84,7 @@ class Layouts:
         self._micro: dict[int, Compact] = {}
         self.kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
         self._solvers: dict[tuple[Split, str], AxisSolver] = {}
+        self._prepared: dict[object, Prepared] = {}
         self._sequences: dict[tuple[Split, str], AxisSolution | InfeasibleError] = {}
         self._bases: dict[tuple[Split, str], Compact] = {}
         self._options: dict[tuple[Split, str, object], Option] = {}
@@ -259,6 +261,7 @@ class Layouts:
                 pricing=self._pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
                 narrow=partial(self._narrow, split),
+                prepared=self._prepared,
             )
         return self._solvers[key]
 

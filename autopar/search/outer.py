@@ -31,6 +31,9 @@ MAX_EXPLAINED = 24
 LEVELS = 2
 """Bounds that a candidate can have after its first one."""
 
+FAR = 3.0
+"""Times the least bound of all from which on layouts that need no solving are not looked at first."""
+
 PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed and not told of: without the
 time of the best candidate, which a dead search may have claimed, many worse ones would be evaluated."""
@@ -187,8 +190,10 @@ class OuterSearch:
         for i in sorted(level):
             alike.setdefault(_split(self.pool[i]), []).append(i)
         given = set[int]()
+        far_s = FAR * min((bound for bound, _, _ in heap), default=0.0)
         for split, own in alike.items():
-            if split[2:] == (1, 1):  # nothing to solve: a first plan to be faster than costs little
+            near = split[2:] == (1, 1) and min(self.bounds[self.pool[k]] for k in own) < far_s
+            if near:  # nothing to solve: a first plan to be faster than costs little
                 self._raise(own, 0, level, heap)
                 self._raise(own, 1, level, heap)
                 yield from self._dive(own, given)

@@ -19,7 +19,7 @@ memory prices: seconds a micro-batch, seconds a step (gradient sums), bytes of s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -119,6 +119,21 @@ class Choice:
     value: float
 
 
+@dataclass(slots=True, kw_only=True)
+class Shared:
+    """What problems with the same costs share.
+
+    Attributes:
+        same: equal for values whose changes of type cost the same; None: nobody knows.
+        tables: between makers and readers, by what they depend on.
+        prepared: see :func:`autopar.search.elimination.prepare`; problems with other costs may share it too.
+    """
+
+    same: Callable[[Ref], object] | None = None
+    tables: dict[object, Any] = field(default_factory=dict)
+    prepared: dict[object, Prepared] | None = None
+
+
 class Problem:
     """The energy of a typing; add operators in order, then what must hold, then solve.
 
@@ -129,8 +144,7 @@ class Problem:
         at_rest: the types at rest that a parameter may have.
         max_extras: further types that one value may be changed to.
         alike: operators of one key take one strategy, where they are offered the same ones.
-        same: equal for values whose changes of type cost the same; None: nobody knows.
-        known: tables between makers and readers, of problems with the same costs.
+        shared: what is known of other problems with the same costs.
     """
 
     def __init__(
@@ -142,10 +156,9 @@ class Problem:
         at_rest: Callable[[Parameter], Sequence[Type]],
         max_extras: int = MAX_EXTRAS,
         alike: Mapping[str, object] | None = None,
-        same: Callable[[Ref], object] | None = None,
-        known: dict[object, Any] | None = None,
+        shared: Shared | None = None,
     ) -> None:
-        self.same, self.known = same, {} if known is None else known
+        self.shared = Shared() if shared is None else shared
         self.max_extras = max_extras
         self.alike = alike or {}
         self.graph, self.costs = graph, costs
@@ -228,7 +241,7 @@ class Problem:
 
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
-            self._prepared = prepare(self.energy(Weights()), keep)
+            self._prepared = prepare(self.energy(Weights()), keep, known=self.shared.prepared)
             self._left = [factor.within(self._prepared) for factor in self.factors]
         return self._prepared
 
@@ -281,19 +294,19 @@ class Problem:
     def _edges(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> None:
         key = self._edge_key(ref, readers)
         if len(readers) == 1:
-            parts = self.known.get(key) if key is not None else None
+            parts = self.shared.tables.get(key) if key is not None else None
             if parts is None:
                 parts = self._one_reader(ref, *readers[0])
                 if key is not None:
-                    self.known[key] = parts
+                    self.shared.tables[key] = parts
             if parts:
                 self._append((self._variable_of(ref), self.ops[readers[0][0].name]), parts)
             return
-        found = self.known.get(key) if key is not None else None
+        found = self.shared.tables.get(key) if key is not None else None
         if found is None:
             found = self._several_readers(ref, readers)
             if key is not None:
-                self.known[key] = found
+                self.shared.tables[key] = found
         states, own, from_source, to_readers = found
         source = self._variable_of(ref)
         pairs = {
@@ -314,13 +327,13 @@ class Problem:
 
     def _edge_key(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> object:
         """Equal for values whose tables are equal; None where that is not known. States of operators are known by their id."""
-        if self.same is None:
+        if self.shared.same is None:
             return None
         made = (
             id(self.states[self.ops[ref.name]]) if ref.name in self.ops else tuple(self.states[self._variable_of(ref)])
         )
         read = tuple((id(self.states[self.ops[op.name]]), where) for op, where in readers)
-        return self.max_extras, self.same(ref), ref.name in self.rests, ref.index, made, read
+        return self.max_extras, self.shared.same(ref), ref.name in self.rests, ref.index, made, read
 
     def _one_reader(self, ref: Ref, op: Op, where: tuple[int, ...]) -> tuple[Table, ...]:
         """The table over maker and reader."""
