@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxabl
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
-from autopar.search.mixed_bounds import MixedRow, mixed_bounds
+from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
@@ -101,7 +101,7 @@ class Evaluator:
                 maker = self.placed if self.placed.has(candidate) else self.rows
                 self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
             rows.append(self._ideal[candidate])
-        return self._at_speed(candidates, _bounds(rows), rows)
+        return self._at_speed(candidates, _bounds(rows, mixed=quick_bounds), rows)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -119,7 +119,9 @@ class Evaluator:
             split = split_of(c.micro_batch_size, c.mesh)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
             rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
-        return self._at_speed(candidates, _bounds(rows, at_most_s / self._least_speed(candidates)), rows)
+        at_most_s /= self._least_speed(candidates)
+        found = _bounds(rows, at_most_s, mixed=partial(mixed_bounds, at_most_s=at_most_s, only_test=True))
+        return self._at_speed(candidates, found, rows)
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
@@ -315,7 +317,9 @@ class Evaluator:
         if not fits and not self.stages:
             return _Failure(needs_bytes=self._leanest(candidate, option, step, cutters[0]))
         ways: list[list[NDArray[np.bool_]] | None] = [None]
-        if candidate.virtual_stages > 1 and not self.placed.has(candidate):
+        if self.space.equal_stages:
+            ways = [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
+        elif candidate.virtual_stages > 1 and not self.placed.has(candidate):
             ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
         tried = [self._fits(candidate, option, step, cutters, at_most_s, way) for way in ways]
         found = [plan for plans in tried if not isinstance(plans, _Failure) for plan in plans]
@@ -350,14 +354,7 @@ class Evaluator:
         stages = pp * candidate.virtual_stages
         needs = 0
         for _ in range(MAX_CUTS):
-            cut = cutter.cut(
-                stages,
-                in_flight=in_flight,
-                limit_bytes=limits,
-                num_micro_batches=count,
-                allowed=allowed,
-                by_rank=cutters,
-            )
+            cut = self._cut_once(candidate, option, step, cutters, in_flight, limits, allowed)
             if cut is None:
                 if self.stages and not self._can_be_cut(cutter, stages):
                     raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
@@ -365,6 +362,10 @@ class Evaluator:
             orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
             light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
             if not any(orders) and light() >= at_most_s:
+                return _Failure(is_slow=True)
+            if self.placed.has(candidate) and self._is_late(
+                candidate, lightest(cut, orders, cutter), option, step, at_most_s
+            ):
                 return _Failure(is_slow=True)
             found = refit(cut)
             spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
@@ -375,6 +376,36 @@ class Evaluator:
             needs = max(m.total for m in found.memory)
             limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
         return _Failure(needs_bytes=needs)
+
+    def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
+        """Whether a cut takes too long, whatever memory it needs: quicker to find than what fits."""
+        if at_most_s == float("inf"):
+            return False
+        made = self._stages(cut.stops, cut.modes, option, step.mesh.pp)
+        return self.placed.ordered(candidate).breakdown(made, step).total_s >= at_most_s
+
+    def _cut_once(
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limits: Sequence[float],
+        allowed: Sequence[NDArray[np.bool_]] | None,
+    ) -> Cut | None:
+        if self.placed.has(candidate) and candidate.virtual_stages == 1:
+            return self.placed.cut(
+                candidate, option, step, cutters, in_flight=in_flight, limit_bytes=limits, allowed=allowed
+            )
+        return cutters[0].cut(
+            candidate.mesh.pp * candidate.virtual_stages,
+            in_flight=in_flight,
+            limit_bytes=limits,
+            num_micro_batches=candidate.num_micro_batches,
+            allowed=allowed,
+            by_rank=cutters,
+        )
 
     def _fitting(self, candidate: Candidate, cut: Cut, option: Option, step: Step) -> Fitting:
         made = self._stages(cut.stops, cut.modes, option, step.mesh.pp)
@@ -485,11 +516,20 @@ class Evaluator:
         )
 
 
-def _bounds(rows: Sequence[Row | MixedRow], at_most_s: float = float("inf")) -> list[float]:
-    """Of rows of both kinds, in their order."""
+def _bounds(
+    rows: Sequence[Row | MixedRow],
+    at_most_s: float = float("inf"),
+    mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
+) -> list[float]:
+    """Of rows of both kinds, in their order.
+
+    Args:
+        mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
+    """
     plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s))
-    mixed = iter(mixed_bounds([row for row in rows if isinstance(row, MixedRow)], at_most_s))
-    return [float(next(plain if isinstance(row, Row) else mixed)) for row in rows]
+    some = [row for row in rows if isinstance(row, MixedRow)]
+    others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
+    return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
 
 
 def _load(candidate: Candidate) -> Load:

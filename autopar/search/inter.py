@@ -200,7 +200,7 @@ class StageCutter:
         if stages > n:
             return None
         cutters = [by_rank[s % len(by_rank)] if by_rank else self for s in range(stages)]
-        tables = self._tables(cutters, in_flight, limit_bytes, allowed)
+        tables = self.tables(cutters, in_flight, limit_bytes, allowed)
         bottleneck = _forward(tables, n, np.maximum)[0]
         if np.isinf(bottleneck):
             return None
@@ -222,17 +222,28 @@ class StageCutter:
             if best is None or value < best[0]:
                 best = value, stops
         assert best is not None
+        return self.made(best[1], best[0], cutters, in_flight, limit_bytes)
+
+    def made(
+        self,
+        stops: Sequence[int],
+        time_s: float,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limit_bytes: Sequence[float],
+    ) -> Cut:
+        """The cut with these stops, each stage recomputed as it is quickest."""
         modes: list[Recompute] = []
         chosen: dict[tuple[int, int, int, float], Array] = {}
-        for s, (start, stop) in enumerate(zip([0, *best[1]], best[1], strict=False)):
+        for s, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
             kind = int(self.shape.which[start, stop])
             key = (id(cutters[s]), kind, in_flight[s], limit_bytes[s])
             if key not in chosen:
                 chosen[key] = cutters[s]._recomputed(kind, in_flight[s], limit_bytes[s])
             modes += self._modes(start, stop, chosen[key])
-        return Cut(stops=tuple(best[1]), modes=tuple(modes), time_s=best[0])
+        return Cut(stops=tuple(stops), modes=tuple(modes), time_s=time_s)
 
-    def _tables(
+    def tables(
         self,
         cutters: Sequence[StageCutter],
         in_flight: Sequence[int],
