@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutt
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
+from autopar.search.mixed_polish import polished
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
@@ -334,6 +335,32 @@ class Evaluator:
         predicted = [(model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
         prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
         return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
+
+    def polished(self, found: Evaluation) -> Evaluation:
+        """A plan whose stages are cut better still; the same one where ranks are alike or its stages are given."""
+        candidate = found.candidate
+        if not self.placed.has(candidate) or self.stages or self.space.equal_stages:
+            return found
+        option, model = found.option, self.placed.ordered(candidate)
+        step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
+
+        def made(stops: Sequence[int]) -> list[StageCost]:
+            return self._stages(stops, found.modes, option, candidate.mesh.pp)
+
+        def priced(stops: Sequence[int]) -> float:
+            stages = made(stops)
+            time_s = model.breakdown(stages, step).total_s
+            if time_s >= found.prediction.step_time_s:
+                return time_s
+            memory = model.memory(stages, step)
+            fits = all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
+            return time_s if fits else float("inf")
+
+        sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
+        stops = polished(sizes, found.prediction.step_time_s, priced)
+        if stops == found.stops:
+            return found
+        return replace(found, stops=stops, prediction=model.predict(made(stops), step))
 
     def _fits(
         self,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel, Step
 from autopar.cost.places import places_of
+from autopar.errors import UsageError
 from autopar.plan import RankGroup, Recompute
 from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.candidates import Candidate
@@ -27,17 +28,30 @@ from autopar.search.layouts import Layouts
 from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
 from autopar.search.options import Draft, Option
+from autopar.search.pins import Pins
 from autopar.search.rows import NOTHING, RowMaker, least_of
 
 
-def in_orders(pool: Sequence[Candidate], cluster: Cluster) -> list[Candidate]:
-    """Each candidate in each order of the node groups that puts its pipeline ranks on other groups; the given one first."""
+def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = None) -> list[Candidate]:
+    """Each candidate in each order of the node groups that puts its pipeline ranks on other groups; the given one first.
+
+    Raises:
+        UsageError: pins allow none of the orders.
+    """
+    orders = [order for order in cluster.orders if pins is None or pins.allows("groups", "-".join(map(str, order)))]
+    if not orders:
+        raise UsageError(
+            "a pin of groups leaves an order of the cluster's node groups",
+            value=", ".join(pin.text for pin in pins.pins if pin.text.startswith("groups")) if pins else "",
+            place=cluster.name,
+            remedy=f"the orders are {', '.join('-'.join(map(str, order)) for order in cluster.orders)}",
+        )
     if cluster.is_homogeneous:
         return list(pool)
     found: list[Candidate] = []
     for candidate in pool:
         seen = set()
-        for order in cluster.orders if candidate.mesh.pp > 1 else cluster.orders[:1]:
+        for order in orders if candidate.mesh.pp > 1 else orders[:1]:
             places = origins(replace(candidate, order=order), cluster)
             if places not in seen:
                 seen.add(places)

@@ -24,6 +24,7 @@ from autopar.search.inter import BlockOption, CutBlock, StageCutter
 from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_bounds, quick_bounds, work_and_slowness
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
+from autopar.search.mixed_polish import polished
 from autopar.search.outer import Limits, OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
@@ -276,6 +277,29 @@ def test_a_faster_device_gets_more_layers_and_the_plan_says_which(graph: Graph) 
     assert "number the nodes in this order" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
     assert [(g.start, g.stop) for g in plan.groups] == [(0, 2), (2, 4)]
+
+
+def test_the_order_of_the_groups_may_be_pinned(graph: Graph) -> None:
+    cluster = two_kinds(factor=3.0)
+    for order, first in (("0-1", "cpu"), ("1-0", "cpu-slow")):
+        plan = api.search(graph, cluster=cluster, global_batch_size=16, pins=[*PINS, f"groups={order}"])
+        assert plan.devices_of(0) == (first,)
+        assert plan.groups[0].device == first
+    with pytest.raises(UsageError, match="the orders are 0-1, 1-0"):
+        api.search(graph, cluster=cluster, global_batch_size=16, pins=["groups=0-2"])
+    with pytest.raises(UsageError, match="groups=1-0"):
+        api.search(graph, cluster=cluster, global_batch_size=16, pins=["groups=fast"])
+
+
+def test_moves_of_blocks_never_lengthen_a_step_and_keep_every_stage() -> None:
+    work = [1.0, 3.0, 2.0]
+
+    def slowest_s(stops: tuple[int, ...]) -> float:
+        sizes = [stop - start for start, stop in zip((0, *stops), stops, strict=False)]
+        assert min(sizes) >= 1
+        return max(size * each for size, each in zip(sizes, work, strict=True))
+
+    assert slowest_s(polished([1, 5, 5], 15.0, slowest_s)) == 6.0
 
 
 def test_a_space_may_ask_for_equal_stages(graph: Graph) -> None:
