@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,8 @@ from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxabl
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
-from autopar.search.mixed_bounds import MixedRow, mixed_bounds
+from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
+from autopar.search.mixed_polish import polished
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
@@ -109,7 +110,7 @@ class Evaluator:
                 maker = self.placed if self.placed.has(candidate) else self.rows
                 self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
             rows.append(self._ideal[candidate])
-        return self._at_speed(candidates, _bounds(rows, precision=COARSE), rows)
+        return self._at_speed(candidates, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -127,7 +128,9 @@ class Evaluator:
             split = split_of(c.micro_batch_size, c.mesh)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
             rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
-        found = _bounds(rows, at_most_s / self._least_speed(candidates), precision=COARSE)
+        at_most_s /= self._least_speed(candidates)
+        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True)
+        found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
         return self._at_speed(candidates, found, rows)
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
@@ -325,7 +328,9 @@ class Evaluator:
         if self.rows.tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         ways: list[list[NDArray[np.bool_]] | None] = [None]
-        if candidate.virtual_stages > 1 and not self.placed.has(candidate):
+        if self.space.equal_stages:
+            ways = [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
+        elif candidate.virtual_stages > 1 and not self.placed.has(candidate):
             ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
         tried = [self._fits(candidate, option, step, cutters, at_most_s, way) for way in ways]
         found = [plan for plans in tried if not isinstance(plans, _Failure) for plan in plans]
@@ -371,6 +376,32 @@ class Evaluator:
                 )
         return best or _Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
+    def polished(self, found: Evaluation) -> Evaluation:
+        """A plan whose stages are cut better still; the same one where ranks are alike or its stages are given."""
+        candidate = found.candidate
+        if not self.placed.has(candidate) or self.stages or self.space.equal_stages:
+            return found
+        option, model = found.option, self.placed.ordered(candidate)
+        step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
+
+        def made(stops: Sequence[int]) -> list[StageCost]:
+            return self._stages(stops, found.modes, option, candidate.mesh.pp)
+
+        def priced(stops: Sequence[int]) -> float:
+            stages = made(stops)
+            time_s = model.breakdown(stages, step).total_s
+            if time_s >= found.prediction.step_time_s:
+                return time_s
+            memory = model.memory(stages, step)
+            fits = all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
+            return time_s if fits else float("inf")
+
+        sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
+        stops = polished(sizes, found.prediction.step_time_s, priced)
+        if stops == found.stops:
+            return found
+        return replace(found, stops=stops, prediction=model.predict(made(stops), step))
+
     def _fits(
         self,
         candidate: Candidate,
@@ -390,14 +421,7 @@ class Evaluator:
         stages = pp * candidate.virtual_stages
         needs = 0
         for _ in range(MAX_CUTS):
-            cut = cutter.cut(
-                stages,
-                in_flight=in_flight,
-                limit_bytes=limits,
-                num_micro_batches=count,
-                allowed=allowed,
-                by_rank=cutters,
-            )
+            cut = self._cut_once(candidate, option, step, cutters, in_flight, limits, allowed)
             if cut is None:
                 if self.stages and not self._can_be_cut(cutter, stages):
                     raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
@@ -405,6 +429,10 @@ class Evaluator:
             orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
             light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
             if not any(orders) and light() >= at_most_s:
+                return _Failure(is_slow=True)
+            if self.placed.has(candidate) and self._is_late(
+                candidate, lightest(cut, orders, cutter), option, step, at_most_s
+            ):
                 return _Failure(is_slow=True)
             found = refit(cut)
             spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
@@ -415,6 +443,36 @@ class Evaluator:
             needs = max(m.total for m in found.memory)
             limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
         return _Failure(needs_bytes=needs)
+
+    def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
+        """Whether a cut takes too long, whatever memory it needs: quicker to find than what fits."""
+        if at_most_s == float("inf"):
+            return False
+        made = self._stages(cut.stops, cut.modes, option, step.mesh.pp)
+        return self.placed.ordered(candidate).breakdown(made, step).total_s >= at_most_s
+
+    def _cut_once(
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limits: Sequence[float],
+        allowed: Sequence[NDArray[np.bool_]] | None,
+    ) -> Cut | None:
+        if self.placed.has(candidate) and candidate.virtual_stages == 1:
+            return self.placed.cut(
+                candidate, option, step, cutters, in_flight=in_flight, limit_bytes=limits, allowed=allowed
+            )
+        return cutters[0].cut(
+            candidate.mesh.pp * candidate.virtual_stages,
+            in_flight=in_flight,
+            limit_bytes=limits,
+            num_micro_batches=candidate.num_micro_batches,
+            allowed=allowed,
+            by_rank=cutters,
+        )
 
     def _fitting(self, candidate: Candidate, cut: Cut, option: Option, step: Step) -> Fitting:
         made = self._stages(cut.stops, cut.modes, option, step.mesh.pp)
@@ -526,12 +584,21 @@ class Evaluator:
 
 
 def _bounds(
-    rows: Sequence[Row | MixedRow], at_most_s: float = float("inf"), *, precision: float = PRECISION
+    rows: Sequence[Row | MixedRow],
+    at_most_s: float = float("inf"),
+    *,
+    precision: float = PRECISION,
+    mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
 ) -> list[float]:
-    """Of rows of both kinds, in their order."""
+    """Of rows of both kinds, in their order.
+
+    Args:
+        mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
+    """
     plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision=precision))
-    mixed = iter(mixed_bounds([row for row in rows if isinstance(row, MixedRow)], at_most_s))
-    return [float(next(plain if isinstance(row, Row) else mixed)) for row in rows]
+    some = [row for row in rows if isinstance(row, MixedRow)]
+    others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
+    return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
 
 
 def _load(candidate: Candidate) -> Load:

@@ -245,15 +245,47 @@ class StageCutter:
             if best is None or value < best[0]:
                 best = value, stops
         assert best is not None
+        return self.made(best[1], best[0], cutters, in_flight, limit_bytes)
+
+    def made(
+        self,
+        stops: Sequence[int],
+        time_s: float,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limit_bytes: Sequence[float],
+    ) -> Cut:
+        """The cut with these stops, each stage recomputed as it is quickest."""
         modes: list[Recompute] = []
         chosen: dict[tuple[int, int, int, float], Array] = {}
-        for s, (start, stop) in enumerate(zip([0, *best[1]], best[1], strict=False)):
+        for s, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
             kind = int(self.shape.which[start, stop])
             key = (id(cutters[s]), kind, in_flight[s], limit_bytes[s])
             if key not in chosen:
                 chosen[key] = cutters[s]._recomputed(kind, in_flight[s], limit_bytes[s])
             modes += self._modes(start, stop, chosen[key])
-        return Cut(stops=tuple(best[1]), modes=tuple(modes), time_s=best[0])
+        return Cut(stops=tuple(stops), modes=tuple(modes), time_s=time_s)
+
+    def tables(
+        self,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limits: Sequence[float],
+        allowed: Sequence[NDArray[np.bool_]] | None,
+    ) -> list[Array]:
+        """For each stage the time of blocks i:j as it at [i, j]; inf where they do not fit, or are not allowed, or a pin forbids."""
+        n = len(self.blocks)
+        spans = self._spans(len(cutters), allowed)
+        if spans is None:
+            return [np.full((n + 1, n + 1), np.inf)] * len(cutters)
+        made: dict[int, Array] = {}
+        bands = self._tables(cutters, in_flight, limits, spans)
+        for band in bands:
+            if id(band) not in made:
+                length, stop = np.nonzero(np.isfinite(band))
+                made[id(band)] = np.full((n + 1, n + 1), np.inf)
+                made[id(band)][stop - length - spans.least, stop] = band[length, stop]
+        return [made[id(band)] for band in bands]
 
     def _spans(self, stages: int, allowed: Sequence[NDArray[np.bool_]] | None) -> Spans | None:
         """Which blocks may be which stage; None where some stage may have none."""

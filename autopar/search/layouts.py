@@ -11,6 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+from autopar.cost.block import BlockWork
 from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import BlockCost, CostModel
 from autopar.cost.stages import own_times
@@ -91,7 +92,7 @@ class Layouts:
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
         self._every: dict[Split, tuple[Draft, ...]] = {}
-        self._graphs: dict[int, tuple[Graph, Mesh]] = {}  # of options by id, where node groups differ
+        self._works: dict[int, tuple[Graph, tuple[BlockWork, ...], Mesh]] = {}  # of options by id, where groups differ
         self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
         self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
@@ -399,11 +400,13 @@ class Layouts:
                 graph = shard(pad(graph, padding), solution.typing)
             mesh = self.mesh(split)
             made: dict[object, BlockCost] = {}
+            works: list[BlockWork] = []
             costs, keys = [], []
             for i, block in enumerate(graph.blocks):
                 alike = self._alike(graph, i)
                 if alike not in made:
-                    made[alike] = self.model.block_cost(graph, block, mesh)
+                    works.append(self.model.block_work(graph, block))
+                    made[alike] = self.model.price(works[-1], mesh)
                 costs.append(made[alike])
                 keys.append(list(made).index(alike))
             self._options[key] = Option(
@@ -418,7 +421,7 @@ class Layouts:
                 totals=tuple(graph.spec(ref).num_bytes for ref in graph.sums),
             )
             if self.model.is_mixed:
-                self._graphs[id(self._options[key])] = graph, mesh
+                self._works[id(self._options[key])] = graph, tuple(works), mesh
         return self._options[key]
 
     def priced(self, option: Option, part: CostModel) -> Option:
@@ -427,11 +430,8 @@ class Layouts:
             return option
         key = (id(option), part.places)
         if key not in self._priced:
-            graph, mesh = self._graphs[id(option)]
-            made: dict[int, BlockCost] = {}
-            for block, k in zip(graph.blocks, option.keys, strict=True):
-                if k not in made:
-                    made[k] = part.block_cost(graph, block, mesh)
+            graph, works, mesh = self._works[id(option)]
+            made = [part.price(work, mesh) for work in works]
             prelude_s = part.prelude_time_s(graph)
             self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)
         return self._priced[key]

@@ -12,27 +12,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel, Step
 from autopar.cost.places import places_of
+from autopar.errors import UsageError
 from autopar.plan import RankGroup, Recompute
 from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
+from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
-from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_row
+from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
+from autopar.search.mixed_cut import RankTables, quickest_stops, spans
 from autopar.search.options import Draft, Option
+from autopar.search.pins import Pins
 from autopar.search.rows import NOTHING, RowMaker, least_of
 
 
-def in_orders(pool: Sequence[Candidate], cluster: Cluster) -> list[Candidate]:
-    """Each candidate in each order of the node groups that puts its pipeline ranks on other groups; the given one first."""
+def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = None) -> list[Candidate]:
+    """Each candidate in each order of the node groups that puts its pipeline ranks on other groups; the given one first.
+
+    Raises:
+        UsageError: pins allow none of the orders.
+    """
+    orders = [order for order in cluster.orders if pins is None or pins.allows("groups", "-".join(map(str, order)))]
+    if not orders:
+        raise UsageError(
+            "a pin of groups leaves an order of the cluster's node groups",
+            value=", ".join(pin.text for pin in pins.pins if pin.text.startswith("groups")) if pins else "",
+            place=cluster.name,
+            remedy=f"the orders are {', '.join('-'.join(map(str, order)) for order in cluster.orders)}",
+        )
     if cluster.is_homogeneous:
         return list(pool)
     found: list[Candidate] = []
     for candidate in pool:
         seen = set()
-        for order in cluster.orders if candidate.mesh.pp > 1 else cluster.orders[:1]:
+        for order in orders if candidate.mesh.pp > 1 else orders[:1]:
             places = origins(replace(candidate, order=order), cluster)
             if places not in seen:
                 seen.add(places)
@@ -78,7 +97,8 @@ class _Rows(RowMaker):
         groups, inner = self.groups()
         own = max(groups, key=lambda ks: sum(inner[k] for k in ks), default=[])
         count, mesh = sum(inner[k] for k in own), candidate.mesh
-        degrees = (mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
+        done = forwards_done(candidate.schedule, mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
+        before = [prices[k] for k in self.class_of[: mesh.pp - 1]]
         return PlaceRow(
             first=prices[0],
             last=prices[-1],
@@ -86,13 +106,15 @@ class _Rows(RowMaker):
             count=count,
             alone=sum(self.counts) == 1,
             others=max(sum(self.counts) - 2 - count, 0),
-            before_s=tuple(accumulate((prices[k].time_s for k in self.class_of[: mesh.pp - 1]), initial=0.0)),
+            before_s=tuple(accumulate((price.time_s for price in before), initial=0.0)),
+            before_forward_s=tuple(accumulate((price.forward_s for price in before), initial=0.0)),
             every_s=every_s,
             limit_bytes=self.limit_bytes,
             virtual_stages=candidate.virtual_stages,
             num_micro_batches=candidate.num_micro_batches,
             waits=candidate.virtual_stages == 1,
-            in_flight=tuple(map(int, forwards_done(candidate.schedule, *degrees).min(axis=1))),
+            in_flight=tuple(map(int, done.min(axis=1))),
+            most_done=tuple(map(int, done.max(axis=1))),
         )
 
 
@@ -113,6 +135,8 @@ class Placed:
         self._rows: dict[frozenset[int], _Rows] = {}
         self._origins: dict[tuple[object, ...], tuple[frozenset[int], ...]] = {}
         self._known: dict[tuple[object, ...], list[BlockPrice]] = {}
+        self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._speeds: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}
         self._made: dict[tuple[object, ...], PlaceRow] = {}
         self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
 
@@ -162,6 +186,55 @@ class Placed:
         members = zip(*times, self.compact.members, strict=True)
         return float(sum(min(own) * len(blocks) for *own, blocks in members))
 
+    def cut(
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutters: Sequence[StageCutter],
+        *,
+        in_flight: Sequence[int],
+        limit_bytes: Sequence[float],
+        allowed: Sequence[NDArray[np.bool_]] | None = None,
+    ) -> Cut | None:
+        """The best cut into one stage for each pipeline rank; see :mod:`autopar.search.mixed_cut`.
+
+        Args:
+            option: with its prices on each rank (:meth:`option`).
+            cutters: one for each rank.
+            in_flight, limit_bytes: of each rank.
+            allowed: see :meth:`StageCutter.cut`.
+        """
+        tables = cutters[0].tables(cutters, in_flight, limit_bytes, allowed)
+        sends, back = self._sends_s(candidate, option, step)
+        degrees = (candidate.mesh.pp, 1, candidate.num_micro_batches)
+        done = forwards_done(candidate.schedule, *degrees)[:, 0]
+        known: dict[int, tuple[NDArray[np.float64], ...]] = {}
+        ranks = []
+        for rank, own in enumerate(self.places(candidate)):
+            part, cutter = option.ranks[rank], cutters[rank]
+            if id(cutter) not in known:
+                prices = self._prices(part, step, own, is_exact=True)
+                every = [prices[k] for k in self.compact.class_of]
+                sums = (
+                    spans([getattr(price, name) for price in every]) for name in ("forward_s", "gather_s", "once_s")
+                )
+                known[id(cutter)] = (*sums, spans([block.more_s for block in cutter.blocks]))
+            forward_s, gather_s, once_s, more_s = known[id(cutter)]
+            ranks.append(
+                RankTables(
+                    time_s=tables[rank] - more_s + part.prelude_s,
+                    forward_s=forward_s + part.prelude_s,
+                    gather_s=gather_s,
+                    once_s=once_s,
+                    sends_s=(*sends, 0.0)[rank],
+                    sends_back_s=(*back, 0.0)[rank],
+                    num_done=int(done[rank]),
+                )
+            )
+        found = quickest_stops(ranks, candidate.num_micro_batches)
+        return found and cutters[0].made(*found, cutters, in_flight, limit_bytes)
+
     # --- bounds
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> MixedRow:
@@ -184,14 +257,28 @@ class Placed:
         for rank, own in enumerate(places):
             if own not in rows:
                 prices[own] = self._prices(option.ranks[rank], step, own, is_exact=is_exact)
-                key = (id(prices[own]), candidate.schedule, candidate.virtual_stages)  # other orders have the same rows
-                if key not in self._made:
+                same = (
+                    id(prices[own]),
+                    candidate.schedule,
+                    candidate.virtual_stages,
+                )  # other orders have the same rows
+                if same not in self._made:
                     every_s = option.ranks[rank].prelude_s if is_exact else 0.0
-                    self._made[key] = self._maker(own).place_row(candidate, prices[own], every_s=every_s)
-                rows[own] = self._made[key]
-        counts = [len(members) for members in self.compact.members]
-        sends = self._sends_s(candidate, option, step) if is_exact else ()
-        return mixed_row([rows[own] for own in places], [prices[own] for own in places], counts, sends)
+                    self._made[same] = self._maker(own).place_row(candidate, prices[own], every_s=every_s)
+                rows[own] = self._made[same]
+        sends, back = self._sends_s(candidate, option, step) if is_exact else ((), ())
+        key = (places, *(id(own) for own in prices.values()))
+        if key not in self._speeds:  # the prices are kept, so that their ids stay their own
+            counts = [len(members) for members in self.compact.members]
+            self._speeds[key] = work_and_slowness([prices[own] for own in places], counts)
+        work_s, slowness = self._speeds[key]
+        return MixedRow(
+            ranks=tuple(rows[own] for own in places),
+            work_s=work_s,
+            slowness=slowness,
+            sends_s=sends,
+            sends_back_s=back,
+        )
 
     def _prices(self, option: Option, step: Step, places: frozenset[int], *, is_exact: bool) -> list[BlockPrice]:
         """Of the blocks on devices of ``places``; the same for all schedules and orders."""
@@ -204,17 +291,17 @@ class Placed:
                 self._known[key] = maker.ideal_prices(step.mesh, option, step)
         return self._known[key]
 
-    def _sends_s(self, candidate: Candidate, option: Option, step: Step) -> tuple[float, ...]:
-        """For each pipeline rank the least that its messages to the next one and back take, of one micro-batch."""
-        forward, backward = (
-            min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
-            for name in ("send_bytes", "send_gradient_bytes")
-        )
-        collectives = self.ordered(candidate).collectives
-        return tuple(
-            sum(collectives.hop_time_s(size, step.mesh, rank) for size in (forward, backward))
-            for rank in range(step.mesh.pp - 1)
-        )
+    def _sends_s(self, candidate: Candidate, option: Option, step: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """For each pipeline rank the least that a message to the next one takes, and one back."""
+        collectives, mesh = self.ordered(candidate).collectives, step.mesh
+        found = []
+        for name in ("send_bytes", "send_gradient_bytes"):
+            size = min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
+            key = (size, candidate.order, mesh)
+            if key not in self._sent:
+                self._sent[key] = tuple(collectives.hop_time_s(size, mesh, rank) for rank in range(mesh.pp - 1))
+            found.append(self._sent[key])
+        return found[0], found[1]
 
     def _maker(self, places: frozenset[int]) -> _Rows:
         if places not in self._rows:

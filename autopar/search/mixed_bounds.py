@@ -1,13 +1,26 @@
-"""Lower bounds where pipeline ranks have different devices: :mod:`autopar.search.bounds` with prices for each rank.
+"""Lower bounds where pipeline ranks have different devices: the step time below which no cut of the blocks exists.
 
-The laws hold for each rank, with the prices and the memory of its own devices, but what is done once a step differs too
-much between devices to be added to what comes back through the ranks before. Rank r takes at least both
+As in :mod:`autopar.search.bounds` the blocks are a first one, a last one and a group of equal ones; here each rank has its
+own prices, and a dynamic program over ranks and blocks left asks whether a time T is possible. For n blocks on rank r let
+F, B be one micro-batch through its stage (message to the next stage, or back, included), m the micro-batches, h those
+whose forward it has done when its first backward begins, and O what it does once a step. The memory of its devices says
+how many of the n recompute at least. With one stage a rank
 
-    (one micro-batch through the stages before it, there and back)  +  m * (its own)  +  (gathers in its first forward)
-    (gathers in the first forwards before it)  +  m * (its own)  +  (its gathers)  +  (its optimizer and reductions).
+    U(r) = max( m (F + B),                                 its own work,
+                F + S(r + 1) + m B + (m - h) F,            the first micro-batch there and back, S of all stages after it,
+                F + U(r + 1) + B,                          what the next rank does, and the last micro-batch back
+                t (F + S(r + 1) + B) + (m - 1 - (t - 1) h) B )    t = m / h, rounded up, such round trips one after the other
 
-What stands before a rank takes at least what it would take on the fastest of the ranks before it. The more blocks the ranks from r on take, the fewer are
-left for the others, each of which is then no worse off: taking the most from the last rank on is still never wrong.
+is the least from the first forward on rank r to its last backward, since the forward of a micro-batch waits for the
+backward of the one h before it. Then
+
+    P(r) + U(r) + O <= T                                   P: the first forwards on the stages before.
+
+P and S are the least for so many blocks on so many ranks, each by a program of its own, and U is the least for the blocks
+from some one on: what is least alone is no more than what it is in any plan.
+
+With virtual stages a rank's blocks are anywhere. Each rank takes as many as it can under the same laws, with the least that
+can stand before and after its stages: one block on each.
 
 Without memory, total work over total speed. Let w_r be the work that rank r takes, in seconds of a micro-batch on the
 devices that are fastest for each block; its own devices take at least s_r w_r. Then, for every rank r and a step of T,
@@ -20,8 +33,9 @@ and the best one where all inequalities can be equalities. Without the first ter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import numpy as np
@@ -30,8 +44,16 @@ from numpy.typing import NDArray
 from autopar.search.bound_rows import Array, BlockPrice
 
 STEPS = 14
+"""Bisections at most."""
+
+PRECISION = 4e-3
+"""Of a bound, at which it is taken as it is: the lower end of the interval, so that it stays one."""
+
+CHUNK = 4096
+"""Rows side by side, times the blocks of a group, so that tables stay in the cache."""
+
 _TINY = 1e-30
-_PARTS = ("static_bytes", "held_bytes", "held_again_bytes", "passing_bytes")
+_PARTS = tuple(field.name for field in fields(BlockPrice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +65,14 @@ class PlaceRow:
         count: blocks of that group, the first and last of all not counted.
         alone: there is one block, which is both first and last.
         others: blocks that are neither in the group nor first or last.
-        before_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the first on.
+        before_s, before_forward_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the
+            first on, and of their forwards.
         every_s: of each stage and micro-batch beside its blocks.
         limit_bytes: for tensors.
         virtual_stages, num_micro_batches: of the pipeline.
         waits: whether a rank's stages follow each other (every schedule but the interleaved ones).
-        in_flight: micro-batches that each pipeline rank holds at least.
+        in_flight, most_done: micro-batches whose forward a stage of each pipeline rank has done when the rank's first
+            backward begins, at least and at most.
     """
 
     first: BlockPrice
@@ -58,12 +82,14 @@ class PlaceRow:
     alone: bool
     others: int
     before_s: tuple[float, ...]
+    before_forward_s: tuple[float, ...]
     every_s: float
     limit_bytes: float
     virtual_stages: int
     num_micro_batches: int
     waits: bool
     in_flight: tuple[int, ...]
+    most_done: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,39 +100,45 @@ class MixedRow:
         ranks: for each pipeline rank the row of a pipeline of its devices alone; equal but for seconds and limits.
         work_s: of one micro-batch through all blocks, each on the devices that are fastest for it.
         slowness: of each pipeline rank: no block takes less than this times its part of ``work_s``.
-        sends_s: of each pipeline rank but the last, its messages to the next one and back for one micro-batch.
+        sends_s, sends_back_s: for each pipeline rank but the last, its message to the next one and the one back.
     """
 
     ranks: tuple[PlaceRow, ...]
     work_s: float
     slowness: tuple[float, ...]
     sends_s: tuple[float, ...] = ()
+    sends_back_s: tuple[float, ...] = ()
 
     @property
     def before_s(self) -> list[float]:
         """What stands before each rank beside blocks: messages, and what every stage repeats."""
-        sends = self.sends_s or [0.0] * (len(self.ranks) - 1)
-        every = (own.every_s + send for own, send in zip(self.ranks, sends, strict=False))
+        none = (0.0,) * (len(self.ranks) - 1)
+        sends = zip(self.sends_s or none, self.sends_back_s or none, strict=True)
+        every = (own.every_s + sum(both) for own, both in zip(self.ranks, sends, strict=False))
         return list(accumulate(every, initial=0.0))
 
 
-def mixed_row(
-    ranks: Sequence[PlaceRow],
-    prices: Sequence[Sequence[BlockPrice]],
-    counts: Sequence[int],
-    sends_s: Sequence[float] = (),
-) -> MixedRow:
-    """A row from those of each rank and, for each rank, the prices of the blocks, which stand for ``counts`` ones."""
+def work_and_slowness(prices: Sequence[Sequence[BlockPrice]], counts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+    """Of a row, from the prices of the blocks on each rank, which stand for ``counts`` ones."""
     times = np.array([[price.time_s for price in own] for own in prices])
     least = times.min(axis=0)
     some = least > 0
     slowness = (times[:, some] / least[some]).min(axis=1) if some.any() else np.ones(len(times))
-    return MixedRow(
-        ranks=tuple(ranks),
-        work_s=float(least @ np.array(counts)),
-        slowness=tuple(map(float, slowness)),
-        sends_s=tuple(sends_s),
-    )
+    return float(least @ np.array(counts)), tuple(map(float, slowness))
+
+
+def quick_bounds(rows: Sequence[MixedRow]) -> Array:
+    """For each row a bound that is found at once; infinite where all ranks together have too little memory."""
+    return np.array([work_bound_s(row) if _holds(row) else np.inf for row in rows])
+
+
+def _holds(row: MixedRow) -> bool:
+    """Whether the ranks can hold the blocks of the group, recomputed wherever they may be."""
+    left = row.ranks[0].count
+    for own, held in zip(row.ranks, row.ranks[0].in_flight, strict=True):
+        each = own.group.static_bytes + held * min(own.group.held_bytes, own.group.held_again_bytes)
+        left -= math.floor(own.limit_bytes * (1 + 1e-9) / each) if each else left
+    return left <= 0
 
 
 def work_bound_s(row: MixedRow) -> float:
@@ -120,13 +152,32 @@ def work_bound_s(row: MixedRow) -> float:
     return (row.work_s + weighted_s) / after
 
 
-def mixed_bounds(rows: Sequence[MixedRow], at_most_s: float = np.inf) -> Array:
-    """For each row the step time below which no plan exists; see :func:`autopar.search.bounds.bounds`."""
-    if not rows:
-        return np.zeros(0)
-    columns = _Columns(rows)
-    low = np.array([work_bound_s(row) for row in rows])
-    return least_possible(low, lambda time_s: _possible(columns, time_s), at_most_s)
+def mixed_bounds(rows: Sequence[MixedRow], at_most_s: float = np.inf, *, only_test: bool = False) -> Array:
+    """For each row the step time below which no plan exists; see :func:`autopar.search.bounds.bounds`.
+
+    Args:
+        at_most_s: what is not possible in this time is not looked at more closely: it is then the bound.
+        only_test: nor is what is possible, whose bound is then a quick one; with a finite ``at_most_s`` alone.
+    """
+    found = np.zeros(len(rows))
+    alike: dict[tuple[int, int, bool], list[int]] = {}
+    for i, row in enumerate(rows):
+        own = row.ranks[0]
+        alike.setdefault((len(row.ranks), own.count, own.waits), []).append(i)
+    for (_, count, waits), places in alike.items():
+        size = max(CHUNK // (count + 1), 1)
+        for start in range(0, len(places), size):
+            some = places[start : start + size]
+            asked = [rows[i] for i in some]
+            low = np.array([work_bound_s(row) for row in asked])
+            columns = _Columns(asked)
+            possible = columns.in_a_row if waits else columns.in_turns
+            if only_test and np.isfinite(at_most_s):
+                most = np.maximum(low, at_most_s)
+                found[some] = np.where((low < at_most_s) & possible(most), low, most)
+            else:
+                found[some] = least_possible(low, possible, at_most_s)
+    return found
 
 
 def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], at_most_s: float = np.inf) -> Array:
@@ -135,16 +186,18 @@ def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], a
     Args:
         low: what is a bound already.
         possible: for each row whether a time is.
-        at_most_s: see :func:`autopar.search.bounds.bounds`.
+        at_most_s: what is not possible in this time is not looked at more closely: it is then the bound.
     """
-    found = np.where(possible(np.full(len(low), np.inf)), low, np.inf)
-    open_ = np.isfinite(found) & (low < at_most_s)
+    if np.isfinite(at_most_s):
+        most = np.maximum(low, at_most_s)
+        open_ = (low < at_most_s) & possible(most)
+        found = np.where(open_, low, most)
+    else:
+        found = np.where(possible(np.full(len(low), np.inf)), low, np.inf)
+        open_ = np.isfinite(found)
     if not open_.any():
         return found
     open_ &= ~possible(low)
-    if np.isfinite(at_most_s) and open_.any():
-        slow = open_ & ~possible(np.full(len(low), at_most_s))
-        found, open_ = np.where(slow, at_most_s, found), open_ & ~slow
     high = np.minimum(low * 2, np.where(open_, at_most_s, np.inf))
     for _ in range(40):  # to where it is possible
         short = open_ & ~possible(high)
@@ -152,7 +205,7 @@ def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], a
             break
         low, high = np.where(short, high, low), np.where(short, high * 2, high)
     for _ in range(STEPS):
-        if not open_.any():
+        if not (open_ & (high - low > PRECISION * low)).any():
             break
         middle = (low + high) / 2
         is_possible = possible(middle)
@@ -161,109 +214,184 @@ def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], a
 
 
 class _Columns:
-    """Rows side by side; what differs by rank as [rank, row]."""
+    """Rows of as many ranks and blocks side by side: [rank, row], and [rank, row, blocks of the group on the rank].
+
+    Attributes:
+        own_s: of the step's micro-batches on the rank.
+        forward_s, backward_s: of the first micro-batch there, and to the next rank or back from it.
+        through_s, later_s: of the first micro-batch, forward and backward, and of one whose parameters are gathered already.
+        steady_s: all backwards and the forwards that are left when the first of them begins.
+        once_s: after the rank's last backward.
+        fits: whether so many blocks fit in the rank's memory, and every stage has one.
+    """
 
     def __init__(self, rows: Sequence[MixedRow]) -> None:
         first = [row.ranks[0] for row in rows]
-        self.num_ranks = max(len(row.ranks) for row in rows)
-
-        def column(values: Sequence[float]) -> Array:
-            return np.array(values, dtype=np.float64)
-
-        def by_rank(values: Sequence[Sequence[float]]) -> Array:
-            return np.array([[*own, *[0.0] * (self.num_ranks - len(own))] for own in values], dtype=np.float64).T
-
-        self.pp = column([len(row.ranks) for row in rows])
-        self.m = column([r.num_micro_batches for r in first])
-        self.virtual_stages = column([r.virtual_stages for r in first])
-        self.count, self.others = column([r.count for r in first]), column([r.others for r in first])
-        self.waits = np.array([r.waits for r in first])
-        self.in_flight = by_rank([r.in_flight for r in first])
-        self.group = {name: column([getattr(r.group, name) for r in first]) for name in _PARTS}
-        self.time_s, self.again_s, self.once_s, first_s = (
-            by_rank([[getattr(own.group, name) for own in row.ranks] for row in rows])
-            for name in ("time_s", "again_s", "once_s", "gather_s")
+        self.num_ranks, self.count, self.v = len(rows[0].ranks), first[0].count, first[0].virtual_stages
+        rank, blocks = np.arange(self.num_ranks)[:, None], np.arange(self.count + 1.0)
+        self.m = np.array([float(r.num_micro_batches) for r in first])
+        virtual = np.array([r.virtual_stages for r in first])
+        others = np.array([r.others for r in first])
+        ends = (
+            (rank == 0).astype(float),
+            (rank + 1 == self.num_ranks) * np.array([not r.alone for r in first], dtype=float),
         )
-        self.every_s = by_rank([[own.every_s for own in row.ranks] for row in rows])
-        self.limit_bytes = by_rank([[own.limit_bytes for own in row.ranks] for row in rows])
-        self.first_s = first_s
-        self.fastest_s = np.minimum.accumulate(self.time_s + first_s, axis=0)
-        self.least_first_s = np.minimum.accumulate(first_s, axis=0)
-        self.beside_s = by_rank([row.before_s for row in rows])
-        self.before_s = by_rank([_before(row) for row in rows])
-        names = ("time_s", "once_s", "gather_s", *_PARTS)
-        self.first = {name: column([getattr(r.first, name) for r in first]) for name in names}
-        self.last = {
-            name: column([0.0 if row.ranks[-1].alone else getattr(row.ranks[-1].last, name) for row in rows])
-            for name in names
-        }
+        kinds = {id(own): own for row in rows for own in row.ranks}
+        position = {key: i for i, key in enumerate(kinds)}
+        which = np.array([[position[id(own)] for own in row.ranks] for row in rows]).T
+        prices = np.array([_numbers(own) for own in kinds.values()]).transpose(1, 2, 0)[..., which]
+        group, first_, last = (dict(zip(_PARTS, part, strict=True)) for part in prices)
+        fixed = {name: ends[0] * first_[name] + ends[1] * last[name] for name in _PARTS}
+        every_s, limit = np.array([(own.every_s, own.limit_bytes) for own in kinds.values()]).T[:, which]
+        self.held = np.array([r.in_flight for r in first], dtype=float).T
+        sends, back = (
+            np.array([[*(getattr(row, name) or [0.0] * (self.num_ranks - 1)), 0.0] for row in rows]).T
+            for name in ("sends_s", "sends_back_s")
+        )
+        least = np.maximum(virtual - others - ends[0] - ends[1], 0.0)
+        again = self._again(group, first_, last, ends, limit, least)
+        # seconds
+        again_s = again * group["again_s"][..., None]
+        back_s, back_ends_s = (np.maximum(p["time_s"] - p["forward_s"], 0.0) for p in (group, fixed))
+        m, one = self.m[None, :, None], blocks
+
+        def line(slope: Array, start: Array) -> Array:
+            return start[..., None] + slope[..., None] * one
+
+        forward_s = line(group["forward_s"], fixed["forward_s"] + virtual * every_s)
+        backward_s = line(back_s, back_ends_s) + again_s
+        gathers_s = line(group["gather_s"], fixed["gather_s"])
+        self.own_s = m * (line(group["time_s"], fixed["time_s"] + virtual * every_s) + again_s) + gathers_s
+        self.forward_s, self.backward_s = forward_s + gathers_s + sends[..., None], backward_s + back[..., None]
+        self.steady_s = m * backward_s + np.maximum(m - self.held[..., None], 0.0) * forward_s + back[..., None]
+        self.once_s = line(group["once_s"], fixed["once_s"])
+        self.trips = np.ceil(self.m / self.held)
+        self.last_s = (self.m - 1 - (self.trips - 1) * self.held)[..., None] * backward_s
+        self.through_s, self.first_s = self.forward_s + self.backward_s, self.forward_s + self.steady_s
+        self.later_s = self.through_s - gathers_s
+        if self.v > 1:
+            self._around(rows, sends, back, every_s)
+            self.group_forward_s = group["forward_s"] + group["gather_s"]
+            self.ends_s = (fixed["forward_s"] + fixed["gather_s"] + virtual * every_s).sum(axis=0)
+            self.ends_s = self.ends_s + virtual * sends.sum(axis=0)
+            done = np.array([r.most_done for r in first], dtype=float).T
+            self.steady_s = m * backward_s + np.maximum(self.m - done, 0.0)[..., None] * forward_s
+
+    def _again(
+        self,
+        group: dict[str, Array],
+        first_: dict[str, Array],
+        last: dict[str, Array],
+        ends: tuple[Array, Array],
+        limit: Array,
+        least: Array,
+    ) -> Array:
+        """How many of so many blocks recompute at least; and whether so many fit."""
+        blocks = np.arange(self.count + 1.0)
+        passing = np.maximum(ends[0] * first_["passing_bytes"], ends[1] * last["passing_bytes"])
+        kept = sum(
+            end * (part["static_bytes"] + self.held * np.minimum(part["held_bytes"], part["held_again_bytes"]))
+            for end, part in zip(ends, (first_, last), strict=True)
+        )
+        room = limit * (1 + 1e-9) - kept - passing  # what fits exactly, fits
+        more = np.maximum(group["passing_bytes"] - passing, 0.0)[..., None] * (blocks > 0)
+        needed = (group["static_bytes"] + self.held * group["held_bytes"])[..., None] * blocks - room[..., None] + more
+        freed = np.maximum(self.held * (group["held_bytes"] - group["held_again_bytes"]), _TINY)
+        again = np.maximum(np.ceil(needed / freed[..., None] - 1e-6), 0.0)
+        self.fits = (again <= blocks) & (blocks >= least[..., None]) & (room >= 0)[..., None]
+        found: Array = np.minimum(again, blocks)
+        return found
+
+    def _around(self, rows: Sequence[MixedRow], sends: Array, back: Array, every_s: Array) -> None:
+        """What stands before a rank's first stage, there and back, and after its last one, at least."""
+        forward = np.array([_least(row, "before_forward_s") for row in rows]).T
+        both = np.array([_least(row, "before_s") for row in rows]).T
+        before = np.cumsum(sends + every_s, axis=0) - sends - every_s
+        self.start_s, self.end_s = forward + before, np.maximum(both - forward, 0.0) + np.cumsum(back, axis=0) - back
+
+    # --- one stage a rank
+
+    def in_a_row(self, time_s: Array) -> NDArray[np.bool_]:
+        """For each row whether the ranks can take all blocks of the group in ``time_s``."""
+        fits = self.fits & (self.own_s + self.once_s <= time_s[:, None])
+        widths = [int(np.flatnonzero(own.any(axis=0)).max(initial=-1)) + 1 for own in fits]
+        if not all(widths):
+            return np.zeros(len(time_s), dtype=bool)
+        prefix = self._prefixes(np.where(fits, self.forward_s, np.inf), widths)
+        later_s = np.where(fits, self.later_s, np.inf)
+        ends = np.full((2, len(time_s), self.count + max(widths)), np.inf)
+        ends[0, :, self.count] = 0.0
+        ends[1, :, self.count] = -1 / _TINY
+        for rank in reversed(range(self.num_ranks)):
+            width = widths[rank]
+            own_s, first_s, last_s, once_s, through_s, stage_s = (
+                values[rank, :, None, :width]
+                for values in (self.own_s, self.first_s, self.last_s, self.once_s, self.through_s, later_s)
+            )
+            later, least = _windows(ends, self.count + 1, width)
+            through = later + stage_s
+            some = least + through_s
+            np.maximum(some, own_s, out=some)
+            np.maximum(some, later + first_s, out=some)
+            np.maximum(some, self.trips[rank][:, None, None] * through + last_s, out=some)
+            with np.errstate(invalid="ignore"):  # no time is too long, wherever the blocks begin
+                room_s = (time_s[:, None] - prefix[rank])[..., None]
+            some[(some + once_s > room_s) | ~fits[rank, :, None, :width]] = np.inf
+            through.min(axis=2, out=ends[0, :, : self.count + 1])
+            some.min(axis=2, out=ends[1, :, : self.count + 1])
+        found: NDArray[np.bool_] = np.isfinite(ends[1, :, 0])
+        return found
+
+    def _prefixes(self, forward_s: Array, widths: Sequence[int]) -> list[Array]:
+        """For each rank and number of blocks the least that the first forwards on the ranks before take with so many."""
+        most = max(widths)
+        done = np.full((forward_s.shape[1], most + self.count), np.inf)
+        done[:, most - 1] = 0.0
+        found = [done[:, most - 1 :].copy()]
+        for rank in range(self.num_ranks - 1):
+            width = widths[rank]
+            before = _windows(done[:, most - width :].copy(), self.count + 1, width)
+            (before + forward_s[rank, :, None, width - 1 :: -1][:, :, :width]).min(axis=2, out=done[:, most - 1 :])
+            found.append(done[:, most - 1 :].copy())
+        return found
+
+    # --- several stages a rank
+
+    def in_turns(self, time_s: Array) -> NDArray[np.bool_]:
+        """As :meth:`in_a_row` for virtual stages."""
+        alone = np.maximum(self.once_s, self.end_s[..., None]) + self.own_s + self.start_s[..., None]
+        fits = self.fits & (alone <= time_s[:, None])
+        most = self._most(fits)
+        # the first micro-batch goes forward through all stages before any backward begins
+        order = np.argsort(self.group_forward_s, axis=0)
+        taken = np.take_along_axis(most, order, axis=0)
+        before = np.minimum(np.cumsum(taken, axis=0), self.count)
+        taken = np.diff(before, axis=0, prepend=0.0)
+        forward_s = (taken * np.take_along_axis(self.group_forward_s, order, axis=0)).sum(axis=0) + self.ends_s
+        steady = np.maximum(self.once_s, self.end_s[..., None]) + self.steady_s + forward_s[:, None]
+        fits &= steady <= time_s[:, None]
+        most = self._most(fits)
+        found: NDArray[np.bool_] = fits.any(axis=2).all(axis=0) & (most.sum(axis=0) >= self.count)
+        return found
+
+    def _most(self, fits: NDArray[np.bool_]) -> Array:
+        """The most blocks that each rank can take."""
+        found: Array = np.where(fits, np.arange(self.count + 1.0), 0.0).max(axis=2)
+        return found
 
 
-def _before(row: MixedRow) -> list[float]:
+def _windows(values: Array, places: int, width: int) -> Array:
+    """For each row (the last dim of ``values``, contiguous) and place the values from there on, so many of them."""
+    step = values.strides[-1]
+    return np.ndarray((*values.shape[:-1], places, width), values.dtype, values, 0, (*values.strides, step))
+
+
+def _numbers(own: PlaceRow) -> tuple[tuple[float, ...], ...]:
+    """Prices of a block of the group, of the first and of the last."""
+    return tuple(tuple(getattr(price, name) for name in _PARTS) for price in (own.group, own.first, own.last))
+
+
+def _least(row: MixedRow, name: str) -> list[float]:
     """For each rank the least that as many blocks as there are ranks before it take, from the first on."""
-    each = np.diff(np.array([own.before_s for own in row.ranks]), axis=1)
+    each = np.diff(np.array([getattr(own, name) for own in row.ranks]), axis=1)
     return [0.0, *np.cumsum(each.min(axis=0)).tolist()]
-
-
-def _possible(c: _Columns, time_s: Array) -> NDArray[np.bool_]:
-    """Whether the ranks can take all blocks of the group in ``time_s``."""
-    left, fits = c.count.copy(), np.ones(len(c.count), dtype=bool)
-    for rank in reversed(range(c.num_ranks)):
-        active = rank < c.pp
-        budgets, room = _left_for_group(c, time_s, rank, left)
-        fits &= ~active | ((budgets.min(axis=0) >= 0) & (room >= 0))
-        # every stage has a block, and only so many are not of the group
-        own = c.virtual_stages - c.others - (rank == 0) - (rank + 1 == c.pp)
-        before = np.maximum(rank * c.virtual_stages - c.others - (rank > 0), 0)
-        passing = np.maximum(float(rank == 0) * c.first["passing_bytes"], (c.pp == rank + 1) * c.last["passing_bytes"])
-        room = room - np.maximum(c.group["passing_bytes"] - passing, 0.0)
-        taken = np.floor(_most(c, rank, budgets, room) + 1e-6)
-        taken = np.clip(taken, 0, np.maximum(left - before, 0))
-        fits &= ~active | (taken >= own)
-        left = np.where(active, left - taken, left)
-    return fits & (left <= 0)
-
-
-def _most(c: _Columns, rank: int, budgets: Array, room: Array) -> Array:
-    """Blocks of the group, parts of them too, that a rank takes in so many seconds and bytes: recomputed as far as need be.
-
-    ``budgets``: [2, row], see :func:`_left_for_group`.
-    """
-    held = c.in_flight[rank]
-    freed = c.group["held_bytes"] - c.group["held_again_bytes"]
-    own = c.m * c.time_s[rank] + c.first_s[rank]
-    ways = np.stack([own - c.waits * c.fastest_s[rank], own - c.waits * c.least_first_s[rank] + c.once_s[rank]])
-    slope = np.maximum(ways, _TINY)
-    plain = c.group["static_bytes"] + held * c.group["held_bytes"] + _TINY
-    lean = c.group["static_bytes"] + held * c.group["held_again_bytes"] + _TINY
-    for_byte = c.m * c.again_s[rank] / np.maximum(held * freed, _TINY)
-    unhurried = room / plain
-    with np.errstate(invalid="ignore"):  # inf seconds, when only memory is asked for
-        taken = budgets / slope
-        both = (budgets + for_byte * room) / (slope + for_byte * plain)
-    taken, both = taken.min(axis=0), np.where(np.isfinite(budgets), both, np.inf).min(axis=0)
-    found: Array = np.where(taken <= unhurried, taken, np.maximum(np.minimum(both, room / lean), unhurried))
-    return found
-
-
-def _left_for_group(c: _Columns, time_s: Array, rank: int, left: Array) -> tuple[Array, Array]:
-    """Seconds, by each of the two laws, and bytes that a rank has for blocks of the group.
-
-    The first and last block are paid for, where they are.
-    """
-    m, held, is_first, is_last = c.m, c.in_flight[rank], float(rank == 0), c.pp == rank + 1
-    before = np.where(
-        c.waits, left * c.fastest_s[rank] + (rank > 0) * (c.first["time_s"] + c.first["gather_s"]), c.before_s[rank]
-    )
-    gathers = np.where(c.waits, left * c.least_first_s[rank] + (rank > 0) * c.first["gather_s"], 0.0)
-    ends = [m * part["time_s"] + part["gather_s"] for part in (c.first, c.last)]
-    own = is_first * ends[0] + is_last * ends[1] + m * c.virtual_stages * c.every_s[rank]
-    once = is_first * c.first["once_s"] + is_last * c.last["once_s"]
-    budgets = np.stack([time_s - before - c.beside_s[rank] - own, time_s - gathers - own - once])
-    passing = np.maximum(is_first * c.first["passing_bytes"], is_last * c.last["passing_bytes"])
-    fixed = [
-        part["static_bytes"] + held * np.minimum(part["held_bytes"], part["held_again_bytes"])
-        for part in (c.first, c.last)
-    ]
-    room = c.limit_bytes[rank] - is_first * fixed[0] - is_last * fixed[1] - passing
-    return budgets, room

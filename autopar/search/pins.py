@@ -6,6 +6,7 @@
 | ``ep=4``, ``ep_data=2``                         | experts split over 4 ranks, 2 of the data axes     |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
+| ``groups=1-0``                                  | the order of the node groups of a mixed cluster    |
 | ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
 | ``stage@layers.0-7=0``                          | the pipeline stage of the selected blocks          |
@@ -61,7 +62,7 @@ _NUMBERS = {
 }
 _AXES = ("tp",)
 _CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16", "fp64"), "cp_attention": KINDS}
-_KEYS = (*_NUMBERS, *_CHOICES, "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
+_KEYS = (*_NUMBERS, *_CHOICES, "groups", "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class NumberPin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePin:
-    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision`` or ``cp_attention``."""
+    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention`` or ``groups``."""
 
     text: str
     key: str
@@ -149,6 +150,8 @@ def parse_pin(text: str) -> Pin:
         if not value.isdecimal():
             raise UsageError(f"the pin of {name} is a whole number", value=repr(value), place=f"pin '{text}'")
         return NumberPin(text=text, key=_NUMBERS[name], relation=relation, value=int(value))
+    if name == "groups":
+        return _order(text, relation, value)
     if name in _CHOICES:
         return _choice(text, name, relation, value)
     if relation not in ("=", "=="):
@@ -174,6 +177,16 @@ def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
     if value.lower() not in by_lower:
         raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, known))
     return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
+
+
+def _order(text: str, relation: str, value: str) -> ChoicePin:
+    if relation not in ("=", "==", "!=") or not re.fullmatch(r"\d+(-\d+)*", value):
+        raise UsageError(
+            "the order of node groups is pinned by = or !=, each group by its place in the cluster's file, from 0",
+            value=repr(text),
+            remedy="write for example groups=1-0",
+        )
+    return ChoicePin(text=text, key="groups", relation=relation, value=value)
 
 
 def _of_modules(text: str, name: str, value: str) -> Pin:

@@ -92,7 +92,7 @@ class Planner:
             raise self._structural()
 
     def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
-        return in_orders(candidates(problem, pins), self.task.cluster)
+        return in_orders(candidates(problem, pins), self.task.cluster, pins)
 
     def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         task = self.task
@@ -122,12 +122,12 @@ class Planner:
                     remedy="raise trials or timeout_s",
                 )
             raise self._too_large(outcome.misfits)
-        return self._plan(outcome.best, outcome)
+        return self._plan(self.evaluator.polished(outcome.best), outcome)
 
     def fastest(self, limits: Limits, *, progress: Progress | None = None) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
         outcome = self._outcome(limits, sharing=None, progress=progress)
-        return self._plan(outcome.best, outcome) if outcome.best is not None else None
+        return self._plan(self.evaluator.polished(outcome.best), outcome) if outcome.best is not None else None
 
     def fits(self) -> bool:
         """Whether some plan fits in memory, however slow: the leanest that may are tried first."""

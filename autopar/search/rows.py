@@ -333,6 +333,14 @@ class RowMaker:
         ]
         return [*ways, even]
 
+    def equal_stages(self, option: Option, stages: int) -> list[list[NDArray[np.bool_]]]:
+        """The way to cut stages that hold equal numbers of blocks of the largest group, or one more; as in :meth:`even_stages`."""
+        places = set(self._largest(option))
+        counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
+        each, rest = divmod(int(counted[-1]), stages)
+        held = counted[None, :] - counted[:, None]
+        return [[(held >= each) & (held <= each + (rest > 0))] * stages]
+
     def without_shared(self, cost: BlockCost) -> BlockCost:
         """A block without parameters that others read too: a rank that holds several of those has them once."""
         found = self._private.get(id(cost))

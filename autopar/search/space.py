@@ -24,6 +24,8 @@ class Space:
         zero_stages, micro_batches, schedules, virtual_stages: values tried; pins may name others.
         hsdp: also split the data axis into ``dp_replicate`` x ``dp_shard`` at node boundaries.
         recompute: modes that a block may take.
+        equal_stages: every stage holds as many of the largest group of equal blocks as any other, or one more where they do
+            not divide; False where a file does not say.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
             the block's compute time.
         practice: what is hardly ever worth trying is left out (see ``candidates.practice``).
@@ -48,6 +50,7 @@ class Space:
     price_ratios: tuple[float, ...]
     exhaustive: int
     trials: int
+    equal_stages: bool = False
     practice: bool = True
     every: int = 0
 
@@ -86,6 +89,7 @@ def load_space(name: str) -> Space:
         price_ratios=tuple(_numbers(table, "price_ratios")),
         exhaustive=table.integer("exhaustive"),
         trials=table.integer("trials"),
+        equal_stages=table.flag("equal_stages", default=False),
         practice=table.flag("practice", True),
         every=table.integer("every", 0, positive=False),
     )

@@ -37,7 +37,7 @@ def test_different_keys_are_not_merged() -> None:
 
 
 def test_shipped_spaces_are_read() -> None:
-    for name in ("default", "quick"):
+    for name in ("default", "quick", "sailor"):
         assert load_space(name).name == name
 
 

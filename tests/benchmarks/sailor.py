@@ -1,0 +1,104 @@
+"""The small space of a planner for mixed clusters (Sailor, SOSP 2025), searched by autopar: ``search/sailor.toml``.
+
+``python -m tests.benchmarks.sailor [--rounds N] [--case MODEL CLUSTER]`` plans the two models of its evaluation for 8 and
+512 A100 and for 128 A100 with 384 V100, in that space and in the default one, by the same cost model. Seconds are of the
+CPU, without the trace of the model, medians of N; those of Sailor are the published ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.graph.ir import Graph
+from autopar.models import resolve_model
+from autopar.plan import Plan
+from autopar.report.table import plain_table
+from autopar.report.units import seconds
+from autopar.search.outer import Limits
+from autopar.search.pins import Pins
+from autopar.search.planner import Planner
+from autopar.search.space import load_space
+from autopar.search.task import Task
+
+from .mixed import A100_V100, FP16
+
+MODELS = {
+    "OPT-350M": "gpt:layers=24,hidden=1024,heads=16,vocab=50272",
+    "GPT-Neo-2.7B": "gpt:layers=32,hidden=2560,heads=20,vocab=50257",
+}
+CLUSTERS = {"8": "a100-sxm4-40gb:1x8", "512": "a100-sxm4-40gb:64x8", "128+384": A100_V100}
+PUBLISHED_S = {"8": 0.02, "512": 0.11, "128+384": 3.3}
+"""Search time of Sailor, for OPT-350M (its table of search times)."""
+
+BATCH = 2048
+
+
+def cluster_of(name: str) -> Cluster:
+    text = CLUSTERS[name]
+    if "[[group]]" not in text:
+        return Cluster.parse(text)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        path.write_text(text, encoding="utf-8")
+        return Cluster.load(path)
+
+
+def planned(graph: Graph, cluster: Cluster, space: str, rounds: int) -> tuple[Plan | None, float]:
+    """The plan, None where none fits, and the median of the CPU seconds of a search."""
+    spent, plan = [], None
+    for _ in range(rounds):
+        begin = time.process_time()
+        task = Task(
+            graph=graph,
+            cluster=cluster,
+            global_batch_size=BATCH,
+            precision=FP16,
+            optimizer="adamw",
+            pins=Pins(),
+            space=load_space(space),
+        )
+        try:
+            plan = Planner(task).search(limits=Limits())
+        except InfeasibleError:
+            plan = None
+        spent.append(time.process_time() - begin)
+    return plan, median(spent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--case", nargs=2, metavar=("MODEL", "CLUSTER"), help="one of them alone")
+    wish = parser.parse_args()
+    rows = []
+    for model, spec in MODELS.items():
+        graph = resolve_model(spec, sequence_length=2048, dtype=torch.float16).trace()
+        for name in CLUSTERS:
+            if wish.case and wish.case != [model, name]:
+                continue
+            cluster = cluster_of(name)
+            for space in ("sailor", "default"):
+                plan, spent_s = planned(graph, cluster, space, wish.rounds)
+                told = ("none", "", "") if plan is None else _told(plan)
+                published = f"{PUBLISHED_S[name]:g}" if (space, model) == ("sailor", "OPT-350M") else ""
+                rows.append((model, name, space, f"{spent_s:.2f}", published, *told))
+                print("; ".join(rows[-1]), flush=True)
+    head = ("model", "devices", "space", "CPU s", "Sailor s", "step", "mesh", "blocks")
+    print(plain_table(head, rows, left=("model", "devices", "space", "mesh", "blocks")))
+
+
+def _told(plan: Plan) -> tuple[str, str, str]:
+    blocks = " ".join(str(stage.stop - stage.start) for stage in plan.stages)
+    return seconds(plan.predicted.step_time_s), f"{plan.mesh}, micro-batch {plan.micro_batch_size}", blocks
+
+
+if __name__ == "__main__":
+    main()
