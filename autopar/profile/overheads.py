@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar import ops
+from autopar.local_step import LocalSteps
 
 _SIZE = 8
 _REPEATS, _WARM_UP = 9, 3
@@ -39,14 +40,16 @@ def measure_overheads() -> dict[str, float]:
 
 
 def sharded_launch_s(mesh: DeviceMesh) -> float:
-    """One operator of AdamW on a parameter that is a DTensor."""
+    """One operator of AdamW on a parameter that is a DTensor, stepped as the runtime does."""
     parameters = []
     for _ in range(16):
         whole = DTensor.from_local(torch.ones(_SIZE, _SIZE), mesh, [Replicate()], run_check=False)
         parameters.append(nn.Parameter(whole))
         parameters[-1].grad = torch.zeros_like(parameters[-1])
-    optimizer = torch.optim.AdamW(parameters)
-    return _median_s(optimizer.step) / (len(parameters) * _KERNELS_OF_ADAMW)
+    steps = LocalSteps(parameters)
+    time_s = _median_s(torch.optim.AdamW(parameters).step) / (len(parameters) * _KERNELS_OF_ADAMW)
+    steps.remove()
+    return time_s
 
 
 def collective_s(mesh: DeviceMesh) -> float:
