@@ -163,7 +163,7 @@ def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
         "ceiling_flops_per_s": ceiling,
         "calibrated": True,
         "curve": curve,
-        "provenance": f"{where}: [m, k] @ [k, n] with n = k fixed, median of 5",
+        "provenance": f"{where}: [m, k] @ [k, n] with n = k fixed, medians of 5, up to five times",
     }
 
 
