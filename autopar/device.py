@@ -168,6 +168,7 @@ class Overheads:
         reduce_s, reduce_parameter_s: of one reduction of a unit's gradients, likewise.
         collective_s: of calling a collective from emitted code, besides the collective.
         action_s: of one action of a pipeline schedule, its messages' posting included.
+        layers_s: of one pass of ``autopar.profile.measure.Layers``: how fast the machine was when it was measured.
     """
 
     gradient_s: float = 0.0
@@ -183,6 +184,7 @@ class Overheads:
     reduce_parameter_s: float = 0.0
     collective_s: float = 0.0
     action_s: float = 0.0
+    layers_s: float = 0.0
     provenance: str = "not measured"
 
     def to_dict(self) -> dict[str, Any]:

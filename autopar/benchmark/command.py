@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 
 from autopar import api
+from autopar.benchmark.links import measured_cluster
 from autopar.benchmark.plans import Advance, Choice, choose, variants
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.session import Launch, Outcome, benchmark, local_ranks
 from autopar.cluster import Cluster
 from autopar.errors import UsageError
 from autopar.models import ModelSource, resolve_model
+from autopar.profile.detect import default_cache_dir, fingerprint, machine_profile
 from autopar.search.pins import Pins
 from autopar.search.planner import Task
 from autopar.search.space import Space, load_space
@@ -38,7 +40,10 @@ class Wish:
     pins: tuple[str, ...] = ()
     rounds: int = 3
     steps: int = 3
+    warm_up: int = 2
     timeout_s: float = 300.0
+    slowest: float | None = None
+    """Plans that are predicted to take more than so many times the picked one's step are not run."""
     as_rank: int | None = None
     """Plans for ``num_ranks`` ranks are run as this one of them, alone: see ``autopar.benchmark.ranks.Job``."""
 
@@ -66,8 +71,13 @@ def run_local(
         return _as_rank(wish, results=results, cache_dir=cache_dir, advance=advance)
     if torch.cuda.is_available():
         return _on_gpu(wish, results=results, cache_dir=cache_dir, advance=advance)
-    cluster = Cluster.parse(f"local?ranks={wish.num_ranks}", cache_dir=cache_dir)
+    machine = machine_profile(cache_dir=cache_dir)
+    kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{wish.num_ranks}.json"
     with local_ranks(wish.num_ranks, timeout_s=wish.timeout_s) as launch:
+        if wish.num_ranks > 1:
+            cluster = measured_cluster("local", machine, (1, wish.num_ranks), launch, kept=kept)
+        else:
+            cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
         return on_cluster(wish, cluster, launch, results=results, advance=advance)
 
 
@@ -77,7 +87,7 @@ def on_cluster(
     """On any ranks that ``launch`` reaches and ``cluster`` describes."""
     source = resolve_model(wish.model, sequence_length=wish.sequence)
     task = task_of(wish, source, cluster, wish.precision)
-    choice = choose(task, sample=wish.sample, seed=wish.seed, advance=advance)
+    choice = choose(task, sample=wish.sample, seed=wish.seed, slowest=wish.slowest, advance=advance)
     return _measured(wish, source, [task], choice, launch, "cpu", cluster.name, results=results, advance=advance)
 
 
@@ -157,6 +167,7 @@ def _measured(  # noqa: PLR0913  what the two ways to get here differ in
         device_type=device_type,
         rounds=wish.rounds,
         steps=wish.steps,
+        warm_up=wish.warm_up,
         timeout_s=wish.timeout_s,
         as_rank=wish.as_rank,
     )

@@ -34,7 +34,7 @@ class Choice:
         entries: to run, the picked one among them, in a shuffled order.
         picked: key of the plan that the search picks.
         num_candidates: in the space.
-        misfits: names of those sampled that do not fit, and why.
+        misfits: names of those sampled that do not fit or are too slow to run, and why.
     """
 
     entries: tuple[Entry, ...]
@@ -43,8 +43,13 @@ class Choice:
     misfits: tuple[tuple[str, str], ...]
 
 
-def choose(task: Task, *, sample: int | None, seed: int, advance: Advance | None = None) -> Choice:
+def choose(
+    task: Task, *, sample: int | None, seed: int, slowest: float | None = None, advance: Advance | None = None
+) -> Choice:
     """The best plan of each candidate of the task's space, or of ``sample`` candidates drawn by ``seed``.
+
+    Args:
+        slowest: plans that are predicted to take more than so many times the picked one's step are not run.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -62,6 +67,10 @@ def choose(task: Task, *, sample: int | None, seed: int, advance: Advance | None
             made = entry_of(planner.search(limits=Limits()))
         except InfeasibleError as error:
             misfits.append((str(candidate), str(error)))
+            continue
+        ratio = made.plan.predicted.step_time_s / picked.plan.predicted.step_time_s
+        if slowest is not None and ratio > slowest:
+            misfits.append((made.name, f"predicted {ratio:.3g} times as slow as the picked one: not run"))
             continue
         found.setdefault(made.key, made)
     entries = list(found.values())

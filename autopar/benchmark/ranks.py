@@ -15,15 +15,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.benchmark.links import LinkTask
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
 from autopar.models import ModelSource
 from autopar.plan import Plan
+from autopar.profile.measure import Layers
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.world import World, start, stop
@@ -55,13 +58,16 @@ class Job:
     timeout_s: float = 120.0
 
 
-def run(job: Job) -> dict[str, dict[str, Any]]:
+def run(job: Job | LinkTask) -> dict[str, dict[str, Any]]:
     """The job on this rank, whose process group is there.
 
     Returns:
-        For each plan ``seconds`` of its timed steps, ``memory_bytes`` at the peak of tensors and ``parts`` by category,
-        or ``failure``.
+        For each plan ``seconds`` of its timed steps, ``layers_s`` of a pass of small layers (the speed of the
+        machine meanwhile), ``memory_bytes`` at the peak of tensors and ``parts`` by category,
+        or ``failure``; of collectives what :meth:`LinkTask.run` gives.
     """
+    if isinstance(job, LinkTask):
+        return job.run()
     if job.as_rank is not None:
         _fake_group(job)
     elif job.device_type == "cuda" and dist.get_backend() != "nccl":  # one device, by a worker of a gloo world
@@ -96,9 +102,12 @@ def _run(job: Job) -> dict[str, dict[str, Any]]:
         except Exception:  # noqa: BLE001  one plan's failure, equal on all ranks, is a result
             runners.pop(key, None)
             results[key] = {"failure": traceback.format_exc(limit=-3)}
+    layers = Layers()
     for turn in range(job.rounds):
         for runner in runners.values():
             runner.steps(1)
+            dist.barrier()
+            runner.layers_s.append(layers.pass_s())
             runner.timed(job.steps)
             if turn == 0:
                 runner.measure_memory()
@@ -106,6 +115,7 @@ def _run(job: Job) -> dict[str, dict[str, Any]]:
         record = runner.parallel.monitor.record
         results[key] = {
             "seconds": runner.seconds,
+            "layers_s": median(runner.layers_s),
             "memory_bytes": runner.memory_bytes,
             "parts": {part.name: part.measured_s for part in record.parts} if record else {},
         }
@@ -127,6 +137,7 @@ class _Runner:
         self.batch = {leaf.name: _as(batch[leaf.name], leaf.spec.dtype) for leaf in graph.inputs}
         self.device = world.device
         self.seconds: list[float] = []
+        self.layers_s: list[float] = []
         self.memory_bytes = 0
 
     def steps(self, count: int) -> None:
@@ -202,7 +213,7 @@ def _as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- under torchrun
 
 
-def write_job(job: Job, path: Path) -> None:
+def write_job(job: Job | LinkTask, path: Path) -> None:
     """A job as a file."""
     path.write_bytes(pickle.dumps(job))
 
@@ -216,7 +227,7 @@ def read_result(path: Path) -> list[dict[str, dict[str, Any]]]:
 def main(job_file: Path, result_file: Path) -> None:
     """One rank of a torchrun job; rank 0 writes what all found."""
     torch.set_num_threads(1)
-    job: Job = pickle.loads(job_file.read_bytes())
+    job: Job | LinkTask = pickle.loads(job_file.read_bytes())
     start(job.device_type, timeout_s=job.timeout_s)
     mine = run(job)
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from autopar.benchmark import ranks
+from autopar.benchmark.links import LinkTask
 from autopar.benchmark.plans import Advance, Choice, Entry
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.score import Row, Score, measured, score
@@ -22,7 +24,7 @@ PRELOAD = ("torch", "transformers", "autopar.benchmark.ranks")
 BATCH = 8
 """Plans whose steps take turns: what else the machine does then meets all of them."""
 
-Launch = Callable[[Job], Sequence[Mapping[str, Mapping[str, Any]]]]
+Launch = Callable[[Job | LinkTask], Sequence[Mapping[str, Mapping[str, Any]]]]
 """Runs a job on all its ranks; for each rank what :func:`autopar.benchmark.ranks.run` gives."""
 
 
@@ -114,6 +116,7 @@ def _joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "measured_s": time_s,
         "spread": spread,
+        "layers_s": fmean(rank["layers_s"] for rank in found),
         "measured_bytes": max(rank["memory_bytes"] for rank in found),
         "measured_parts": dict(found[0]["parts"]),
     }

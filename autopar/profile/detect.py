@@ -22,7 +22,7 @@ from autopar.profile.store import MachineProfile, known_devices, load_library, l
 from autopar.table import Table
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 
 
 def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
@@ -41,11 +41,15 @@ def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> 
     shipped = shipped_profile_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if shipped is not None:
         return load_profile(shipped)
-    folder = cache_dir or Path.home() / ".cache" / "autopar"
-    path = folder / f"machine-{fingerprint()}.toml"
+    path = (cache_dir or default_cache_dir()) / f"machine-{fingerprint()}.toml"
     if refresh or not path.is_file():
         write_toml(path, profile_dict(_measure()))
     return profile_from_table(Table.load(path))
+
+
+def default_cache_dir() -> Path:
+    """Where measurements of this machine are kept unless told otherwise."""
+    return Path.home() / ".cache" / "autopar"
 
 
 def shipped_profile_name(device_name: str) -> str | None:
@@ -159,7 +163,7 @@ def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
         "ceiling_flops_per_s": ceiling,
         "calibrated": True,
         "curve": curve,
-        "provenance": f"{where}: [m, k] @ [k, n] with n = k fixed, median of 5",
+        "provenance": f"{where}: [m, k] @ [k, n] with n = k fixed, medians of 5, up to five times",
     }
 
 

@@ -70,7 +70,7 @@ def _merged(points: Sequence[Point]) -> list[Point]:
 def _line(points: Sequence[Point]) -> tuple[float, tuple[float, float]]:
     """Sum of squares of relative distances, latency and slope."""
     sizes, times = (np.array(column) for column in zip(*points, strict=True))
-    scale = sizes.max()
+    scale = float(sizes.max())
     found, distance = nnls(np.stack([1.0 / times, sizes / scale / times], axis=1), np.ones(len(points)))
     return float(distance) ** 2, (float(found[0]), float(found[1]) / scale)
 

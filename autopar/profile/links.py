@@ -123,12 +123,16 @@ class Limits:
         budget_s: of the whole measurement.
         timeout_s: of one collective.
         max_bytes: of one; the memory of the fullest node may allow less.
+        growth: from one size to the next.
+        batch_s: so long, about, is one sample: a call, or as many as it takes.
         grace_s: how much longer than all of this a rank may take to answer before it counts as gone.
     """
 
     budget_s: float = 120.0
     timeout_s: float = 30.0
     max_bytes: int = 2**30
+    growth: int = GROWTH
+    batch_s: float = BATCH_S
     grace_s: float = 10.0
 
 
@@ -306,16 +310,16 @@ class LinkJob:
         known = {p[2]: p[3] for p in found.points if p[:2] == [name, kind]}
         lost = [p[2] for p in found.failed if p[:2] == [name, kind]]
         start, estimate_s = time.monotonic(), 1e-3
-        num_bytes = SMALLEST_BYTES
+        num_bytes, growth = SMALLEST_BYTES, self.limits.growth
         while num_bytes <= limit:
             even = -(-num_bytes // (4 * size)) * 4 * size
-            num_bytes *= GROWTH
+            num_bytes *= growth
             if even in known:
-                estimate_s = GROWTH * known[even]
+                estimate_s = growth * known[even]
                 continue
             if lost and even >= min(lost):
                 return
-            calls = int(min(MAX_CALLS, max(1, BATCH_S / estimate_s)))
+            calls = int(min(MAX_CALLS, max(1, self.limits.batch_s / estimate_s)))
             repeats = 3 if estimate_s > 0.1 else REPEATS
             if time.monotonic() - start + estimate_s * (calls * repeats + 1) > allowed_s and known:
                 return
@@ -327,7 +331,7 @@ class LinkJob:
             times = [answer for answer in answers if answer is not None]
             known[even], spread = (max(values) for values in zip(*times, strict=True))
             found.points.append([name, kind, even, known[even], spread])
-            estimate_s = GROWTH * known[even]
+            estimate_s = growth * known[even]
 
     def _tell(self, do: str, **arguments: Any) -> list[Any]:
         """Every rank's answer to a task, this one's among them.

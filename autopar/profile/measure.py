@@ -236,3 +236,30 @@ def _backward_s(function: Callable[[], torch.Tensor], inputs: Iterable[torch.Ten
     output, given = function(), tuple(inputs)
     gradient = torch.ones_like(output)
     return median_time_s(lambda: torch.autograd.grad(output, given, gradient, retain_graph=True), device)
+
+
+class Layers:
+    """Small layers, forward and backward: the computation that the speed of a machine at two moments is compared by.
+
+    A shared machine is a third faster at one moment than at another, as what runs beside it on the host wants.
+    """
+
+    def __init__(self) -> None:
+        width = 64
+        self._layers = torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        )
+        self._x = torch.randn(width, width)
+
+    def run(self, at_least_s: float) -> tuple[float, int]:
+        """Computes for so long by the clock of the calling thread; how long it was, and how many passes."""
+        start, passes = time.thread_time(), 0
+        while time.thread_time() - start < at_least_s:
+            self._layers(self._x).sum().backward()
+            passes += 1
+        return time.thread_time() - start, passes
+
+    def pass_s(self, at_least_s: float = 5e-3) -> float:
+        """Of one pass."""
+        spent_s, passes = self.run(at_least_s)
+        return spent_s / passes

@@ -46,12 +46,12 @@ class MachineProfile:
     node_provenance: str = "stated by the caller"
 
     def group(
-        self, num_nodes: int, devices_per_node: int, *, num_cores: int | None = None, memory_bytes: int | None = None
+        self, num_nodes: int, devices_per_node: int, *, num_cores: float | None = None, memory_bytes: int | None = None
     ) -> NodeGroup:
         """Equal nodes of this machine.
 
         Args:
-            num_cores: overrides the profile's.
+            num_cores: overrides the profile's; a fraction where ranks were measured to get less than their share.
             memory_bytes: of one device; overrides the profile's and its division.
         """
         cores = num_cores or self.num_cores or devices_per_node
@@ -72,6 +72,12 @@ class MachineProfile:
             nic=self.nic,
             nics_per_node=max(1, devices_per_node * self.num_nics // self.num_devices),
         )
+
+
+def at_speed(profile: MachineProfile, factor: float, note: str) -> MachineProfile:
+    """The machine as it is while all its computation takes ``factor`` times as long as when it was measured."""
+    device = replace(_slowed(profile.device, 1.0 / factor, note), core_share=profile.device.core_share)
+    return replace(profile, device=device)
 
 
 def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
@@ -110,11 +116,11 @@ def _slowed_link(link: Link, share: float) -> Link:
     )
 
 
-def _slowed(device: Device, share: float) -> Device:
+def _slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
     """The device at ``share`` of its speed: several ranks on one core."""
     if share == 1.0:
         return device
-    note = f"; times {share:.3g}, the cores that each rank has"
+    note = f"; times {share:.3g}, {why}"
     rates = tuple(
         replace(
             rate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.local_step import LocalSteps
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
 from autopar.plan import Plan, Precision
@@ -82,7 +84,9 @@ class Parallel:
         self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
         self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor)
-        self.monitor.holds(h.parameter for h in held)
+        self._local_steps = LocalSteps(h.parameter for h in held)
+        weakref.finalize(self, self._local_steps.remove)
+        self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 
     @property
     def is_first_rank(self) -> bool:
@@ -96,7 +100,7 @@ class Parallel:
         return ((held.key, held.parameter) for held in self._assembly.held)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters: DTensors, for an optimizer.
+        """This rank's parameters: DTensors, for an optimizer (see :mod:`autopar.local_step` for how it steps).
 
         Torch's optimizers refuse an empty list: a rank whose stage has no parameter gets one without elements.
         """
@@ -132,6 +136,7 @@ class Parallel:
         Raises:
             UsageError: the batch has other inputs or another size than the plan.
         """
+        self._local_steps.restore()
         self.monitor.begin_step()
         local = self._local(batch)
         self._begin_forward(local)

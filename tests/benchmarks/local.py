@@ -17,17 +17,20 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from autopar.benchmark.command import Wish, on_cluster
+from autopar.benchmark.links import LinkTask, measured_cluster
 from autopar.benchmark.ranks import Job, read_result, write_job
 from autopar.benchmark.session import Launch, Outcome, local_ranks
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.measured import load_json
 from autopar.profile.detect import machine_profile
-from autopar.profile.store import load_library
+from autopar.profile.store import MachineProfile
 from autopar.report.units import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,50 +44,52 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """``rate`` (bits per second) and ``delay_ms`` of the link between ``nodes``; None: one node, loopback."""
+    """``rate`` (bits per second) and ``delay_ms`` of the link between ``nodes``; None: one node, loopback.
+
+    Behind a slow link a step takes seconds: fewer plans, fewer steps, and none that is predicted to be ``slowest`` times as
+    slow as the picked one. ``beside``: the setting of as many ranks on loopback.
+    """
 
     name: str
     nodes: int
     per_node: int
     rate: str | None = None
     delay_ms: float = 0.0
+    beside: str | None = None
 
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.per_node
 
+    @property
+    def file_name(self) -> str:
+        return self.name.replace(" ", "-").replace("/", "-").replace(",", "")
 
+
+SLOWEST = 12.0
 SETTINGS = (
     Setting("2 ranks, loopback", 1, 2),
     Setting("4 ranks, loopback", 1, 4),
-    Setting("2 nodes x 1, 200 Mbit/s, 2 ms", 2, 1, "200mbit", 2.0),
-    Setting("2 nodes x 1, 1 Gbit/s, 2 ms", 2, 1, "1gbit", 2.0),
-    Setting("2 nodes x 2, 200 Mbit/s, 2 ms", 2, 2, "200mbit", 2.0),
+    Setting("2 nodes x 1, 200 Mbit/s, 2 ms", 2, 1, "200mbit", 2.0, "2 ranks, loopback"),
+    Setting("2 nodes x 1, 1 Gbit/s, 2 ms", 2, 1, "1gbit", 2.0, "2 ranks, loopback"),
+    Setting("2 nodes x 2, 200 Mbit/s, 2 ms", 2, 2, "200mbit", 2.0, "4 ranks, loopback"),
 )
-_BITS = {"200mbit": 200e6, "1gbit": 1e9}
 
 
-def cluster_of(setting: Setting, cache: Path | None) -> Cluster:
-    """This machine, its cores shared among the nodes; the link between them as the emulator is told to make it."""
-    profile = machine_profile(cache_dir=cache)
-    cores = max((os.cpu_count() or 1) // setting.nodes, 1)
-    group = profile.group(setting.nodes, setting.per_node, num_cores=cores)
-    if setting.rate is not None:
-        nic = replace(
-            profile.intra_node,
-            name="emulated",
-            bandwidth_bytes_per_s=_BITS[setting.rate] / 8,
-            latency_s=setting.delay_ms / 1e3 + profile.intra_node.latency_s,
-            provenance=f"stated: {setting.rate}, {setting.delay_ms} ms, and the delay of loopback",
-        )
-        group = replace(group, nic=nic)
-    return Cluster(name=setting.name, groups=(group,), library=load_library(profile.library))
+def cluster_of(setting: Setting, profile: MachineProfile, launch: Launch, out: Path) -> Cluster:
+    """This machine; what its cores give to so many ranks and collectives on its links as the ranks measured them."""
+    shape = setting.nodes, setting.per_node
+    return measured_cluster(setting.name, profile, shape, launch, kept=_kept(setting, out))
+
+
+def _kept(setting: Setting, out: Path) -> Path:
+    return out / f"ranks {setting.file_name}.json".replace(" ", "-")
 
 
 def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
     """Ranks in emulated nodes."""
 
-    def launch(job: Job) -> Sequence[Mapping[str, Mapping[str, Any]]]:
+    def launch(job: Job | LinkTask) -> Sequence[Mapping[str, Mapping[str, Any]]]:
         with tempfile.TemporaryDirectory(prefix="autopar-local-") as name:
             job_file, result = Path(name) / "job", Path(name) / "result.json"
             write_job(job, job_file)
@@ -114,23 +119,25 @@ def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | N
             continue
         if options.settings and not any(part in setting.name for part in options.settings):
             continue
-        cluster = cluster_of(setting, options.cache)
         with ExitStack() as stack:
             if setting.rate is None:
                 launch = stack.enter_context(local_ranks(setting.num_ranks, timeout_s=options.timeout))
             else:
                 launch = through(options.netcluster, setting, options.timeout)
+            cluster = cluster_of(setting, machine_profile(cache_dir=options.cache), launch, options.out)
             for name, model in MODELS.items():
                 if options.models and not any(part in name for part in options.models):
                     continue
                 wish = Wish(
                     model=model,
                     num_ranks=setting.num_ranks,
-                    sample=options.sample,
-                    rounds=options.rounds,
+                    sample=options.sample if setting.rate is None else options.slow_sample,
+                    rounds=options.rounds if setting.rate is None else 1,
+                    warm_up=2 if setting.rate is None else 1,
+                    slowest=None if setting.rate is None else SLOWEST,
                     timeout_s=options.timeout,
                 )
-                file = options.out / f"{name} {setting.name}.json".replace(" ", "-").replace("/", "-").replace(",", "")
+                file = options.out / f"{name} {setting.file_name}.json".replace(" ", "-")
                 start = time.monotonic()
                 try:
                     outcome: Outcome | None = on_cluster(wish, cluster, launch, results=file)
@@ -152,21 +159,23 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float]], options: a
         "",
         (
             f"{os.cpu_count()} cores ({platform.machine()}), a rank a process of one thread, {time.strftime('%Y-%m-%d')}. Of each "
-            f"model's space {options.sample or 'all'} candidates were drawn, and the plan that the search picks. Plans take turns: "
-            f"{options.rounds} rounds of three timed steps each, one more before each round untimed; a plan's time is the "
-            "median over all timed steps of the slowest rank. Regret is the measured time of the plan picked over the best "
-            "measured one: the best of many noisy medians is too good, so that regret is rather too large. `spread` is half "
-            "the distance of a plan's quartiles over its median, the median plan's: differences below it mean nothing. `load` is "
-            "the machine's load average over five minutes when the row was done: above the number of ranks other work ran "
-            "beside. Links of the emulated nodes are priced as the emulator is told to make them, everything else as `local` "
-            "measured this machine."
+            f"model's space {options.sample or 'all'} candidates were drawn ({options.slow_sample} behind slow links), and the "
+            f"plan that the search picks. Plans take turns: {options.rounds} rounds of three timed steps each (one round behind "
+            f"slow links, without plans that are predicted to be {SLOWEST:g} times as slow as the picked one), one more before each "
+            "round untimed; a plan's time is the median over all timed steps of the slowest rank. Regret is the measured time of "
+            "the plan picked over the best measured one: the best of many noisy medians is too good, so that regret is rather "
+            "too large. `spread` is half the distance of a plan's quartiles over its median, the median plan's: differences below "
+            "it mean nothing. Before each setting its ranks measured their collectives, what a core gives when all compute, and "
+            "how fast the machine then was; nothing was fitted to plans. `speed` is the machine's while the row's plans ran, "
+            "over that: 0.9 if the same layers took a ninth longer; what is left of `bias` aside. `load` is the load average over "
+            "five minutes when the row was done: above the number of ranks other work ran beside."
         ),
         "",
-        "| model | ranks and links | plans | rank correlation | regret | time off by | bias | memory off by | spread | load |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | ranks and links | plans | rank correlation | regret | time off by | bias | speed | memory off by | spread | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, setting, outcome, load in found:
-        cells = [name, setting.name, *_cells(outcome), f"{load:.1f}"]
+        cells = [name, setting.name, *_cells(outcome, _layers_s(setting, options.out)), f"{load:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## What is picked, and what was best", ""]
     lines += [
@@ -183,6 +192,7 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float]], options: a
             }
             picked, best = named[outcome.score.picked], named.get(outcome.score.best, "-")
             lines.append(f"| {name} | {setting.name} | {picked} | {best} |")
+    lines += _changes(found)
     failures = [(n, s.name, row) for n, s, o, _ in found if o is not None for row in o.rows if row.failure]
     if failures:
         lines += ["", "## What failed", ""]
@@ -190,20 +200,70 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float]], options: a
     return "\n".join(lines) + "\n"
 
 
-def _cells(outcome: Outcome | None) -> list[str]:
+def _changes(found: Sequence[tuple[str, Setting, Outcome | None, float]]) -> list[str]:
+    """Whether picked and best plan are others behind a slow link than on loopback."""
+    known = {(name, setting.name): outcome for name, setting, outcome, _ in found if outcome is not None}
+    lines = []
+    for name, setting, slow, _ in found:
+        near = known.get((name, setting.beside or ""))
+        if slow is None or near is None:
+            continue
+        picked, best = (_moves(near, slow, which) for which in ("picked", "best"))
+        stayed = next((row for row in slow.rows if row.name == picked[0] and row.measured_s), None)
+        own = next((row for row in slow.rows if row.key == slow.score.picked and row.measured_s), None)
+        cost = f"{stayed.measured_s / own.measured_s:.2f}" if stayed and own else "not run"
+        cells = [name, setting.name, _told(*picked), _told(*best), cost]
+        lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [
+        "",
+        "## What a slow link changes",
+        "",
+        (
+            "Against as many ranks on loopback. The last column is the time behind the slow link of the plan that is picked for "
+            "loopback, over that of the one that is picked for the slow link."
+        ),
+        "",
+        "| model | ranks and links | picked | best measured | if the pick had stayed |",
+        "|---|---|---|---|---|",
+        *lines,
+    ]
+
+
+def _moves(near: Outcome, slow: Outcome, which: str) -> tuple[str, str]:
+    """Names of the plan on loopback and behind the slow link."""
+    names = [
+        {row.key: row.name for row in outcome.rows}.get(getattr(outcome.score, which), "-") for outcome in (near, slow)
+    ]
+    return names[0], names[1]
+
+
+def _told(near: str, slow: str) -> str:
+    return f"as on loopback: {slow}" if near == slow else f"{near} -> {slow}"
+
+
+def _layers_s(setting: Setting, out: Path) -> float:
+    """The speed before the setting; see ``measured_cluster``."""
+    return float(load_json(_kept(setting, out)).get("layers_s", 0.0)) if _kept(setting, out).is_file() else 0.0
+
+
+def _cells(outcome: Outcome | None, layers_s: float) -> list[str]:
     if outcome is None:
-        return ["none"] + ["-"] * 6
+        return ["none"] + ["-"] * 7
     score = outcome.score
 
     def percent(value: float | None, sign: str = "") -> str:
         return "-" if value is None else f"{100 * value:{sign}.0f} %"
 
+    paces = [row.layers_s for row in outcome.rows if row.layers_s]
     return [
         f"{score.plans} of {outcome.num_candidates}" + (f", {score.failures} failed" if score.failures else ""),
         "-" if score.rho is None else f"{score.rho:.2f}",
         "-" if score.regret is None else f"{score.regret:.2f}",
         percent(score.mape),
         percent(score.bias, "+"),
+        f"{layers_s / median(paces):.2f}" if paces and layers_s else "-",
         percent(score.memory_mape),
         percent(score.spread),
     ]
@@ -216,8 +276,9 @@ def main() -> int:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--netcluster", type=Path)
     parser.add_argument("--cache", type=Path, help="of this machine's measured profile")
-    parser.add_argument("--sample", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sample", type=int, default=12)
+    parser.add_argument("--slow-sample", type=int, default=7, help="plans behind slow links")
+    parser.add_argument("--rounds", type=int, default=3, help="of turns on loopback; one behind slow links")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds of a batch of plans")
     parser.add_argument("--settings", nargs="*", help="parts of the names of settings; all if not given")
     parser.add_argument("--models", nargs="*", help="likewise of models")

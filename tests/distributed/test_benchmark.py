@@ -13,6 +13,7 @@ import pytest
 from autopar import api
 from autopar.benchmark import ranks
 from autopar.benchmark.command import Wish, on_cluster, one_device_pins, run_local, task_of
+from autopar.benchmark.links import KINDS, LinkTask
 from autopar.benchmark.plans import Choice, entry_of, variants
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.session import benchmark
@@ -116,3 +117,15 @@ def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
         assert row.measured_bytes == pytest.approx(row.predicted_bytes, rel=0.5)
     with pytest.raises(UsageError, match=r"4 of 4.*--ranks"):
         run_local(replace(wish, as_rank=4), cache_dir=tmp_path)
+
+
+def test_ranks_measure_collectives_between_work(pool: WorkerPool) -> None:
+    task = LinkTask(nodes=(0, 0), budget_s=0.2, max_bytes=2**13)
+    found, other = pool.run(ranks.run, task, size=2, timeout_s=60.0)
+    assert other == {}
+    links = found["links"]
+    assert links["failed"] == []
+    assert links["crowding"] >= 1.0
+    assert links["layers_s"] > 0
+    assert {(kind, size) for _, kind, size, *_ in links["points"]} >= {(kind, 1024) for kind in KINDS}
+    assert all(time_s > 0 for *_, time_s, _ in links["points"])

@@ -1,0 +1,135 @@
+"""Optimizers on DTensors step on the plain tensors inside of them.
+
+An operator on DTensors takes ten times as long on the host as one on plain tensors, and ``torch.optim`` groups only plain
+ones into one kernel unless it is told to. What works element by element gives the same on the parts that a rank holds, so
+for the length of ``step`` the parameters, gradients and states of such an optimizer are the plain tensors on the same
+memory. Before and after it all of them are DTensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.ASGD,
+    }
+)
+"""Whose steps have no sum over elements; classes derived from them may have one."""
+
+_COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
+"""States that belong to a parameter, not to its elements: plain tensors, even those of a parameter of one element."""
+
+
+class LocalSteps:
+    """Changes the steps of all optimizers that hold none but the given parameters, until :meth:`remove`.
+
+    Left as they are: optimizers that are not :data:`ELEMENTWISE`, that have hooks of their own around their steps (which
+    may look at parameters), whose step is differentiable, compiled or given a closure.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
+        self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
+
+    def remove(self) -> None:
+        """Steps are as torch has them again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def restore(self) -> None:
+        """Ends a step that has not come to its end, as it failed."""
+        if self._open is not None:
+            self._after(self._open[0])
+
+    def plain(self, parameter: Tensor) -> nn.Parameter:
+        """The parameter on the same memory that optimizers see in place of a DTensor."""
+        local = _inside(parameter)
+        known = self._plain.get(id(parameter))
+        if known is None or known[0] is not local:
+            known = local, nn.Parameter(local.detach(), parameter.requires_grad)
+            self._plain[id(parameter)] = known
+        return known[1]
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
+            return
+        self.restore()
+        lists = [group["params"] for group in optimizer.param_groups]
+        states: defaultdict[Tensor, Any] = defaultdict(dict)
+        kept, optimizer_state = optimizer.state, optimizer.state
+        for group in optimizer.param_groups:
+            inside = []
+            for parameter in group["params"]:
+                local = self.plain(parameter)
+                grad = parameter.grad
+                local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+                own = optimizer_state.get(parameter)
+                if own:
+                    states[local] = {name: _inside(value) for name, value in own.items()}
+                inside.append(local)
+            group["params"] = inside
+        optimizer.state = states
+        self._open = optimizer, lists, kept
+
+    def _changes(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if id(first) not in self._own or type(optimizer) not in ELEMENTWISE:
+            return False
+        given = [*args[1:], kwargs.get("closure")]  # args[0] is the optimizer
+        return (
+            all(value is None for value in given)
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not any(group.get("differentiable") for group in optimizer.param_groups)
+            and all(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+        )
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if self._open is None or self._open[0] is not optimizer:
+            return
+        lists, kept = self._open[1:]
+        self._open = None
+        made, optimizer.state = optimizer.state, kept
+        for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+            for parameter, local in zip(parameters, group["params"], strict=True):
+                local.grad = None
+                if local in made:
+                    own = kept[parameter]
+                    for name, value in made[local].items():
+                        if name not in own or _inside(own[name]) is not value:
+                            own[name] = _around(name, value, local, parameter)
+            group["params"] = parameters
+
+
+def _inside(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _around(name: str, value: Any, local: Tensor, parameter: Any) -> Any:
+    """A new state as the optimizer would have made it of the DTensor."""
+    if name in _COUNTERS or not isinstance(value, Tensor) or value.shape != local.shape:
+        return value
+    return DTensor(value, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
