@@ -363,7 +363,7 @@ class CostModel:
         return len(stages) // pp
 
     def _data(self, step: Step) -> DataParallel:
-        return DataParallel(step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1)
+        return DataParallel(step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1, step.all_reduces)
 
     def _unit(self, block: BlockCost, data: DataParallel) -> Unit:
         found = self._units.get((id(block), data))
@@ -371,7 +371,7 @@ class CostModel:
             mesh = data.mesh  # neither ZeRO stage nor, where all nodes are equal, pipeline changes what a unit costs
             where = None if self.places is None else mesh
             degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
-            place = (id(block), *degrees, data.precision, where)
+            place = (id(block), *degrees, data.precision, data.all_reduces, where)
             if place not in self._placed_units:
                 self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
             found = self._units[id(block), data] = self._placed_units[place]

@@ -23,7 +23,7 @@ from autopar.validate.runs import Run
 from autopar.validate.sites import Site, cluster_of, load_sites, site_of
 
 ROUNDS = 8
-MEASURED_ROUNDS = (0,)
+MEASURED_ROUNDS = (0, 1)
 SETTLED = 1e-3
 """Relative gain of a round below which no other follows."""
 
@@ -165,6 +165,8 @@ class Session:
         if parameter.architecture not in ("", free.architecture_of(self.profiles[run.device].device.name)):
             return False
         match parameter.name:
+            case "nic_fraction":
+                return not site.nic_bandwidth_bytes_per_s
             case "launch_s":
                 return not site.blocking_launches
             case "blocking_launch_s":

@@ -24,7 +24,7 @@ class Site:
     Attributes:
         source: part of the column ``source`` of the runs that it is for.
         names: of these runs, where it is not for all of them.
-        nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says.
+        nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
         partitioned_sends: each rank of ``tp`` sends its part of such a message.
@@ -44,6 +44,9 @@ class Site:
         regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
         recomputes_products: selective recompute makes every second product of a layer again, besides what is cheap.
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
+        all_reduces_sums: gradients that accumulate in single precision are summed whole on every data rank (DeepSpeed's
+            BF16_Optimizer).
+        slowdown: factor of every step's time, where the source states that its machines were slower then.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
     """
 
@@ -70,7 +73,9 @@ class Site:
     regathers: bool = False
     recomputes_products: bool = False
     shards_over_context: bool = False
+    all_reduces_sums: bool = False
     fixed_segments: bool = False
+    slowdown: float = 1.0
     provenance: str = ""
 
 
@@ -95,6 +100,7 @@ def _site(table: Table) -> Site:
         names=tuple(table.text("names", "").split()),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
+        slowdown=table.number("slowdown", 1.0),
         provenance=table.text("provenance"),
         **{flag: table.flag(flag, False) for flag in FLAGS},
     )
@@ -114,7 +120,8 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
     group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
     nic = group.nic
     if site.nic_bandwidth_bytes_per_s:
-        nic = replace(nic, bandwidth_bytes_per_s=site.nic_bandwidth_bytes_per_s, provenance=site.provenance)
+        speed = site.nic_bandwidth_bytes_per_s
+        nic = replace(nic, bandwidth_bytes_per_s=speed, step_fraction=1.0, provenance=site.provenance)
     group = replace(
         group, device=_as_run(group.device, site), nic=nic, nics_per_node=site.nics_per_node or group.nics_per_node
     )
