@@ -255,23 +255,7 @@ def regathered(op: Op) -> bool:
 def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
     """The prediction of a run on a cluster: the fastest of its structures."""
     model = CostModel(cluster, PRECISIONS[run.precision], "adamw")
-    found = min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
-    return found if site.slowdown == 1.0 else _slowed(found, site.slowdown)
-
-
-def _slowed(found: Prediction, factor: float) -> Prediction:
-    """A prediction whose every time is ``factor`` longer."""
-    low, high = found.step_time_interval_s
-    parts = found.breakdown
-    return replace(
-        found,
-        step_time_s=found.step_time_s * factor,
-        step_time_interval_s=(low * factor, high * factor),
-        mfu=found.mfu / factor,
-        tokens_per_s=found.tokens_per_s / factor,
-        breakdown=replace(parts, **{name: getattr(parts, name) * factor for name in parts.__slots__}),
-        stage_times=tuple((forward * factor, backward * factor) for forward, backward in found.stage_times),
-    )
+    return min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
 
 
 def step_time_s(
@@ -279,7 +263,7 @@ def step_time_s(
 ) -> float:
     """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
     model = CostModel(cluster, PRECISIONS[run.precision], "adamw", collectives)
-    return site.slowdown * min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
+    return min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
 
 
 def mesh_of(run: Run) -> Mesh:

@@ -20,7 +20,7 @@ from autopar.validate.express import Expressed, Structure, predict, step_time_s
 from autopar.validate.fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
 from autopar.validate.parameters import PARAMETERS, Parameter
 from autopar.validate.runs import Run
-from autopar.validate.sites import Site, cluster_of, load_sites, site_of
+from autopar.validate.sites import Site, cluster_of, load_sites, released, site_of
 
 ROUNDS = 8
 MEASURED_ROUNDS = (0, 1)
@@ -54,9 +54,10 @@ class Session:
         profiles: Mapping[str, MachineProfile] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        self.runs, self.place, self.progress = tuple(runs), place, progress
+        self.place, self.progress = place, progress
         sites = tuple(load_sites() if sites is None else sites)
-        self.sites = tuple(site_of(run, sites) for run in self.runs)
+        self.sites = tuple(site_of(run, sites) for run in runs)
+        self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
         self._libraries: dict[str, CollectiveLibrary] = {}
         self._known_collectives: dict[object, CollectiveModel] = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})

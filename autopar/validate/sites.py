@@ -24,6 +24,7 @@ class Site:
     Attributes:
         source: part of the column ``source`` of the runs that it is for.
         names: of these runs, where it is not for all of them.
+        release: what tells these runs of a source from its others, where the source says that they do not compare.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
@@ -46,12 +47,12 @@ class Site:
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
         all_reduces_sums: gradients that accumulate in single precision are summed whole on every data rank (DeepSpeed's
             BF16_Optimizer).
-        slowdown: factor of every step's time, where the source states that its machines were slower then.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
     """
 
     source: str
     names: tuple[str, ...] = ()
+    release: str = ""
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
     blocking_launches: bool = False
@@ -75,7 +76,6 @@ class Site:
     shards_over_context: bool = False
     all_reduces_sums: bool = False
     fixed_segments: bool = False
-    slowdown: float = 1.0
     provenance: str = ""
 
 
@@ -98,14 +98,22 @@ def _site(table: Table) -> Site:
     site = Site(
         source=table.text("source"),
         names=tuple(table.text("names", "").split()),
+        release=table.text("release", ""),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
-        slowdown=table.number("slowdown", 1.0),
         provenance=table.text("provenance"),
         **{flag: table.flag(flag, False) for flag in FLAGS},
     )
     table.finish()
     return site
+
+
+def released(run: Run, site: Site) -> Run:
+    """The run with the release that its site states, in parentheses behind the name of its source."""
+    mark = f" ({site.release})"
+    if not site.release or run.release.endswith(mark):
+        return run
+    return replace(run, source=run.release + mark + run.source[len(run.source.split(";")[0]) :])
 
 
 def site_of(run: Run, sites: tuple[Site, ...]) -> Site:
