@@ -368,10 +368,10 @@ def _line(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) 
     steps, inter_steps = _steps(kind, shape, algorithm.name)
     latency += steps * intra + inter_steps * inter
     s_per_byte = _s_per_byte(kind, shape, algorithm, bandwidth)
-    # the low latency protocols have no pipeline to fill
-    half = max(shape.half_bandwidth_bytes, shape.intra_node.half_bandwidth_bytes)
-    fill = 0.0 if algorithm.protocol.startswith("LL") else half * s_per_byte
-    return _Line(latency + fill, s_per_byte)
+    # each link's pipeline fills at its own rate; LL has none, as it sends every line by itself
+    inside = s_per_byte if shape.num_nodes == 1 else volume_factor(kind, shape.size) / bandwidth
+    fill = max(shape.half_bandwidth_bytes * s_per_byte, shape.intra_node.half_bandwidth_bytes * inside)
+    return _Line(latency + (0.0 if algorithm.protocol == "LL" else fill), s_per_byte)
 
 
 def _steps(kind: str, shape: GroupShape, name: str) -> tuple[float, float]:

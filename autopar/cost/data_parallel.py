@@ -83,12 +83,14 @@ class DataParallel:
         zero_stage: 0 to 3.
         precision: dtypes of parameters and reductions.
         is_pipelined: more than one pipeline rank.
+        all_reduces: gradients are summed whole on every rank of dp_shard, of which each then steps its part.
     """
 
     mesh: Mesh
     zero_stage: int
     precision: Precision
     is_pipelined: bool
+    all_reduces: bool = False
 
     @property
     def uses_fsdp(self) -> bool:
@@ -126,7 +128,8 @@ class DataParallel:
             # the gathered buffer is copied into the parameters, gradients into the buffer that is reduced
             gather_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",)) + 2 * whole / bandwidth
             padded = self._padded(trained)
-            reduce_s = collectives.time_s("reduce_scatter", padded * reduced, self.mesh, ("dp_shard",))
+            summed = "all_reduce" if self.all_reduces else "reduce_scatter"
+            reduce_s = collectives.time_s(summed, padded * reduced, self.mesh, ("dp_shard",))
             reduce_s += padded * (compute + reduced) / bandwidth
             shard_bytes = padded // shards * reduced
             replicate_s = collectives.time_s("all_reduce", shard_bytes, self.mesh, ("dp_replicate",))

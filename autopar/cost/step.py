@@ -34,6 +34,8 @@ class Step:
         gathers_after_step: at ZeRO 1 and 2 all ranks gather parameters at once when they have been stepped (DeepSpeed,
             Megatron), so that no stage's first forward waits for those of the stages before; the runtime of autopar gathers
             in each stage's first forward (FSDP2).
+        all_reduces: gradients are summed whole on every data rank although each steps a part (DeepSpeed's BF16_Optimizer); the
+            runtime of autopar scatters the sums.
     """
 
     mesh: Mesh
@@ -50,5 +52,6 @@ class Step:
     overlapped_reductions: bool = False
     gathers_after_step: bool = False
     adds_gradients: bool = False
+    all_reduces: bool = False
     totals: tuple[int, ...] = ()
     clips: bool = False

@@ -20,10 +20,10 @@ from autopar.validate.express import Expressed, Structure, predict, step_time_s
 from autopar.validate.fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
 from autopar.validate.parameters import PARAMETERS, Parameter
 from autopar.validate.runs import Run
-from autopar.validate.sites import Site, cluster_of, load_sites, site_of
+from autopar.validate.sites import Site, cluster_of, load_sites, released, site_of
 
 ROUNDS = 8
-MEASURED_ROUNDS = (0,)
+MEASURED_ROUNDS = (0, 1)
 SETTLED = 1e-3
 """Relative gain of a round below which no other follows."""
 
@@ -54,9 +54,10 @@ class Session:
         profiles: Mapping[str, MachineProfile] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        self.runs, self.place, self.progress = tuple(runs), place, progress
+        self.place, self.progress = place, progress
         sites = tuple(load_sites() if sites is None else sites)
-        self.sites = tuple(site_of(run, sites) for run in self.runs)
+        self.sites = tuple(site_of(run, sites) for run in runs)
+        self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
         self._libraries: dict[str, CollectiveLibrary] = {}
         self._known_collectives: dict[object, CollectiveModel] = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
@@ -165,6 +166,8 @@ class Session:
         if parameter.architecture not in ("", free.architecture_of(self.profiles[run.device].device.name)):
             return False
         match parameter.name:
+            case "nic_fraction":
+                return not site.nic_bandwidth_bytes_per_s
             case "launch_s":
                 return not site.blocking_launches
             case "blocking_launch_s":

@@ -24,7 +24,8 @@ class Site:
     Attributes:
         source: part of the column ``source`` of the runs that it is for.
         names: of these runs, where it is not for all of them.
-        nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says.
+        release: what tells these runs of a source from its others, where the source says that they do not compare.
+        nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
         partitioned_sends: each rank of ``tp`` sends its part of such a message.
@@ -44,11 +45,14 @@ class Site:
         regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
         recomputes_products: selective recompute makes every second product of a layer again, besides what is cheap.
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
+        all_reduces_sums: gradients that accumulate in single precision are summed whole on every data rank (DeepSpeed's
+            BF16_Optimizer).
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
     """
 
     source: str
     names: tuple[str, ...] = ()
+    release: str = ""
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
     blocking_launches: bool = False
@@ -70,6 +74,7 @@ class Site:
     regathers: bool = False
     recomputes_products: bool = False
     shards_over_context: bool = False
+    all_reduces_sums: bool = False
     fixed_segments: bool = False
     provenance: str = ""
 
@@ -93,6 +98,7 @@ def _site(table: Table) -> Site:
     site = Site(
         source=table.text("source"),
         names=tuple(table.text("names", "").split()),
+        release=table.text("release", ""),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
         provenance=table.text("provenance"),
@@ -100,6 +106,14 @@ def _site(table: Table) -> Site:
     )
     table.finish()
     return site
+
+
+def released(run: Run, site: Site) -> Run:
+    """The run with the release that its site states, in parentheses behind the name of its source."""
+    mark = f" ({site.release})"
+    if not site.release or run.release.endswith(mark):
+        return run
+    return replace(run, source=run.release + mark + run.source[len(run.source.split(";")[0]) :])
 
 
 def site_of(run: Run, sites: tuple[Site, ...]) -> Site:
@@ -114,7 +128,8 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
     group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
     nic = group.nic
     if site.nic_bandwidth_bytes_per_s:
-        nic = replace(nic, bandwidth_bytes_per_s=site.nic_bandwidth_bytes_per_s, provenance=site.provenance)
+        speed = site.nic_bandwidth_bytes_per_s
+        nic = replace(nic, bandwidth_bytes_per_s=speed, step_fraction=1.0, provenance=site.provenance)
     group = replace(
         group, device=_as_run(group.device, site), nic=nic, nics_per_node=site.nics_per_node or group.nics_per_node
     )

@@ -184,6 +184,38 @@ def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.Re
     assert max(map(abs, errors.values())) < 0.35, max(errors.items(), key=lambda item: abs(item[1]))
 
 
+@pytest.mark.parametrize(
+    ("devices", "megabytes", "measured_us"),
+    [
+        (8, 33.6, 420),
+        (8, 67.1, 668),
+        (8, 134.2, 1305),
+        (8, 268.4, 2389),
+        (8, 536.9, 4448),
+        (4, 67.1, 585),
+        (4, 268.4, 2071),
+    ],
+)
+def test_messages_of_training_on_nvlink_take_what_two_tables_say(
+    devices: int, megabytes: float, measured_us: float
+) -> None:
+    """A100, all-reduce: nccl-tests in stas00/ml-engineering and Hetu-Galvatron's profile; 8 devices: the mean of both."""
+    model = CollectiveModel(benchmarked("a100-sxm4-80gb:1x8"))
+    found = model.time_s("all_reduce", megabytes * 1e6, Mesh(dp_shard=8 // devices, tp=devices), ("tp",))
+    assert found * 1e6 == pytest.approx(measured_us, rel=0.12)
+
+
+def test_a_slow_card_does_not_lengthen_what_fills_the_link_inside() -> None:
+    group = replace(H100.groups[0], intra_node=replace(H100.groups[0].intra_node, half_bandwidth_bytes=1e8))
+    group = replace(group, nic=replace(group.nic, bandwidth_bytes_per_s=1e9, half_bandwidth_bytes=0.0))
+    mesh, times = Mesh(dp_shard=32), []
+    for half in (0.0, 1e8):
+        inside = replace(group.intra_node, half_bandwidth_bytes=half)
+        model = CollectiveModel(replace(H100, groups=(replace(group, intra_node=inside),)))
+        times.append(model.time_s("all_gather", 2**30, mesh, ("dp_shard",)))
+    assert times[1] - times[0] == pytest.approx(1e8 * 31 / 32 / group.intra_node.bandwidth_bytes_per_s)
+
+
 def test_a_step_reaches_its_share_of_a_link() -> None:
     half = tuple(replace(g, intra_node=replace(g.intra_node, step_fraction=0.5)) for g in H100.groups)
     mesh = Mesh(dp_shard=4, tp=8)

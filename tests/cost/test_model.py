@@ -149,6 +149,25 @@ def test_gathers_after_the_step_do_not_add_up_along_a_pipeline() -> None:
     assert unhidden == pytest.approx((1 - device.interference) * (unit.gather_s + unit.reduce_s))
 
 
+def test_sums_that_every_rank_takes_whole_cost_an_all_reduce() -> None:
+    """DeepSpeed's BF16_Optimizer: each rank steps a part, and has summed all of it."""
+    model, how = CostModel(H100, FP32, "sgd"), step(Mesh(dp_shard=8), zero=1)
+    stages = [stage(*layers(3))]
+    parts, whole = (model.predict(stages, replace(how, all_reduces=a)).breakdown for a in (False, True))
+    units = [
+        [model._unit(b, model._data(replace(how, all_reduces=a))).reduce_s for b in stages[0].blocks]
+        for a in (False, True)
+    ]
+    assert sum(units[1]) > 1.2 * sum(units[0])
+    assert whole.data_parallel_s > parts.data_parallel_s
+    kinds = [
+        {c.kind for t in model.traffic(stages, replace(how, all_reduces=a)) for c in t if c.num_bytes > 1000}
+        for a in (False, True)
+    ]
+    assert "reduce_scatter" in kinds[0]
+    assert "reduce_scatter" not in kinds[1]
+
+
 def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> None:
     blocks, count = layers(3), 5
     model = CostModel(H100, FP32, "sgd")

@@ -135,6 +135,35 @@ def test_a_site_is_found_by_source_and_name_and_has_its_own_kernels() -> None:
         assert rate.attention_backward_fraction == known.flash2_backward_fraction > 0
 
 
+def test_a_site_may_know_its_own_network() -> None:
+    """BigScience's cards as a collective reached them in place: no parameter of the fit is laid over that."""
+    row = replace(read_runs(OWN)[0], source="BigScience BLOOM A100 topology benchmarks", name="bloom-181B#46")
+    made = Session([row])
+    card = next(parameter for parameter in free.PARAMETERS if parameter.name == "nic_fraction")
+    assert not made.touches(card, 0)
+    site = site_of(row, load_sites())
+    nic = cluster_of(row, made.profiles[row.device], site).groups[0].nic
+    assert nic.step_fraction == 1.0
+    assert nic.bandwidth_bytes_per_s == site.nic_bandwidth_bytes_per_s > 0
+
+
+def test_a_site_parts_runs_that_do_not_compare() -> None:
+    """BigScience's before and after its machines were mended: the same of everything but the release."""
+    row = replace(
+        read_runs(OWN)[0], source="BigScience BLOOM A100 topology benchmarks; a page; here", name="bloom-181B#46"
+    )
+    made = Session([row, replace(row, name="bloom-181B#86")])
+    before, after = made.runs
+    assert (before.publisher, before.source.split(";")[1:]) == (row.publisher, [" a page", " here"])
+    assert before.release == f"{row.publisher} (before 25 February 2022)"
+    assert after.release == f"{row.publisher} (from 25 February 2022)"
+    assert replace(made.sites[0], names=(), release="", provenance="") == replace(
+        made.sites[1], release="", provenance=""
+    )
+    assert made.under({}).runs == made.runs
+    assert len(set(made.times_s(made.start, [0, 1]))) == 1
+
+
 def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:
     predictions = list(evaluate(session).predictions)[:3]
     run = session.runs[0]
