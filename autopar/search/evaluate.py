@@ -10,18 +10,18 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.model import BlockCost, CostModel, StageCost, Step
+from autopar.cost.model import CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import Prediction, Recompute
-from autopar.schedule import live_peaks
 from autopar.search.amounts import flops_per_sample, readable, tokens_per_sample
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import PRECISION, bounds
 from autopar.search.candidates import Candidate
+from autopar.search.cuts import Cuts, Failure
 from autopar.search.every import every_cut
-from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
-from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
+from autopar.search.fitting import busy_s
+from autopar.search.inter import StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
@@ -30,9 +30,6 @@ from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
-
-MAX_KEPT = 20_000
-"""Choices of recompute of all stages up to which a cutter is kept."""
 
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
@@ -67,14 +64,6 @@ class Misfit:
     needs_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
-    """Why a layout gave no plan: too slow to matter, or too large."""
-
-    needs_bytes: int = 0
-    is_slow: bool = False
-
-
 class Evaluator:
     """Evaluates candidates for one model, cluster and batch; remembers what they share."""
 
@@ -85,8 +74,6 @@ class Evaluator:
         self.recompute, self.stages = pins.recompute(graph), pins.stages(graph)
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
-        self._shapes: dict[tuple[int, ...], CutShape] = {}
-        self._held: dict[tuple[str, int, int, int], list[int]] = {}
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
@@ -94,8 +81,10 @@ class Evaluator:
             is_pinned=bool(self.stages), every=space.every,
         )  # fmt: skip
         self.placed = Placed(self.layouts, model, modes=space.recompute, pinned=self.recompute)
+        self.cuts = Cuts(
+            self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages
+        )
         self._ideal: dict[Candidate, Row | MixedRow] = {}
-        self._cut: dict[tuple[object, ...], list[StageCutter]] = {}
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
         """Of a candidate in a layout, and whether it is of its priced blocks."""
 
@@ -251,7 +240,7 @@ class Evaluator:
         if candidate in self._done:
             return self._done[candidate]
         best: Evaluation | None = None
-        failures: list[_Failure] = []
+        failures: list[Failure] = []
         speed = self._speed(candidate)
         try:
             drafts = self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), _load(candidate))
@@ -261,10 +250,10 @@ class Evaluator:
                 bound = self._bound(candidate, draft, least)[0]
                 # one that cannot fit says how much it needs where there is nothing else to say
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
-                    failures.append(_Failure(is_slow=True))
+                    failures.append(Failure(is_slow=True))
                     continue
                 found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
-                if isinstance(found, _Failure):
+                if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
                     best = found
@@ -288,9 +277,9 @@ class Evaluator:
         if self.placed.has(candidate):
             return None  # what one rank has too much, a larger one may take
         option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        blocks = self._cut_blocks(option, self.step(candidate, option), self.model)
+        blocks = self.cuts.blocks(option, self.step(candidate, option), self.model)
         device = self.model.device
-        least = self._least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
+        least = self.cuts.least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
         if needs <= self.limit_bytes:
             return None
@@ -316,15 +305,15 @@ class Evaluator:
             totals=option.totals,
         )
 
-    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | _Failure:
+    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step, model = self.step(candidate, option), self.placed.ordered(candidate)
         if self.placed.has(candidate):
             option = self.placed.option(candidate, option)
             step = self.placed.step(step, option)
-        cutters = self._cutters(candidate, option, step)
+        cutters = self.cuts.cutters(candidate, option, step)
         if not fits and not self.stages:
-            return _Failure(needs_bytes=self._leanest(candidate, option, step, cutters[0]))
+            return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
         if self.rows.tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         ways: list[list[NDArray[np.bool_]] | None] = [None]
@@ -332,23 +321,23 @@ class Evaluator:
             ways = [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
         elif candidate.virtual_stages > 1 and not self.placed.has(candidate):
             ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
-        tried = [self._fits(candidate, option, step, cutters, at_most_s, way) for way in ways]
-        found = [plan for plans in tried if not isinstance(plans, _Failure) for plan in plans]
+        tried = [self.cuts.fits(candidate, option, step, cutters, at_most_s, way) for way in ways]
+        found = [plan for plans in tried if not isinstance(plans, Failure) for plan in plans]
         if not found:
-            failed = [plans for plans in tried if isinstance(plans, _Failure)]
+            failed = [plans for plans in tried if isinstance(plans, Failure)]
             return next((f for f in failed if f.is_slow), failed[0])
         pp, count = candidate.mesh.pp, candidate.num_micro_batches
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
         quick = [plan for plan in found if bound(plan.cut) < at_most_s]
         if not quick:
-            return _Failure(is_slow=True)
+            return Failure(is_slow=True)
         predicted = [(model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
         prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
         return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
 
     def _best_of_all(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
-    ) -> Evaluation | _Failure:
+    ) -> Evaluation | Failure:
         """Every cut with every choice of recompute, by their bounds."""
         pp, model, room = candidate.mesh.pp, self.placed.ordered(candidate), self.placed.limits(candidate)
         speed = self._speed(candidate)
@@ -365,7 +354,7 @@ class Evaluator:
             if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
                 is_slow = True
                 break
-            found = self._fitting(candidate, cut, option, step)
+            found = self.cuts.fitting(candidate, cut, option, step)
             needs.append(max(memory.total for memory in found.memory))
             if any(memory.total > limit for memory, limit in zip(found.memory, room, strict=True)):
                 continue
@@ -374,7 +363,7 @@ class Evaluator:
                 best = Evaluation(
                     candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction
                 )
-        return best or _Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
+        return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
     def polished(self, found: Evaluation) -> Evaluation:
         """A plan whose stages are cut better still; the same one where ranks are alike or its stages are given."""
@@ -385,7 +374,7 @@ class Evaluator:
         step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
 
         def made(stops: Sequence[int]) -> list[StageCost]:
-            return self._stages(stops, found.modes, option, candidate.mesh.pp)
+            return self.cuts.stages(stops, found.modes, option, candidate.mesh.pp)
 
         def priced(stops: Sequence[int]) -> float:
             stages = made(stops)
@@ -401,186 +390,6 @@ class Evaluator:
         if stops == found.stops:
             return found
         return replace(found, stops=stops, prediction=model.predict(made(stops), step))
-
-    def _fits(
-        self,
-        candidate: Candidate,
-        option: Option,
-        step: Step,
-        cutters: Sequence[StageCutter],
-        at_most_s: float,
-        allowed: Sequence[NDArray[np.bool_]] | None,
-    ) -> tuple[Fitting, ...] | _Failure:
-        """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory.
-
-        ``cutters``: one for each pipeline rank.
-        """
-        limits, in_flight = self._limits(candidate)
-        room, refit = self.placed.limits(candidate), partial(self._fitting, candidate, option=option, step=step)
-        pp, count, cutter = candidate.mesh.pp, candidate.num_micro_batches, cutters[0]
-        stages = pp * candidate.virtual_stages
-        needs = 0
-        for _ in range(MAX_CUTS):
-            cut = self._cut_once(candidate, option, step, cutters, in_flight, limits, allowed)
-            if cut is None:
-                if self.stages and not self._can_be_cut(cutter, stages):
-                    raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
-                return _Failure(needs_bytes=needs or self._leanest(candidate, option, step, cutter))
-            orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
-            light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
-            if not any(orders) and light() >= at_most_s:
-                return _Failure(is_slow=True)
-            if self.placed.has(candidate) and self._is_late(
-                candidate, lightest(cut, orders, cutter), option, step, at_most_s
-            ):
-                return _Failure(is_slow=True)
-            found = refit(cut)
-            spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
-            if min(spare) >= 0:
-                if light(with_once=True) >= at_most_s:
-                    return _Failure(is_slow=True)
-                return (found, relaxed(found, orders, cutter, refit, room)) if any(orders) else (found,)
-            needs = max(m.total for m in found.memory)
-            limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
-        return _Failure(needs_bytes=needs)
-
-    def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
-        """Whether a cut takes too long, whatever memory it needs: quicker to find than what fits."""
-        if at_most_s == float("inf"):
-            return False
-        made = self._stages(cut.stops, cut.modes, option, step.mesh.pp)
-        return self.placed.ordered(candidate).breakdown(made, step).total_s >= at_most_s
-
-    def _cut_once(
-        self,
-        candidate: Candidate,
-        option: Option,
-        step: Step,
-        cutters: Sequence[StageCutter],
-        in_flight: Sequence[int],
-        limits: Sequence[float],
-        allowed: Sequence[NDArray[np.bool_]] | None,
-    ) -> Cut | None:
-        if self.placed.has(candidate) and candidate.virtual_stages == 1:
-            return self.placed.cut(
-                candidate, option, step, cutters, in_flight=in_flight, limit_bytes=limits, allowed=allowed
-            )
-        return cutters[0].cut(
-            candidate.mesh.pp * candidate.virtual_stages,
-            in_flight=in_flight,
-            limit_bytes=limits,
-            num_micro_batches=candidate.num_micro_batches,
-            allowed=allowed,
-            by_rank=cutters,
-        )
-
-    def _fitting(self, candidate: Candidate, cut: Cut, option: Option, step: Step) -> Fitting:
-        made = self._stages(cut.stops, cut.modes, option, step.mesh.pp)
-        return Fitting(cut=cut, made=made, memory=self.placed.ordered(candidate).memory(made, step))
-
-    def _can_be_cut(self, cutter: StageCutter, stages: int) -> bool:
-        """Whether the pinned stages alone allow a cut."""
-        unlimited = [float("inf")] * stages
-        return cutter.cut(stages, in_flight=[1] * stages, limit_bytes=unlimited, num_micro_batches=1) is not None
-
-    def _least_bytes(self, blocks: Sequence[CutBlock], candidate: Candidate) -> float:
-        """Tensors of the fullest rank at least: the average rank, or a single block."""
-        own = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
-        alone = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
-        return max(sum(own) / candidate.mesh.pp, *alone)
-
-    def _leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
-        """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
-        n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
-        stops = tuple(round((s + 1) * n / stages) for s in range(stages))
-        modes = tuple(block.options[-1].mode for block in cutter.blocks)
-        made = self._stages(stops, modes, option, candidate.mesh.pp)
-        return max(m.total for m in self.placed.ordered(candidate).memory(made, step))
-
-    def _stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option, pp: int) -> list[StageCost]:
-        class_of = self.layouts.compact.class_of
-        costs = [[own.costs[k] for k in class_of] for own in option.ranks or (option,)]
-        return [
-            StageCost(
-                blocks=tuple(costs[s % pp % len(costs)][start:stop]),
-                recompute=tuple(m == "full" for m in modes[start:stop]),
-            )
-            for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False))
-        ]
-
-    def _limits(self, candidate: Candidate) -> tuple[list[float], list[int]]:
-        """Bytes that each stage may fill, and the micro-batches that it holds."""
-        pp, v = candidate.mesh.pp, candidate.virtual_stages
-        key = (candidate.schedule, pp, v, candidate.num_micro_batches)
-        if key not in self._held:
-            held = [0] * (pp * v)
-            for rank in range(pp):
-                for counts in live_peaks(*key, rank):
-                    for turn, count in enumerate(counts):
-                        held[turn * pp + rank] = max(held[turn * pp + rank], count)
-            self._held[key] = held
-        return [limit / v for limit in self.placed.tensor_limits(candidate)] * v, self._held[key]
-
-    def _cutters(self, candidate: Candidate, option: Option, step: Step) -> list[StageCutter]:
-        """For each pipeline rank the blocks as its devices run them; the same one for equal devices."""
-        key = (id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches)
-        found = self._cut.get(key)
-        if found is None:
-            parts = self.placed.ordered(candidate).parts(candidate.mesh)
-            made: dict[int, StageCutter] = {}
-            for rank, part in enumerate(parts):
-                if id(part) not in made:
-                    made[id(part)] = self._cutter(self._cut_blocks(option.of_rank(rank), step, part))
-            found = [made[id(part)] for part in parts]
-            if self.placed.has(candidate) and len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
-                self._cut[key] = found
-        return found
-
-    def _cut_blocks(self, option: Option, step: Step, model: CostModel) -> list[CutBlock]:
-        """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
-        made: dict[tuple[int, Recompute | None], CutBlock] = {}
-        blocks = []
-        for index, k in enumerate(self.layouts.compact.class_of):
-            pinned = self.recompute.get(index)
-            key = (option.keys[k], pinned)
-            if key not in made:
-                modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space.recompute
-                made[key] = self._cut_block(len(made), option.costs[k], modes, step, model)
-            blocks.append(made[key])
-        return blocks
-
-    def _cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
-        sequence = tuple(b.key for b in blocks)
-        if sequence not in self._shapes:
-            counts = {b.key: len(b.options) for b in blocks}
-            self._shapes[sequence] = CutShape(sequence, counts, fixed=self.stages)
-        return StageCutter(blocks, shape=self._shapes[sequence])
-
-    def _cut_block(
-        self, key: int, cost: BlockCost, modes: tuple[Recompute, ...], step: Step, model: CostModel
-    ) -> CutBlock:
-        options = []
-        private = self.rows.without_shared(cost)
-        adding_s = model.block_adding_s(private, step)
-        for mode in modes:
-            again = mode == "full"
-            time = model.block_time_s(cost, step, recompute=again)
-            options.append(
-                BlockOption(
-                    mode=mode,
-                    time_s=time.forward_s + time.backward_s + adding_s,
-                    held_bytes=cost.kept_bytes(again),
-                    transient_bytes=cost.passing_bytes(again),
-                )
-            )
-        once_s = model.block_once_s(private, step)
-        return CutBlock(
-            key=key,
-            options=tuple(options),
-            static_bytes=model.block_state(cost, step).total,
-            once_s=once_s,
-            more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
-        )
 
 
 def _bounds(

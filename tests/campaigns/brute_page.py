@@ -124,4 +124,4 @@ def _time(time_s: float | None) -> str:
 
 
 def _percent(gap: float) -> str:
-    return "none found" if math.isinf(gap) else f"{100 * gap:.2g} %"
+    return "none found" if math.isinf(gap) else f"{100 * gap:,.{0 if gap >= 0.1 else 2}f} %"

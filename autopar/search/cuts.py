@@ -1,0 +1,239 @@
+"""Stage cuts of one candidate in one layout: prices of its blocks, what fits, and what the leanest cut needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.model import BlockCost, CostModel, StageCost, Step
+from autopar.errors import InfeasibleError
+from autopar.plan import Recompute
+from autopar.schedule import live_peaks
+from autopar.search.candidates import Candidate
+from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
+from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
+from autopar.search.mixed import Placed
+from autopar.search.options import Option
+from autopar.search.rows import RowMaker
+
+MAX_KEPT = 20_000
+"""Choices of recompute of all stages up to which a cutter is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a layout gave no plan: too slow to matter, or too large."""
+
+    needs_bytes: int = 0
+    is_slow: bool = False
+
+
+class Cuts:
+    """Stage cuts for one model and cluster; remembers what candidates share.
+
+    Args:
+        rows: of the model, whose compact graph and modes of recompute they are for.
+        placed: what differs where ranks have different devices.
+        space_modes: modes of recompute that the space allows.
+        recompute, pinned: pinned modes and stages by block of the original graph.
+    """
+
+    def __init__(
+        self,
+        rows: RowMaker,
+        placed: Placed,
+        *,
+        space_modes: tuple[Recompute, ...],
+        recompute: Mapping[int, Recompute],
+        pinned: Mapping[int, int],
+    ) -> None:
+        self.rows, self.placed = rows, placed
+        self.space_modes, self.recompute, self.pinned = space_modes, recompute, pinned
+        self.class_of, self.model = rows.class_of, rows.model
+        self._shapes: dict[tuple[int, ...], CutShape] = {}
+        self._held: dict[tuple[str, int, int, int], list[int]] = {}
+        self._cut: dict[tuple[object, ...], list[StageCutter]] = {}
+
+    def fits(
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutters: Sequence[StageCutter],
+        at_most_s: float,
+        allowed: Sequence[NDArray[np.bool_]] | None,
+    ) -> tuple[Fitting, ...] | Failure:
+        """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory.
+
+        ``cutters``: one for each pipeline rank.
+        """
+        limits, in_flight = self._limits(candidate)
+        room, refit = self.placed.limits(candidate), partial(self.fitting, candidate, option=option, step=step)
+        pp, count, cutter = candidate.mesh.pp, candidate.num_micro_batches, cutters[0]
+        stages = pp * candidate.virtual_stages
+        needs = 0
+        for _ in range(MAX_CUTS):
+            cut = self._cut_once(candidate, option, step, cutters, in_flight, limits, allowed)
+            if cut is None:
+                if self.pinned and not self._can_be_cut(cutter, stages):
+                    raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
+                return Failure(needs_bytes=needs or self.leanest(candidate, option, step, cutter))
+            orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
+            light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
+            if not any(orders) and light() >= at_most_s:
+                return Failure(is_slow=True)
+            if self.placed.has(candidate) and self._is_late(
+                candidate, lightest(cut, orders, cutter), option, step, at_most_s
+            ):
+                return Failure(is_slow=True)
+            found = refit(cut)
+            spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
+            if min(spare) >= 0:
+                if light(with_once=True) >= at_most_s:
+                    return Failure(is_slow=True)
+                return (found, relaxed(found, orders, cutter, refit, room)) if any(orders) else (found,)
+            needs = max(m.total for m in found.memory)
+            limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
+        return Failure(needs_bytes=needs)
+
+    def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
+        """Whether a cut takes too long, whatever memory it needs: quicker to find than what fits."""
+        if at_most_s == float("inf"):
+            return False
+        made = self.stages(cut.stops, cut.modes, option, step.mesh.pp)
+        return self.placed.ordered(candidate).breakdown(made, step).total_s >= at_most_s
+
+    def _cut_once(
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limits: Sequence[float],
+        allowed: Sequence[NDArray[np.bool_]] | None,
+    ) -> Cut | None:
+        if self.placed.has(candidate) and candidate.virtual_stages == 1:
+            return self.placed.cut(
+                candidate, option, step, cutters, in_flight=in_flight, limit_bytes=limits, allowed=allowed
+            )
+        return cutters[0].cut(
+            candidate.mesh.pp * candidate.virtual_stages,
+            in_flight=in_flight,
+            limit_bytes=limits,
+            num_micro_batches=candidate.num_micro_batches,
+            allowed=allowed,
+            by_rank=cutters,
+        )
+
+    def fitting(self, candidate: Candidate, cut: Cut, option: Option, step: Step) -> Fitting:
+        made = self.stages(cut.stops, cut.modes, option, step.mesh.pp)
+        return Fitting(cut=cut, made=made, memory=self.placed.ordered(candidate).memory(made, step))
+
+    def _can_be_cut(self, cutter: StageCutter, stages: int) -> bool:
+        """Whether the pinned stages alone allow a cut."""
+        unlimited = [float("inf")] * stages
+        return cutter.cut(stages, in_flight=[1] * stages, limit_bytes=unlimited, num_micro_batches=1) is not None
+
+    def least_bytes(self, blocks: Sequence[CutBlock], candidate: Candidate) -> float:
+        """Tensors of the fullest rank at least: the average rank, or a single block."""
+        own = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
+        alone = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
+        return max(sum(own) / candidate.mesh.pp, *alone)
+
+    def leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
+        """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
+        n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
+        stops = tuple(round((s + 1) * n / stages) for s in range(stages))
+        modes = tuple(block.options[-1].mode for block in cutter.blocks)
+        made = self.stages(stops, modes, option, candidate.mesh.pp)
+        return max(m.total for m in self.placed.ordered(candidate).memory(made, step))
+
+    def stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option, pp: int) -> list[StageCost]:
+        class_of = self.class_of
+        costs = [[own.costs[k] for k in class_of] for own in option.ranks or (option,)]
+        return [
+            StageCost(
+                blocks=tuple(costs[s % pp % len(costs)][start:stop]),
+                recompute=tuple(m == "full" for m in modes[start:stop]),
+            )
+            for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False))
+        ]
+
+    def _limits(self, candidate: Candidate) -> tuple[list[float], list[int]]:
+        """Bytes that each stage may fill, and the micro-batches that it holds."""
+        pp, v = candidate.mesh.pp, candidate.virtual_stages
+        key = (candidate.schedule, pp, v, candidate.num_micro_batches)
+        if key not in self._held:
+            held = [0] * (pp * v)
+            for rank in range(pp):
+                for counts in live_peaks(*key, rank):
+                    for turn, count in enumerate(counts):
+                        held[turn * pp + rank] = max(held[turn * pp + rank], count)
+            self._held[key] = held
+        return [limit / v for limit in self.placed.tensor_limits(candidate)] * v, self._held[key]
+
+    def cutters(self, candidate: Candidate, option: Option, step: Step) -> list[StageCutter]:
+        """For each pipeline rank the blocks as its devices run them; the same one for equal devices."""
+        key = (id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches)
+        found = self._cut.get(key)
+        if found is None:
+            parts = self.placed.ordered(candidate).parts(candidate.mesh)
+            made: dict[int, StageCutter] = {}
+            for rank, part in enumerate(parts):
+                if id(part) not in made:
+                    made[id(part)] = self._cutter(self.blocks(option.of_rank(rank), step, part))
+            found = [made[id(part)] for part in parts]
+            if self.placed.has(candidate) and len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
+                self._cut[key] = found
+        return found
+
+    def blocks(self, option: Option, step: Step, model: CostModel) -> list[CutBlock]:
+        """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
+        made: dict[tuple[int, Recompute | None], CutBlock] = {}
+        blocks = []
+        for index, k in enumerate(self.class_of):
+            pinned = self.recompute.get(index)
+            key = (option.keys[k], pinned)
+            if key not in made:
+                modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space_modes
+                made[key] = self._cut_block(len(made), option.costs[k], modes, step, model)
+            blocks.append(made[key])
+        return blocks
+
+    def _cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
+        sequence = tuple(b.key for b in blocks)
+        if sequence not in self._shapes:
+            counts = {b.key: len(b.options) for b in blocks}
+            self._shapes[sequence] = CutShape(sequence, counts, fixed=self.pinned)
+        return StageCutter(blocks, shape=self._shapes[sequence])
+
+    def _cut_block(
+        self, key: int, cost: BlockCost, modes: tuple[Recompute, ...], step: Step, model: CostModel
+    ) -> CutBlock:
+        options = []
+        private = self.rows.without_shared(cost)
+        adding_s = model.block_adding_s(private, step)
+        for mode in modes:
+            again = mode == "full"
+            time = model.block_time_s(cost, step, recompute=again)
+            options.append(
+                BlockOption(
+                    mode=mode,
+                    time_s=time.forward_s + time.backward_s + adding_s,
+                    held_bytes=cost.kept_bytes(again),
+                    transient_bytes=cost.passing_bytes(again),
+                )
+            )
+        once_s = model.block_once_s(private, step)
+        return CutBlock(
+            key=key,
+            options=tuple(options),
+            static_bytes=model.block_state(cost, step).total,
+            once_s=once_s,
+            more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
+        )
