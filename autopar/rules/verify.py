@@ -183,16 +183,19 @@ def _check(
 
     def rank(index: int, group: dist.ProcessGroup | None) -> None:
         inputs = [pieces[index] for pieces in operands]
-        with _same_random_numbers():
-            outputs[index] = call(written, inputs, None if group is None else (axis, group))
+        outputs[index] = call(written, inputs, None if group is None else (axis, group))
         own = [pieces[index] for pieces in cotangents]
         gradients[index] = _gradients(inputs, outputs[index], own)
 
     if axis in written.args or axis in (value for _, value in written.kwargs):
-        _in_threads(rank, size)
+        with (
+            _same_random_numbers()
+        ):  # of all ranks together: threads that seed the same generator wait for each other for ever
+            _in_threads(rank, size)
     else:
         for index in range(size):
-            rank(index, None)
+            with _same_random_numbers():
+                rank(index, None)
     for i, (y, kind) in enumerate(zip(dense.outputs, strategy.outputs, strict=True)):
         parts = [result[i] for result in outputs]
         if tuple(parts[0].shape) != local.outputs[i].shape:
