@@ -3,7 +3,9 @@
 :mod:`autopar.search.inter` minimises the sum of the stages' times and the slowest one's, which is the step where all that
 is done once a step is alike. On a slow network the reductions of a stage may take as long as its computation: fast devices
 then take more blocks than their speed asks for. Here the program of :mod:`autopar.search.mixed_bounds` runs over the blocks
-themselves, every stage with its own times, memory and choices of recompute, and the cut of the least time is taken.
+themselves, every stage with its own times, memory and choices of recompute. Of the cuts that it names the quickest is taken,
+and moved block by block while that makes it quicker. The program knows the least that may stand before a rank, not what does:
+of few blocks with very unequal work once a step a cut may be quicker still.
 """
 
 from __future__ import annotations
@@ -68,7 +70,25 @@ def quickest_stops(ranks: Sequence[RankTables], num_micro_batches: int) -> tuple
         high, value = middle, program.value_s(stops)
         if value < least:
             best, least = stops, value
-    return best, least
+    return _moved(program, best, least)
+
+
+def _moved(program: Program, stops: tuple[int, ...], value_s: float) -> tuple[tuple[int, ...], float]:
+    """A cut from which no block can move to the stage beside its own and make it quicker."""
+    while True:
+        edges = (0, *stops)
+        beside = [
+            (*stops[:k], stop + step, *stops[k + 1 :])
+            for k, stop in enumerate(stops[:-1])
+            for step in (-1, 1)
+            if edges[k] < stop + step < stops[k + 1]
+        ]
+        found, least_s = min(
+            ((own, program.value_s(own)) for own in beside), key=lambda p: p[1], default=(stops, value_s)
+        )
+        if not least_s < value_s:
+            return stops, value_s
+        stops, value_s = found, least_s
 
 
 class Program:
