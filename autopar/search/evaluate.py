@@ -78,7 +78,7 @@ class Evaluator:
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
-            is_pinned=bool(self.stages), every=space.every,
+            is_pinned=bool(self.stages), every=0 if space.equal_stages else space.every,
         )  # fmt: skip
         self.placed = Placed(self.layouts, model, modes=space.recompute, pinned=self.recompute)
         self.cuts = Cuts(

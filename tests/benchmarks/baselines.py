@@ -24,6 +24,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
+from autopar.profile.files import write_text
 from autopar.search.evaluate import Evaluation
 from autopar.search.outer import Limits
 from autopar.search.pins import Pins
@@ -251,16 +252,13 @@ def main() -> int:
     for name in options.only or PROBLEMS:
         if name not in kept:
             kept[name] = compare(name, lambda text: print(text, flush=True))
-            options.results.parent.mkdir(parents=True, exist_ok=True)
-            made = options.results.with_suffix(".new")
-            made.write_text(json.dumps({k: [asdict(row) for row in rows] for k, rows in kept.items()}, indent=1))
-            made.replace(options.results)
+            write_text(
+                options.results, json.dumps({k: [asdict(row) for row in rows] for k, rows in kept.items()}, indent=1)
+            )
     results = {name: kept[name] for name in PROBLEMS if name in kept}
     text = page(results)
     if options.page is not None:
-        made = options.page.with_suffix(".new")
-        made.write_text(text, encoding="utf-8")
-        made.replace(options.page)
+        write_text(options.page, text)
     else:
         print(text)
     for line in worse(results):

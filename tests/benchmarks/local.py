@@ -30,6 +30,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.measured import load_json
 from autopar.profile.detect import machine_profile
+from autopar.profile.files import write_json, write_text
 from autopar.profile.store import MachineProfile
 from autopar.report.units import seconds
 
@@ -110,9 +111,13 @@ def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
     return launch
 
 
-def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | None, float]]:
-    """Every model under every setting: its outcome, None where none was found, and the load of the machine then."""
+def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | None, float | None]]:
+    """Every model under every setting: its outcome, None where none was found, and the load of the machine then.
+
+    Of what an earlier run has measured it is the load that was noted then, None where none was.
+    """
     found = []
+    loads = load_json(options.out / "loads.json") if (options.out / "loads.json").is_file() else {}
     for setting in SETTINGS:
         if setting.rate is not None and options.netcluster is None:
             print(f"{setting.name}: left out, no --netcluster", flush=True)
@@ -138,19 +143,22 @@ def measure(options: argparse.Namespace) -> list[tuple[str, Setting, Outcome | N
                     timeout_s=options.timeout,
                 )
                 file = options.out / f"{name} {setting.file_name}.json".replace(" ", "-")
-                start = time.monotonic()
+                start, is_new = time.monotonic(), not file.is_file()
                 try:
                     outcome: Outcome | None = on_cluster(wish, cluster, launch, results=file)
                 except AutoparError as error:
                     print(f"{name}, {setting.name}: {error}", flush=True)
                     outcome = None
-                found.append((name, setting, outcome, os.getloadavg()[1]))
+                if is_new:
+                    loads[file.stem] = os.getloadavg()[1]
+                    write_json(options.out / "loads.json", loads)
+                found.append((name, setting, outcome, loads.get(file.stem)))
                 score = outcome.score if outcome is not None else None
                 print(f"{name}, {setting.name}: {score} ({time.monotonic() - start:.0f} s)", flush=True)
     return found
 
 
-def page(found: Sequence[tuple[str, Setting, Outcome | None, float]], options: argparse.Namespace) -> str:
+def page(found: Sequence[tuple[str, Setting, Outcome | None, float | None]], options: argparse.Namespace) -> str:
     """What was found, as Markdown."""
     lines = [
         "# Predicted and measured on the CPU ranks of one machine",
@@ -175,7 +183,12 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float]], options: a
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, setting, outcome, load in found:
-        cells = [name, setting.name, *_cells(outcome, _layers_s(setting, options.out)), f"{load:.1f}"]
+        cells = [
+            name,
+            setting.name,
+            *_cells(outcome, _layers_s(setting, options.out)),
+            "-" if load is None else f"{load:.1f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## What is picked, and what was best", ""]
     lines += [
@@ -200,7 +213,7 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float]], options: a
     return "\n".join(lines) + "\n"
 
 
-def _changes(found: Sequence[tuple[str, Setting, Outcome | None, float]]) -> list[str]:
+def _changes(found: Sequence[tuple[str, Setting, Outcome | None, float | None]]) -> list[str]:
     """Whether picked and best plan are others behind a slow link than on loopback."""
     known = {(name, setting.name): outcome for name, setting, outcome, _ in found if outcome is not None}
     lines = []
@@ -288,7 +301,7 @@ def main() -> int:
     found = measure(options)
     text = page(found, options)
     if options.page is not None:
-        options.page.write_text(text, encoding="utf-8")
+        write_text(options.page, text)
     print(text)
     return 0
 

@@ -64,7 +64,13 @@ PERIOD_US = 5000
 
 
 def search(
-    graph: Graph, cluster: Cluster, batch: int, precision: Precision, pins: Sequence[str], most_s: float | None = None
+    graph: Graph,
+    cluster: Cluster,
+    batch: int,
+    precision: Precision,
+    pins: Sequence[str],
+    most_s: float | None = None,
+    space: str = "default",
 ) -> Plan:
     task = Task(
         graph=graph,
@@ -73,7 +79,7 @@ def search(
         precision=precision,
         optimizer="adamw",
         pins=Pins.parse(tuple(pins)),
-        space=load_space("default"),
+        space=load_space(space),
     )
     return Planner(task).search(limits=Limits(max_step_time_s=most_s))
 

@@ -22,13 +22,8 @@ from autopar.models import resolve_model
 from autopar.plan import Plan
 from autopar.report.table import plain_table
 from autopar.report.units import seconds
-from autopar.search.outer import Limits
-from autopar.search.pins import Pins
-from autopar.search.planner import Planner
-from autopar.search.space import load_space
-from autopar.search.task import Task
 
-from .mixed import A100_V100, FP16
+from .mixed import A100_V100, FP16, search
 
 MODELS = {
     "OPT-350M": "gpt:layers=24,hidden=1024,heads=16,vocab=50272",
@@ -56,17 +51,8 @@ def planned(graph: Graph, cluster: Cluster, space: str, rounds: int) -> tuple[Pl
     spent, plan = [], None
     for _ in range(rounds):
         begin = time.process_time()
-        task = Task(
-            graph=graph,
-            cluster=cluster,
-            global_batch_size=BATCH,
-            precision=FP16,
-            optimizer="adamw",
-            pins=Pins(),
-            space=load_space(space),
-        )
         try:
-            plan = Planner(task).search(limits=Limits())
+            plan = search(graph, cluster, BATCH, FP16, (), space=space)
         except InfeasibleError:
             plan = None
         spent.append(time.process_time() - begin)

@@ -26,6 +26,7 @@ import torch
 from autopar import api
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
+from autopar.profile.files import write_text
 
 SELF = "tests.benchmarks.speed"
 GIB = 2**30
@@ -206,9 +207,7 @@ def main() -> int:
     if options.page is None:
         print(text)
     else:
-        made = options.page.with_suffix(".new")
-        made.write_text(text, encoding="utf-8")
-        made.replace(options.page)
+        write_text(options.page, text)
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.plan import Plan
+from autopar.profile.files import write_text
 from autopar.studies import load_study, run_study, study_files
 
 HEAD = """# Studies
@@ -88,15 +89,10 @@ def main() -> int:
         if name not in kept:
             kept[name] = run(name)
             print(f"{name}: {kept[name]}", flush=True)
-            options.results.parent.mkdir(parents=True, exist_ok=True)
-            made = options.results.with_suffix(".new")
-            made.write_text(json.dumps(kept, indent=1))
-            made.replace(options.results)
+            write_text(options.results, json.dumps(kept, indent=1))
     text = page({name: kept[name] for name in sorted(kept)})
     if options.page is not None:
-        made = options.page.with_suffix(".new")
-        made.write_text(text, encoding="utf-8")
-        made.replace(options.page)
+        write_text(options.page, text)
     else:
         print(text)
     slower = [
