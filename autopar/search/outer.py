@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from autopar.errors import UsageError
 from autopar.schedule import SCHEDULES
 from autopar.search.candidates import Candidate
+from autopar.search.collection import seldom_collected
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
 from autopar.search.ledger import Ledger, OwnLedger, Told
 
@@ -145,6 +146,7 @@ class OuterSearch:
             interrupted=interrupted,
         )
 
+    @seldom_collected()
     def work(self) -> None:
         """Search until the end or a limit; what is found stands in the ledger."""
         for _ in self.steps():

@@ -17,6 +17,7 @@ from autopar.rules.spread import expert_counts
 from autopar.search.amounts import readable
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
+from autopar.search.collection import seldom_collected
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, memory_of_devices
 from autopar.search.ledger import Ledger
 from autopar.search.mixed import in_orders, mixed_notes, rank_groups
@@ -48,6 +49,7 @@ class Planner:
         RuleError: an operator mixes samples.
     """
 
+    @seldom_collected()
     def __init__(self, task: Task, *, explains: bool = True) -> None:
         pins = Pins.parse(dict.fromkeys((*task.graph.pins, *task.pins.texts)))
         task = replace(task, pins=pins, opaque=tuple(dict.fromkeys((*task.opaque, *pins.opaque))))
@@ -100,6 +102,7 @@ class Planner:
 
     # --- verbs
 
+    @seldom_collected()
     def search(self, *, limits: Limits, sharing: Sharing | None = None, progress: Progress | None = None) -> Plan:
         """The fastest plan that fits.
 
@@ -124,11 +127,13 @@ class Planner:
             raise self._too_large(outcome.misfits)
         return self._plan(self.evaluator.polished(outcome.best), outcome)
 
+    @seldom_collected()
     def fastest(self, limits: Limits, *, progress: Progress | None = None) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
         outcome = self._outcome(limits, sharing=None, progress=progress)
         return self._plan(self.evaluator.polished(outcome.best), outcome) if outcome.best is not None else None
 
+    @seldom_collected()
     def fits(self) -> bool:
         """Whether some plan fits in memory, however slow: the leanest that may are tried first."""
         bounds = self.evaluator.ideal_bounds_s(self.pool)
@@ -169,6 +174,7 @@ class Planner:
             is_wanted=is_wanted,
         )
 
+    @seldom_collected()
     def estimate(self) -> Plan:
         """The plan that the pins describe; what they leave open is as usual (see ``outer.usual``), as far as it fits.
 
