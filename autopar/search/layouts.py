@@ -11,9 +11,8 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
-from autopar.cost.block import BlockWork
 from autopar.cost.data_parallel import itemsize
-from autopar.cost.model import BlockCost, CostModel
+from autopar.cost.model import CostModel
 from autopar.cost.stages import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter
@@ -27,6 +26,7 @@ from autopar.rules.spread import AXIS as SPREAD
 from autopar.rules.spread import EXPERTS, spread
 from autopar.rules.types import Strategy, Typing
 from autopar.search.batch import solve_batch
+from autopar.search.block_prices import BlockPrices, PricedBlocks
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
 from autopar.search.elimination import Prepared
@@ -92,7 +92,8 @@ class Layouts:
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
         self._every: dict[Split, tuple[Draft, ...]] = {}
-        self._works: dict[int, tuple[Graph, tuple[BlockWork, ...], Mesh]] = {}  # of options by id, where groups differ
+        self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
+        self._priced_blocks: dict[tuple[Split, str], BlockPrices] = {}
         self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
         self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
@@ -394,35 +395,27 @@ class Layouts:
         key = (split, kind, solution and solution.signature)
         if key not in self._options:
             graph = self._base(split, kind).graph
-            padding: dict[str, int] = {}
-            if solution is not None:
-                padding = used_padding(graph, lengths(graph, split.tp), solution.typing)
-                graph = shard(pad(graph, padding), solution.typing)
-            mesh = self.mesh(split)
-            made: dict[object, BlockCost] = {}
-            works: list[BlockWork] = []
-            costs, keys = [], []
-            for i, block in enumerate(graph.blocks):
-                alike = self._alike(graph, i)
-                if alike not in made:
-                    works.append(self.model.block_work(graph, block))
-                    made[alike] = self.model.price(works[-1], mesh)
-                costs.append(made[alike])
-                keys.append(list(made).index(alike))
+            found = self._prices(split, kind).of(solution)
             self._options[key] = Option(
                 sequence=self._sequence(split, kind) if split.cp > 1 else None,
                 kind=kind,
                 solution=solution,
                 ep_data=split.ep_data,
-                costs=tuple(costs),
-                keys=tuple(keys),
-                prelude_s=self.model.prelude_time_s(graph),
-                padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in padding.items()),
+                costs=found.costs,
+                keys=found.keys,
+                prelude_s=found.prelude_s,
+                padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in found.padding.items()),
                 totals=tuple(graph.spec(ref).num_bytes for ref in graph.sums),
             )
             if self.model.is_mixed:
-                self._works[id(self._options[key])] = graph, tuple(works), mesh
+                self._works[id(self._options[key])] = found, self.mesh(split)
         return self._options[key]
+
+    def _prices(self, split: Split, kind: str) -> BlockPrices:
+        if (split, kind) not in self._priced_blocks:
+            graph, mesh = self._base(split, kind).graph, self.mesh(split)
+            self._priced_blocks[split, kind] = BlockPrices(graph, self.model, mesh, self._owners, split.tp)
+        return self._priced_blocks[split, kind]
 
     def priced(self, option: Option, part: CostModel) -> Option:
         """A layout of :meth:`option` as the devices of ``part`` run it."""
@@ -430,18 +423,11 @@ class Layouts:
             return option
         key = (id(option), part.places)
         if key not in self._priced:
-            graph, works, mesh = self._works[id(option)]
-            made = [part.price(work, mesh) for work in works]
-            prelude_s = part.prelude_time_s(graph)
+            found, mesh = self._works[id(option)]
+            made = [part.price(work, mesh) for work in found.works]
+            prelude_s = part.prelude_time_s(found.prelude)
             self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)
         return self._priced[key]
-
-    def _alike(self, graph: Graph, index: int) -> object:
-        """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
-        block = graph.blocks[index]
-        shared = tuple(p.name for p in graph.block_parameters(block) if self._owners[p.name] > 1)
-        sent = tuple(graph.spec(ref) for ref in graph.block_outputs(block))
-        return block.hash, shared, sent, graph.loss.name in {op.name for op in graph.block_ops(block)}
 
 
 def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:

@@ -25,6 +25,8 @@ def used_padding(graph: Graph, wanted: Mapping[str, int], typing: Typing) -> dic
         graph: before it is padded.
     """
     used: dict[str, int] = {}
+    if not wanted:
+        return used
     split = {
         (ref, kind.dim)
         for op in graph.ops
@@ -36,7 +38,7 @@ def used_padding(graph: Graph, wanted: Mapping[str, int], typing: Typing) -> dic
         if kind.is_split
     }
     split |= {(Ref(name), kind.dim) for name, kind in typing.parameters.items() if kind.is_split}
-    for vocabulary in vocabularies(graph) if wanted else ():
+    for vocabulary in vocabularies(graph):
         keys = [graph.parameter(name).key for name in vocabulary.parameters]
         dims = [(Ref(name), dim) for name, dim in vocabulary.parameters.items()]
         dims += [(ref, len(graph.spec(ref).shape) - 1) for ref in vocabulary.values]
