@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from autopar.cost.block import BlockCost, ParameterCost
 from autopar.mesh import MESH_AXES, Mesh
 
 BUCKET_BYTES = 25 * 2**20
 """That of the runtime (and of DDP); a test keeps both equal."""
+
+
+Sum: TypeAlias = tuple[ParameterCost, tuple[str, ...]]
+"""A parameter, and the axes over which its gradient is summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +75,17 @@ def sum_axes(parameter: ParameterCost, mesh: Mesh, uses_fsdp: bool) -> tuple[str
     return tuple(axis for axis in wanted if mesh.size((axis,)) > 1)
 
 
-def buckets(stages: Sequence[Sequence[BlockCost]], mesh: Mesh, uses_fsdp: bool, itemsize: int) -> tuple[Bucket, ...]:
+def buckets(stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int) -> tuple[Bucket, ...]:
     """The all-reduces beside backward, of one rank.
 
     Args:
         stages: the blocks of each of the rank's stages, in order of the model.
+        summed: of the data axes.
         itemsize: of a gradient's element.
     """
     done: list[Bucket] = []
     filling: dict[tuple[str, ...], Bucket] = {}
-    wanted = _Summed(mesh, uses_fsdp)
-    for stage, block, parameter, axes in reversed(list(_in_order(stages, wanted.in_buckets))):
+    for stage, block, parameter, axes in reversed(list(_in_order(stages, summed.in_buckets))):
         before = filling.get(axes)
         last = (stage, block) if before is None else min((before.stage, before.block), (stage, block))
         size = parameter.numel * itemsize + (before.num_bytes if before is not None else 0)
@@ -90,48 +95,58 @@ def buckets(stages: Sequence[Sequence[BlockCost]], mesh: Mesh, uses_fsdp: bool, 
     return (*done, *filling.values())
 
 
-def late_sums(
-    stages: Sequence[Sequence[BlockCost]], mesh: Mesh, uses_fsdp: bool, shards: int, itemsize: int
-) -> dict[tuple[str, ...], int]:
+def late_sums(stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int) -> dict[tuple[str, ...], int]:
     """Bytes that are summed over each set of axes after the last backward: gradients' shards of what FSDP holds."""
     found: dict[tuple[str, ...], int] = {}
-    for _, _, parameter, axes in _in_order(stages, _Summed(mesh, uses_fsdp).late):
+    shards = summed.mesh.dp_shard
+    for _, _, parameter, axes in _in_order(stages, summed.late):
         found[axes] = found.get(axes, 0) + parameter.shard_numel(shards) * itemsize
     return found
 
 
-class _Summed:
-    """Which parameters are summed over which axes; worked out once for each tuple of parameters, as blocks repeat."""
+class Summed:
+    """Which parameters are summed over which axes; worked out once for the parameters of each block, as blocks repeat.
+
+    Args:
+        mesh: its data axes, and those on which gradients are pending.
+        uses_fsdp: see :attr:`DataParallel.uses_fsdp`.
+    """
 
     def __init__(self, mesh: Mesh, uses_fsdp: bool) -> None:
         self.mesh, self.uses_fsdp = mesh, uses_fsdp
+        # parameters are kept too, so that their ids stay their own
+        self._known: dict[tuple[int, bool], tuple[Sequence[ParameterCost], list[Sum]]] = {}
 
-    def in_buckets(self, parameters: Sequence[ParameterCost]) -> list[tuple[ParameterCost, tuple[str, ...]]]:
+    def in_buckets(self, parameters: Sequence[ParameterCost]) -> list[Sum]:
         """Those that FSDP does not hold, with their axes."""
-        return self._of([p for p in parameters if not is_fsdps(p, self.uses_fsdp)])
+        return self._of(parameters, is_late=False)
 
-    def late(self, parameters: Sequence[ParameterCost]) -> list[tuple[ParameterCost, tuple[str, ...]]]:
+    def late(self, parameters: Sequence[ParameterCost]) -> list[Sum]:
         """Those that it holds."""
-        return self._of([p for p in parameters if is_fsdps(p, self.uses_fsdp)])
+        return self._of(parameters, is_late=True)
 
-    def _of(self, parameters: Sequence[ParameterCost]) -> list[tuple[ParameterCost, tuple[str, ...]]]:
-        found = ((p, sum_axes(p, self.mesh, self.uses_fsdp)) for p in parameters if p.trained)
-        return [(p, axes) for p, axes in found if axes]
+    def _of(self, parameters: Sequence[ParameterCost], *, is_late: bool) -> list[Sum]:
+        key = id(parameters), is_late
+        if key in self._known:
+            return self._known[key][1]
+        some = [p for p in parameters if p.trained and is_fsdps(p, self.uses_fsdp) == is_late]
+        found = [(p, axes) for p in some if (axes := sum_axes(p, self.mesh, self.uses_fsdp))]
+        if not any(p.shared for p in parameters):  # else they are some of a block's, put together for one stage
+            self._known[key] = parameters, found
+        return found
 
 
 def _in_order(
     stages: Sequence[Sequence[BlockCost]],
-    wanted: Callable[[Sequence[ParameterCost]], list[tuple[ParameterCost, tuple[str, ...]]]],
+    wanted: Callable[[Sequence[ParameterCost]], list[Sum]],
 ) -> Iterator[tuple[int, int, ParameterCost, tuple[str, ...]]]:
     """Wanted parameters in the order in which the runtime holds them; shared ones when their first reader is done."""
     for turn, blocks in enumerate(stages):
         own, shared = stage_parameters(blocks)
-        known: dict[int, list[tuple[ParameterCost, tuple[str, ...]]]] = {}
         for i, parameters in enumerate(own):
-            if id(parameters) not in known:
-                known[id(parameters)] = wanted(parameters)
-            yield from ((turn, i, p, axes) for p, axes in known[id(parameters)])
-        for p, axes in wanted(shared):
+            for p, axes in wanted(parameters):
+                yield turn, i, p, axes
+        for p, axes in wanted(shared) if shared else ():
             first = next(
                 i for i, block in enumerate(blocks) if any(q.shared and q.name == p.name for q in block.parameters)
             )

@@ -11,13 +11,14 @@ from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
-from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
+from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
+from autopar.cost.known import OfStep
 from autopar.cost.measured import Measured
 from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, simulate
 from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
-from autopar.cost.stages import StageKey, StageSums, own_times, stage_key, stage_sums, stage_times
+from autopar.cost.stages import StageSums, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.errors import UsageError
@@ -70,7 +71,8 @@ class CostModel:
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._datas: dict[tuple[Mesh, int, bool], DataParallel] = {}
-        self._last: tuple[Step, DataParallel] | None = None
+        self._last: OfStep | None = None
+        self._summed: dict[int, Summed] = {}
         # blocks and data axes are kept too, so that their ids stay their own
         self._units: dict[tuple[int, int], tuple[BlockCost, DataParallel, Unit]] = {}
         self._placed_units: dict[tuple[object, ...], tuple[BlockCost, Unit]] = {}
@@ -216,8 +218,10 @@ class CostModel:
         """
         data, pp, parts = self._data(step), step.mesh.pp, self.parts(step.mesh)
         virtual_stages = self._virtual_stages(stages, step)
-        units = self._all_units(stages, data, parts)
-        known = {id(part): Known({}, {}) for part in parts}
+        units = self._all_units(stages, step, parts)
+        known = self._of_step(step).memory
+        for part in parts:
+            known.setdefault(id(part), Known({}, {}))
         return tuple(
             rank_memory(
                 stages[rank::pp],
@@ -275,19 +279,22 @@ class CostModel:
     def _timed(self, stages: Sequence[StageCost], step: Step) -> tuple[Breakdown, list[StageSums]]:
         self._virtual_stages(stages, step)
         data, count, parts = self._data(step), step.num_micro_batches, self.parts(step.mesh)
-        units = self._all_units(stages, data, parts)
+        units = self._all_units(stages, step, parts)
         sums = self._all_sums(stages, units, data, step)
         times = stage_times(stages, sums, step, self.collectives, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
-        once = self._once_s(data, step)
+        of_step = self._of_step(step)
+        if of_step.once_s is None:
+            of_step.once_s = self._once_s(data, step)
+        once = of_step.once_s
         best: tuple[float, Breakdown] | None = None
         ties = tied(stages, data)
-        known: dict[tuple[int, tuple[StageKey, ...]], dict[str, float]] = {}
+        keys = [stage_key(stage) for stage in stages]
         for rank in range(step.mesh.pp):
-            own = id(parts[rank]), tuple(stage_key(stage) for stage in stages[rank :: step.mesh.pp])
-            if own not in known:
-                known[own] = parts[rank]._gradients_s(stages[rank :: step.mesh.pp], data, step)
-            sent = dict(known[own])
+            own = id(parts[rank]), tuple(keys[rank :: step.mesh.pp])
+            if own not in of_step.gradients_s:
+                of_step.gradients_s[own] = parts[rank]._gradients_s(stages[rank :: step.mesh.pp], data, step)
+            sent = dict(of_step.gradients_s[own])
             sent["data"] += self._ties_s(ties, step, rank)
             sent["data"] += once
             sent["pipeline"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
@@ -367,15 +374,18 @@ class CostModel:
 
     def _data(self, step: Step) -> DataParallel:
         """Of a step; the same object for the same axes, as units are looked up by it again and again."""
-        if self._last is not None and self._last[0] is step:
-            return self._last[1]
-        key = step.mesh, step.zero_stage, step.all_reduces
-        if key not in self._datas:
-            self._datas[key] = DataParallel(
-                step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1, step.all_reduces
-            )
-        self._last = step, self._datas[key]
-        return self._last[1]
+        return self._of_step(step).data
+
+    def _of_step(self, step: Step) -> OfStep:
+        """What is known of a step that is asked for again and again."""
+        if self._last is None or self._last.step is not step:
+            key = step.mesh, step.zero_stage, step.all_reduces
+            if key not in self._datas:
+                self._datas[key] = DataParallel(
+                    step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1, step.all_reduces
+                )
+            self._last = OfStep(step=step, data=self._datas[key])
+        return self._last
 
     def _unit(self, block: BlockCost, data: DataParallel) -> Unit:
         found = self._units.get((id(block), id(data)))
@@ -400,31 +410,31 @@ class CostModel:
             units.append(known[id(block)])
         return units
 
-    def _all_units(
-        self, stages: Sequence[StageCost], data: DataParallel, parts: Sequence[CostModel]
-    ) -> list[list[Unit]]:
+    def _all_units(self, stages: Sequence[StageCost], step: Step, parts: Sequence[CostModel]) -> list[list[Unit]]:
         """Those of each stage; stages of the same blocks are equal."""
-        known: dict[tuple[int, ...], list[Unit]] = {}
+        of_step = self._of_step(step)
         found = []
         for s, stage in enumerate(stages):
             part = parts[s % len(parts)]
             key = (id(part), *map(id, stage.blocks))
-            if key not in known:
-                known[key] = part._stage_units(stage, data)
-            found.append(known[key])
+            if key not in of_step.units:
+                of_step.units[key] = part._stage_units(stage, of_step.data)
+                of_step.stages.append(stage)
+            found.append(of_step.units[key])
         return found
 
     def _all_sums(
         self, stages: Sequence[StageCost], units: Sequence[Sequence[Unit]], data: DataParallel, step: Step
     ) -> list[StageSums]:
         """What each stage spends on one micro-batch."""
-        known: dict[tuple[int, StageKey, float], StageSums] = {}
+        known = self._of_step(step).sums
         sums, parts = [], self.parts(step.mesh)
         for s, (stage, own) in enumerate(zip(stages, units, strict=True)):
             part = parts[s % step.mesh.pp]
             device = part.device
             share = gathering_share(data, step.schedule, len(stages), step.num_micro_batches, s)
-            key = (id(part), stage_key(stage), share)
+            prelude_s = step.preludes_s[s % step.mesh.pp] if step.preludes_s else step.prelude_s
+            key = (id(part), stage_key(stage), share, prelude_s)
             if key not in known:
                 known[key] = stage_sums(
                     stage,
@@ -432,7 +442,7 @@ class CostModel:
                     data,
                     share=share,
                     interference=device.interference,
-                    prelude_s=step.preludes_s[s % step.mesh.pp] if step.preludes_s else step.prelude_s,
+                    prelude_s=prelude_s,
                     action_s=device.overheads.action_s if step.mesh.pp > 1 else 0.0,
                     adding_s=data.adding_s(own, step.num_micro_batches, device) if step.adds_gradients else 0.0,
                 )
@@ -447,7 +457,8 @@ class CostModel:
         size = itemsize(self.precision.storage)
         blocks = [stage.blocks for stage in own]
         leaving: dict[int, list[Bucket]] = {}
-        for bucket in buckets(blocks, step.mesh, data.uses_fsdp, size):
+        summed = self._summed.setdefault(id(data), Summed(step.mesh, data.uses_fsdp))
+        for bucket in buckets(blocks, summed, size):
             leaving.setdefault(bucket.stage, []).append(bucket)
         exposed = self.device.interference if step.overlapped_reductions else 1.0
         for turn, some in leaving.items():
@@ -459,7 +470,7 @@ class CostModel:
             rest = exposed * after + self.device.interference * (total - after)
             for bucket, cost in zip(some, costs, strict=True):
                 seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
-        for axes, num_bytes in late_sums(blocks, step.mesh, data.uses_fsdp, step.mesh.dp_shard, size).items():
+        for axes, num_bytes in late_sums(blocks, summed, size).items():
             seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh)
         return seconds
 

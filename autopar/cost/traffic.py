@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.cost.block import BlockCost, ParameterCost
 from autopar.cost.data_parallel import DataParallel, itemsize
-from autopar.cost.gradients import buckets, is_fsdps, late_sums, stage_parameters
+from autopar.cost.gradients import Summed, buckets, is_fsdps, late_sums, stage_parameters
 from autopar.cost.memory import StageCost
 from autopar.mesh import DATA_AXES, MESH_AXES
 from autopar.schedule import schedule_actions
@@ -191,18 +192,31 @@ def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micr
     """Of a stage's forwards under ZeRO 3 those that gather: in a pipeline not those right after a backward."""
     if not (data.gathers_always and data.is_pipelined):
         return 1.0
-    pp = data.mesh.pp
-    actions = schedule_actions(schedule, pp, num_stages // pp, num_micro_batches)[stage % pp]
-    order = "".join(action.kind for action in actions if action.stage == stage)
-    return 1 - order.count("BF") / num_micro_batches
+    return (
+        1
+        - _after_backwards(schedule, data.mesh.pp, num_stages // data.mesh.pp, num_micro_batches)[stage]
+        / num_micro_batches
+    )
+
+
+@lru_cache(maxsize=256)
+def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """For each stage how many of its forwards come right after a backward of its own."""
+    found = [0] * (pp * virtual_stages)
+    for actions in schedule_actions(schedule, pp, virtual_stages, num_micro_batches):
+        before: dict[int, str] = {}
+        for action in actions:
+            found[action.stage] += action.kind == "F" and before.get(action.stage) == "B"
+            before[action.stage] = action.kind
+    return tuple(found)
 
 
 def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel) -> Traffic:
     found: Traffic = Counter()
-    size, mesh = itemsize(data.precision.storage), data.mesh
-    for bucket in buckets(stages, mesh, data.uses_fsdp, size):
+    size, summed = itemsize(data.precision.storage), Summed(data.mesh, data.uses_fsdp)
+    for bucket in buckets(stages, summed, size):
         found[Collective(kind="all_reduce", axes=bucket.axes, num_bytes=bucket.num_bytes)] += 1
-    for axes, num_bytes in late_sums(stages, mesh, data.uses_fsdp, mesh.dp_shard, size).items():
+    for axes, num_bytes in late_sums(stages, summed, size).items():
         found[Collective(kind="all_reduce", axes=axes, num_bytes=num_bytes)] += 1
     return found
 

@@ -86,9 +86,7 @@ class Cuts:
             light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
             if not any(orders) and light() >= at_most_s:
                 return Failure(is_slow=True)
-            if self.placed.has(candidate) and self._is_late(
-                candidate, lightest(cut, orders, cutter), option, step, at_most_s
-            ):
+            if self._is_late(candidate, lightest(cut, orders, cutter), option, step, at_most_s):
                 return Failure(is_slow=True)
             found = refit(cut)
             spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
@@ -188,7 +186,7 @@ class Cuts:
                 if id(part) not in made:
                     made[id(part)] = self._cutter(self.blocks(option.of_rank(rank), step, part))
             found = [made[id(part)] for part in parts]
-            if self.placed.has(candidate) and len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
+            if len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
                 self._cut[key] = found
         return found
 

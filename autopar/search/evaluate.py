@@ -321,19 +321,31 @@ class Evaluator:
             ways = [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
         elif candidate.virtual_stages > 1 and not self.placed.has(candidate):
             ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
-        tried = [self.cuts.fits(candidate, option, step, cutters, at_most_s, way) for way in ways]
-        found = [plan for plans in tried if not isinstance(plans, Failure) for plan in plans]
-        if not found:
-            failed = [plans for plans in tried if isinstance(plans, Failure)]
-            return next((f for f in failed if f.is_slow), failed[0])
-        pp, count = candidate.mesh.pp, candidate.num_micro_batches
+        pp, count, speed = candidate.mesh.pp, candidate.num_micro_batches, self._speed(candidate)
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
-        quick = [plan for plan in found if bound(plan.cut) < at_most_s]
-        if not quick:
-            return Failure(is_slow=True)
-        predicted = [(model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
-        prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
-        return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
+        best: Evaluation | None = None
+        failures: list[Failure] = []
+        for way in ways:
+            found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way)
+            if isinstance(found, Failure):
+                failures.append(found)
+                continue
+            for plan in found:
+                if bound(plan.cut) >= at_most_s:
+                    failures.append(Failure(is_slow=True))
+                    continue
+                prediction = model.predict(plan.made, step, memory=plan.memory)
+                if best is None or prediction.step_time_s < best.prediction.step_time_s:
+                    best = Evaluation(
+                        candidate=candidate,
+                        option=option,
+                        stops=plan.cut.stops,
+                        modes=plan.cut.modes,
+                        prediction=prediction,
+                    )
+            if best is not None:  # what follows has to be quicker still
+                at_most_s = min(at_most_s, best.prediction.step_time_s / speed * (1 + ROUNDING))
+        return best or next((f for f in failures if f.is_slow), failures[0])
 
     def _best_of_all(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float

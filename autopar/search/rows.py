@@ -60,6 +60,7 @@ class RowMaker:
         self.counts = [len(members) for members in compact.members]
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
+        self._prices: dict[tuple[object, ...], tuple[Option, list[BlockPrice], list[float]]] = {}  # likewise
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
         """A candidate in a layout."""
@@ -80,6 +81,12 @@ class RowMaker:
 
     def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
         """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""
+        key = (id(option), step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients)
+        if key not in self._prices:  # whatever the schedule
+            self._prices[key] = (option, *self._exact_prices(option, step))
+        return self._prices[key][1:]
+
+    def _exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
         costs = self._private_costs(option)
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
         known: dict[tuple[int, tuple[Recompute, ...]], tuple[BlockPrice, float]] = {}
@@ -106,6 +113,12 @@ class RowMaker:
 
     def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
         """Prices of the blocks of the compact graph as in :meth:`ideal`."""
+        key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces)
+        if key not in self._prices:  # whatever the schedule
+            self._prices[key] = (whole, self._ideal_prices(mesh, whole, step), [])
+        return self._prices[key][1]
+
+    def _ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
         ranks = mesh.cp * mesh.tp
         # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
