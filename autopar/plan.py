@@ -17,6 +17,9 @@ FORMAT_VERSION = 1
 RARE = {"rare": True}
 """Of a field that a plan file has only where it is not the default."""
 
+BUCKET_BYTES = 25 * 2**20
+"""From how many bytes on an all-reduce of gradients is not filled further, where nothing else is chosen: DDP's choice."""
+
 Recompute = Literal["none", "full"]
 ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
 """``none``: one stage; micro-batches are accumulated one after the other."""
@@ -261,6 +264,7 @@ class Plan:
         notes: what a reader should know (replicated operators, opaque regions).
         opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
         groups: of ranks, where nodes differ: the job has to number its nodes in this order. Empty: all are equal.
+        bucket_bytes: of gradients that are summed together: an all-reduce of as many or more takes no further ones.
     """
 
     model: ModelInfo
@@ -284,6 +288,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
     groups: tuple[RankGroup, ...] = ()
+    bucket_bytes: int = field(default=BUCKET_BYTES, metadata=RARE)
     version: int = FORMAT_VERSION
 
     @property

@@ -11,7 +11,7 @@ from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
-from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
+from autopar.cost.gradients import Bucket, beside_backward, buckets, is_fsdps, late_sums, sum_axes
 from autopar.cost.measured import Measured
 from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
@@ -215,7 +215,7 @@ class CostModel:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
         data, pp, parts = self._data(step), step.mesh.pp, self.parts(step.mesh)
-        virtual_stages = self._virtual_stages(stages, step)
+        self._virtual_stages(stages, step)
         units = self._all_units(stages, data, parts)
         known = {id(part): Known({}, {}) for part in parts}
         return tuple(
@@ -225,8 +225,8 @@ class CostModel:
                 data,
                 optimizer=self.optimizer,
                 device=parts[rank].device,
-                schedule=(step.schedule, pp, virtual_stages, step.num_micro_batches),
                 pp_rank=rank,
+                step=step,
                 known=known[id(parts[rank])],
             )
             for rank in range(pp)
@@ -244,8 +244,19 @@ class CostModel:
                 pp_rank=rank,
                 totals=step.totals,
                 clips=step.clips,
+                bucket_bytes=step.bucket_bytes,
             )
             for rank in range(step.mesh.pp)
+        )
+
+    def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
+        """Whether the size of buckets can matter: some gradients are summed in them."""
+        uses_fsdp = self._data(step).uses_fsdp
+        distinct = {id(b.parameters): b.parameters for stage in stages for b in stage.blocks}
+        return any(
+            p.trained and not is_fsdps(p, uses_fsdp) and sum_axes(p, step.mesh, uses_fsdp)
+            for parameters in distinct.values()
+            for p in parameters
         )
 
     def stage_kept_bytes(self, stage: StageCost, *, receives: bool, sends: bool) -> int:
@@ -447,20 +458,20 @@ class CostModel:
         size = itemsize(self.precision.storage)
         blocks = [stage.blocks for stage in own]
         leaving: dict[int, list[Bucket]] = {}
-        for bucket in buckets(blocks, step.mesh, data.uses_fsdp, size):
+        for bucket in buckets(blocks, step.mesh, data.uses_fsdp, size, step.bucket_bytes):
             leaving.setdefault(bucket.stage, []).append(bucket)
         exposed = self.device.interference if step.overlapped_reductions else 1.0
         for turn, some in leaving.items():
             stage = own[turn]
             times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
-            costs = [self._sum_s(bucket.axes, bucket.num_bytes, step.mesh) for bucket in some]
+            costs = [self._sum_s(b.axes, b.num_bytes, step.mesh, copied_bytes=b.copied_bytes) for b in some]
             total = sum(costs)
             after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
             rest = exposed * after + self.device.interference * (total - after)
             for bucket, cost in zip(some, costs, strict=True):
                 seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
         for axes, num_bytes in late_sums(blocks, step.mesh, data.uses_fsdp, step.mesh.dp_shard, size).items():
-            seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh)
+            seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh, copied_bytes=num_bytes)
         return seconds
 
     def _ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
@@ -474,9 +485,9 @@ class CostModel:
                     seconds += self.collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
         return seconds
 
-    def _sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh) -> float:
-        """One all-reduce of gradients, which are copied into its buffer and out of it."""
-        copies = 2 * num_bytes / self.device.memory_bandwidth_bytes_per_s
+    def _sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh, *, copied_bytes: int) -> float:
+        """One all-reduce of gradients, of which some are read into its buffer and written there."""
+        copies = 2 * copied_bytes / self.device.memory_bandwidth_bytes_per_s
         return self.collectives.time_s("all_reduce", num_bytes, mesh, axes) + copies
 
     def _once_s(self, data: DataParallel, step: Step) -> float:

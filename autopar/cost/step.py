@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.mesh import Mesh
+from autopar.plan import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class Step:
             in each stage's first forward (FSDP2).
         all_reduces: gradients are summed whole on every data rank although each steps a part (DeepSpeed's BF16_Optimizer); the
             runtime of autopar scatters the sums.
+        bucket_bytes: of gradients that are summed together (``Plan.bucket_bytes``).
     """
 
     mesh: Mesh
@@ -55,3 +57,4 @@ class Step:
     all_reduces: bool = False
     totals: tuple[int, ...] = ()
     clips: bool = False
+    bucket_bytes: int = BUCKET_BYTES

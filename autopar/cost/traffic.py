@@ -27,6 +27,7 @@ from autopar.cost.data_parallel import DataParallel, itemsize
 from autopar.cost.gradients import buckets, is_fsdps, late_sums, stage_parameters
 from autopar.cost.memory import StageCost
 from autopar.mesh import DATA_AXES, MESH_AXES
+from autopar.plan import BUCKET_BYTES
 from autopar.schedule import schedule_actions
 
 SCALAR_BYTES = 4
@@ -63,6 +64,7 @@ def rank_traffic(
     pp_rank: int,
     totals: Sequence[int] = (),
     clips: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Traffic:
     """What a rank of one pipeline rank sends in a step.
 
@@ -74,6 +76,7 @@ def rank_traffic(
         pp_rank: whose.
         totals: bytes of each count of the global batch that the loss divides by.
         clips: the norm of all gradients is taken once.
+        bucket_bytes: of gradients that are summed together.
     """
     pp = data.mesh.pp
     turns = range(pp_rank, len(stages), pp)
@@ -83,7 +86,7 @@ def rank_traffic(
         found += _sends(stages, s, num_micro_batches)
     if data.uses_fsdp:
         found += _of_fsdp(stages, data, schedule, num_micro_batches, pp_rank)
-    found += _of_gradients([stages[s].blocks for s in turns], data)
+    found += _of_gradients([stages[s].blocks for s in turns], data, bucket_bytes)
     found += _ties(stages, data, pp_rank)
     found += scalars(data, totals, clips)
     return Counter({c: n for c, n in found.items() if c.num_bytes and data.mesh.size(c.axes) > 1})
@@ -197,10 +200,10 @@ def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micr
     return 1 - order.count("BF") / num_micro_batches
 
 
-def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel) -> Traffic:
+def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel, bucket_bytes: int) -> Traffic:
     found: Traffic = Counter()
     size, mesh = itemsize(data.precision.storage), data.mesh
-    for bucket in buckets(stages, mesh, data.uses_fsdp, size):
+    for bucket in buckets(stages, mesh, data.uses_fsdp, size, bucket_bytes):
         found[Collective(kind="all_reduce", axes=bucket.axes, num_bytes=bucket.num_bytes)] += 1
     for axes, num_bytes in late_sums(stages, mesh, data.uses_fsdp, mesh.dp_shard, size).items():
         found[Collective(kind="all_reduce", axes=axes, num_bytes=num_bytes)] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from autopar.plan import BUCKET_BYTES
 from autopar.report.table import plain_table
 from autopar.report.units import (
     MEMORY_PARTS,
@@ -86,6 +87,11 @@ def _head(plan: Plan) -> str:
         ("schedule", schedule_text(plan)),
         ("ZeRO", zero_text(plan)),
         ("recompute", plan.recompute),
+        *(
+            [("buckets", f"gradients are summed from {num_bytes(plan.bucket_bytes)} on")]
+            if plan.bucket_bytes != BUCKET_BYTES
+            else []
+        ),
         ("precision", f"{precision.name} ({dtypes})"),
         ("optimizer", plan.optimizer),
         ("pins", ", ".join(plan.pins) or "none"),

@@ -75,7 +75,7 @@ class Parallel:
         held = self._assembly.held
         self._tied = self._assembly.tied
         leaves = [h for h in held if h.leaf is not None]
-        self._leaf_sums = BucketedSums(leaves) if leaves else None
+        self._leaf_sums = BucketedSums(leaves, bucket_bytes=self.plan.bucket_bytes) if leaves else None
         self._late = [h for h in held if h.leaf is None and h.group is not None]
         self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
         world_group = dist.group.WORLD if self.plan.mesh.world_size > 1 else None

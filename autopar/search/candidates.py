@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autopar.mesh import Mesh
 from autopar.plan import ScheduleName
 from autopar.schedule import SCHEDULES
-from autopar.search.pins import ChoicePin, NumberPin, Pin, Pins
+from autopar.search.pins import BUCKET, ChoicePin, NumberPin, Pin, Pins
 from autopar.search.sequence import KINDS
 from autopar.search.space import Space
 
@@ -328,7 +328,7 @@ def pin_constraints(pins: Pins, global_batch_size: int) -> tuple[Constraint, ...
     }
     found = []
     for pin in pins.pins:
-        if isinstance(pin, NumberPin):
+        if isinstance(pin, NumberPin) and pin.key != BUCKET:
             name = pin.text + notes.get(pin.key, "")
             found.append(Constraint(name=name, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
         elif isinstance(pin, ChoicePin) and pin.key == "schedule":

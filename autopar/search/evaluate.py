@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
-from autopar.plan import Prediction, Recompute
+from autopar.plan import BUCKET_BYTES, Memory, Prediction, Recompute
 from autopar.search.amounts import flops_per_sample, readable, tokens_per_sample
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import PRECISION, bounds
@@ -21,7 +21,7 @@ from autopar.search.candidates import Candidate
 from autopar.search.cuts import Cuts, Failure
 from autopar.search.every import every_cut
 from autopar.search.fitting import busy_s
-from autopar.search.inter import StageCutter
+from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
@@ -45,7 +45,7 @@ SLOW = "slower than the best plan by a bound"
 class Evaluation:
     """A candidate that fits.
 
-    ``stops``: where each stage ends; ``modes``: recompute of each block.
+    ``stops``: where each stage ends; ``modes``: recompute of each block; ``bucket_bytes``: of gradients summed together.
     """
 
     candidate: Candidate
@@ -53,6 +53,7 @@ class Evaluation:
     stops: tuple[int, ...]
     modes: tuple[Recompute, ...]
     prediction: Prediction
+    bucket_bytes: int = BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ class Evaluator:
         self.graph, self.model, self.space = graph, model, space
         self.global_batch_size = global_batch_size
         self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+        self.buckets = pins.buckets(space.bucket_bytes)
         self.recompute, self.stages = pins.recompute(graph), pins.stages(graph)
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
@@ -303,6 +305,7 @@ class Evaluator:
             prelude_s=option.prelude_s,
             adds_gradients=True,
             totals=option.totals,
+            bucket_bytes=self.buckets[0],
         )
 
     def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
@@ -333,7 +336,37 @@ class Evaluator:
             return Failure(is_slow=True)
         predicted = [(model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
         prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
-        return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
+        return self._bucketed(candidate, option, cut, step, prediction)
+
+    def _bucketed(
+        self, candidate: Candidate, option: Option, cut: Cut, step: Step, prediction: Prediction
+    ) -> Evaluation:
+        """A plan with the size of buckets that is quickest and fits; ``prediction``: with the first one.
+
+        Neither layouts nor cuts are chosen by it, and no bound counts what is summed in buckets.
+        """
+        model, limits = self.placed.ordered(candidate), self.placed.limits(candidate)
+        best = Evaluation(
+            candidate=candidate,
+            option=option,
+            stops=cut.stops,
+            modes=cut.modes,
+            prediction=prediction,
+            bucket_bytes=step.bucket_bytes,
+        )
+        if len(self.buckets) == 1:
+            return best
+        made = self.cuts.stages(cut.stops, cut.modes, option, candidate.mesh.pp)
+        if not model.sums_in_buckets(made, step):
+            return best
+        for size in self.buckets[1:]:
+            other = replace(step, bucket_bytes=size)
+            if model.breakdown(made, other).total_s >= best.prediction.step_time_s:
+                continue
+            memory = model.memory(made, other)
+            if _fit(memory, limits):
+                best = replace(best, prediction=model.predict(made, other, memory=memory), bucket_bytes=size)
+        return best
 
     def _best_of_all(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
@@ -356,13 +389,12 @@ class Evaluator:
                 break
             found = self.cuts.fitting(candidate, cut, option, step)
             needs.append(max(memory.total for memory in found.memory))
-            if any(memory.total > limit for memory, limit in zip(found.memory, room, strict=True)):
+            if not _fit(found.memory, room):
                 continue
             prediction = model.predict(found.made, step, memory=found.memory)
-            if best is None or prediction.step_time_s < best.prediction.step_time_s:
-                best = Evaluation(
-                    candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction
-                )
+            plan = self._bucketed(candidate, option, cut, step, prediction)
+            if best is None or plan.prediction.step_time_s < best.prediction.step_time_s:
+                best = plan
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
     def polished(self, found: Evaluation) -> Evaluation:
@@ -372,6 +404,7 @@ class Evaluator:
             return found
         option, model = found.option, self.placed.ordered(candidate)
         step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
+        step = replace(step, bucket_bytes=found.bucket_bytes)
 
         def made(stops: Sequence[int]) -> list[StageCost]:
             return self.cuts.stages(stops, found.modes, option, candidate.mesh.pp)
@@ -382,8 +415,7 @@ class Evaluator:
             if time_s >= found.prediction.step_time_s:
                 return time_s
             memory = model.memory(stages, step)
-            fits = all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
-            return time_s if fits else float("inf")
+            return time_s if _fit(memory, limits) else float("inf")
 
         sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
         stops = polished(sizes, found.prediction.step_time_s, priced)
@@ -408,6 +440,10 @@ def _bounds(
     some = [row for row in rows if isinstance(row, MixedRow)]
     others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
     return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
+
+
+def _fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
+    return all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
 
 
 def _load(candidate: Candidate) -> Load:

@@ -241,6 +241,7 @@ class Planner:
             pins=task.pins.texts,
             opaque=task.opaque,
             groups=rank_groups(candidate, task.cluster),
+            bucket_bytes=best.bucket_bytes,
             notes=(
                 *graph.notes,
                 *padding_notes(graph, best.option.padding, candidate.mesh.tp),
