@@ -43,15 +43,19 @@ class State:
     parameters: int
     gradients: int
     optimizer: int
+    host: int = 0
+    """Of the host's memory."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of the device's."""
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int) -> State:
-    """State of one FSDP unit."""
+def state_bytes(
+    unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int, *, on_host: bool = False
+) -> State:
+    """State of one FSDP unit; ``on_host``: its optimizer's live there, beside a copy of what is trained and its gradients."""
     storage = itemsize(data.precision.storage)
     parameters = unit.shard_numel * storage
     if data.uses_fsdp and data.zero_stage < 3:
@@ -64,6 +68,9 @@ def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_mi
         gradients = (unit.trained_shard_numel - unit.spread_numel) * storage
     gradients += unit.spread_numel * storage
     kept = sum(optimizer.state_bytes(shape, storage) for shape in unit.trained_shard_shapes)
+    if on_host:
+        copies = 2 * unit.trained_shard_numel * storage
+        return State(parameters=parameters, gradients=gradients, optimizer=0, host=kept + copies)
     return State(parameters=parameters, gradients=gradients, optimizer=kept)
 
 
@@ -114,7 +121,9 @@ def rank_memory(
     schedule = (step.schedule, pp, virtual_stages, num_micro_batches)
     for unit in {id(unit): unit for stage in units for unit in stage}.values():
         if id(unit) not in known.states:
-            known.states[id(unit)] = state_bytes(unit, data, optimizer, num_micro_batches)
+            known.states[id(unit)] = state_bytes(
+                unit, data, optimizer, num_micro_batches, on_host=step.offloads_optimizer
+            )
     state = [known.states[id(unit)] for stage in units for unit in stage]
     parameters = sum(s.parameters for s in state)
     gradients = sum(s.gradients for s in state)
@@ -137,7 +146,8 @@ def rank_memory(
     # activations are gone when gradients are summed and parameters stepped
     if tuple(keys) not in known.sizes:
         known.sizes[tuple(keys)] = _copied_bytes(stages, data, step.bucket_bytes)
-    after = _after_backward(units, data, optimizer, device, known.sizes[tuple(keys)])
+    temporaries = 0 if step.offloads_optimizer else optimizer.temporaries
+    after = _after_backward(units, data, temporaries, device, known.sizes[tuple(keys)])
     transient = max(transient, after - activations)
     optimizer_bytes = sum(s.optimizer for s in state)
     tensors = parameters + gradients + optimizer_bytes + activations + transient
@@ -149,6 +159,7 @@ def rank_memory(
         activations=activations,
         transient=transient,
         reserved=device.reserved_bytes + round(device.fragmentation * tensors),
+        host=sum(s.host for s in state),
     )
 
 
@@ -196,13 +207,13 @@ def _copied_bytes(stages: Sequence[StageCost], data: DataParallel, bucket_bytes:
 
 
 def _after_backward(
-    units: Sequence[Sequence[Unit]], data: DataParallel, optimizer: OptimizerCost, device: Device, copied_bytes: int
+    units: Sequence[Sequence[Unit]], data: DataParallel, temporaries: int, device: Device, copied_bytes: int
 ) -> int:
     """Copies of gradients in buckets, or the optimizer's temporaries: of all parameters at once on a GPU alone."""
     flat = [unit for stage in units for unit in stage]
     storage = itemsize(data.precision.storage)
     if data.uses_fsdp:
         copied_bytes += max((unit.trained_numel for unit in flat), default=0) * itemsize(data.precision.reduce)
-    sizes = [unit.trained_shard_numel * storage * optimizer.temporaries for unit in flat]
+    sizes = [unit.trained_shard_numel * storage * temporaries for unit in flat]
     step = sum(sizes) if device.kind == "cuda" else max(sizes, default=0)
     return max(copied_bytes, step)

@@ -22,6 +22,7 @@ from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.errors import UsageError
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
+from autopar.host import HostLink
 from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import Breakdown, Memory, Precision, Prediction
@@ -173,13 +174,14 @@ class CostModel:
     def block_state(self, block: BlockCost, step: Step) -> State:
         """Bytes of a block's parameters, gradients and optimizer states on one rank."""
         data = self._data(step)
-        return state_bytes(self._unit(block, data), data, self.optimizer, step.num_micro_batches)
+        unit, on_host = self._unit(block, data), step.offloads_optimizer
+        return state_bytes(unit, data, self.optimizer, step.num_micro_batches, on_host=on_host)
 
     def block_once_s(self, block: BlockCost, step: Step) -> float:
         """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
         data = self._data(step)
         unit = self._unit(block, data)
-        return self._moved_s([unit]) + data.tail_s([unit])
+        return sum(self._stepped_s([unit], step)) + data.tail_s([unit])
 
     def block_gather_s(self, block: BlockCost, step: Step) -> float:
         """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
@@ -189,7 +191,8 @@ class CostModel:
     def state_bytes_per_element(self, step: Step) -> float:
         """The least that a trained element (not of experts over data ranks) takes of each rank that holds its parameter."""
         data, storage = self._data(step), itemsize(self.precision.storage)
-        return least_state_bytes(data, self.optimizer.bytes_per_element(storage), step.num_micro_batches)
+        kept = 0.0 if step.offloads_optimizer else self.optimizer.bytes_per_element(storage)
+        return least_state_bytes(data, kept, step.num_micro_batches)
 
     # --- whole plans
 
@@ -197,6 +200,22 @@ class CostModel:
     def memory_limit_bytes(self) -> int:
         """What the smallest device has."""
         return min(device.memory_bytes for device in self.devices)
+
+    @property
+    def host(self) -> HostLink:
+        """What offloading can use: the slowest device's.
+
+        Raises:
+            UsageError: a device's profile has no link to a host.
+        """
+        if self.device.host is None or any(device.host is None for device in self.devices):
+            missing = next(device.name for device in self.devices if device.host is None)
+            raise UsageError(
+                "something is offloaded where the device's profile has the link to its host",
+                value=f"none of {missing}",
+                remedy="pin offload=none, or add [device.host] to the profile (profiles/README.md)",
+            )
+        return self.device.host
 
     @property
     def memory_spread(self) -> float:
@@ -328,6 +347,7 @@ class CostModel:
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,
             memory=memory,
+            host_memory_limit_bytes=(self.host.memory_bytes or 0) if step.offload else 0,
             stage_times=tuple((s.forward_s, s.backward_s) for s in sums),
         )
 
@@ -356,6 +376,7 @@ class CostModel:
             first = data.after_step_s(flat) * (self.device.interference if step.overlapped_reductions else 1.0)
         tail += sent["data"]
         every = sum(s.data_forward_s + s.data_backward_s for s in own)
+        optimizer_s, offload_s = self._stepped_s(flat, step)
         return Breakdown(
             compute_s=count * sum(s.compute_s for s in own),
             recompute_s=count * sum(s.recompute_s for s in own),
@@ -364,7 +385,8 @@ class CostModel:
             data_parallel_s=count * every + first + tail,
             pipeline_s=pipeline.exposed_send_s[rank] + sent["pipeline"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
-            optimizer_s=self._optimizer_s(flat, data),
+            optimizer_s=optimizer_s + self._launched_s(flat, step),
+            offload_s=offload_s,
         )
 
     # --- stages
@@ -497,16 +519,26 @@ class CostModel:
             for c, count in scalars(data, step.totals, step.clips).items()
         )
 
-    def _optimizer_s(self, units: Sequence[Unit], data: DataParallel) -> float:
-        groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
+    def _launched_s(self, units: Sequence[Unit], step: Step) -> float:
+        """The optimizer's operators; on a GPU torch groups those of all parameters."""
+        parameters = sum(unit.num_trained for unit in units)
+        if step.offloads_optimizer:
+            return self.optimizer.kernels * parameters * self.host.launch_s
         launch_s = self.device.overheads.sharded_launch_s or self.device.launch_s
-        return self._moved_s(units) + self.optimizer.kernels * groups * launch_s
+        return self.optimizer.kernels * (1 if self.device.kind == "cuda" else parameters) * launch_s
 
-    def _moved_s(self, units: Sequence[Unit]) -> float:
-        """What the optimizer reads and writes."""
-        numel = sum(unit.trained_shard_numel for unit in units)
-        moved = self.optimizer.passes * numel * itemsize(self.precision.storage)
-        return moved / self.device.memory_bandwidth_bytes_per_s
+    def _stepped_s(self, units: Sequence[Unit], step: Step) -> tuple[float, float]:
+        """What the optimizer reads and writes; and, where it does so on the host, of copies: both down, parameters up.
+
+        Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it.
+        """
+        size = sum(unit.trained_shard_numel for unit in units) * itemsize(self.precision.storage)
+        moved = self.optimizer.passes * size
+        if not step.offloads_optimizer:
+            return moved / self.device.memory_bandwidth_bytes_per_s, 0.0
+        host, copies = self.host, 3 * sum(unit.num_trained for unit in units)
+        copied_s = 2 * size / host.to_host_bytes_per_s + size / host.to_device_bytes_per_s + copies * host.latency_s
+        return moved / host.memory_bandwidth_bytes_per_s, copied_s
 
 
 def _owner(axes: tuple[str, ...]) -> str:

@@ -94,9 +94,15 @@ def _head(plan: Plan) -> str:
         ),
         ("precision", f"{precision.name} ({dtypes})"),
         ("optimizer", plan.optimizer),
+        *([("offload", _offload(plan))] if plan.offload else []),
         ("pins", ", ".join(plan.pins) or "none"),
     ]
     return "\n".join([*_wrap(f"Plan for {plan.model.name} on {plan.cluster}", ""), _fields(rows)])
+
+
+def _offload(plan: Plan) -> str:
+    most = max((memory.host for memory in plan.predicted.memory), default=0)
+    return f"the optimizer steps on the host, with {num_bytes(most)} of its memory for each device"
 
 
 def _prediction(plan: Plan) -> str:

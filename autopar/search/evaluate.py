@@ -26,6 +26,7 @@ from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
 from autopar.search.mixed_polish import polished
+from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
@@ -87,6 +88,8 @@ class Evaluator:
             self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages
         )
         self._ideal: dict[Candidate, Row | MixedRow] = {}
+        self._host_s: dict[tuple[int, ...], float] = {}
+        """What stepping on the host takes longer, of all blocks whole."""
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
         """Of a candidate in a layout, and whether it is of its priced blocks."""
 
@@ -94,14 +97,30 @@ class Evaluator:
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        rows: list[Row | MixedRow] = []
-        for candidate in candidates:
+        plain = [candidate for candidate in candidates if not candidate.offload]
+        rows = [self._ideal_row(candidate) for candidate in plain]
+        found = iter(self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows))
+        return [self._offloaded_s(c) if c.offload else next(found) for c in candidates]
+
+    def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
+        if candidate not in self._ideal:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            if candidate not in self._ideal:
-                maker = self.placed if self.placed.has(candidate) else self.rows
-                self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
-            rows.append(self._ideal[candidate])
-        return self._at_speed(candidates, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+            maker = self.placed if self.placed.has(candidate) else self.rows
+            self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
+        return self._ideal[candidate]
+
+    def _offloaded_s(self, candidate: Candidate) -> float:
+        """The first bound of a candidate with its optimizer on the host."""
+        twin, mesh = replace(candidate, offload=()), candidate.mesh
+        ideal = self._ideal_row(twin)
+        assert isinstance(ideal, Row)
+        key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
+        if key not in self._host_s:
+            whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
+            here, there = (self.rows.once_s(whole, self.step(c, whole)) for c in (twin, candidate))
+            self._host_s[key] = there - here
+        bound_s = first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)
+        return self._shared_s(candidate, bound_s, ideal.total_s)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -109,10 +128,9 @@ class Evaluator:
         Args:
             at_most_s: see :func:`autopar.search.bounds.bounds`.
         """
-        self.ideal_bounds_s([c for c in candidates if c not in self._ideal])
         rows: list[Row | MixedRow] = []
         for c in candidates:
-            row = self._ideal[c]
+            row = self._ideal_row(c)
             if isinstance(row, MixedRow):  # the quickest layout was found at the prices of the slowest device
                 rows.append(row)
                 continue
@@ -266,9 +284,16 @@ class Evaluator:
             return best if cut_short and best.prediction.step_time_s >= at_most_s else self._remember(best)
         if cut_short:
             return Misfit(candidate=candidate, reason=SLOW)
-        least_bytes = min(failure.needs_bytes for failure in failures)
+        on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
+        if not on_device:
+            return self._remember(Misfit(candidate=candidate, reason=self._host_reason(failures)))
+        least_bytes = min(on_device)
         reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+
+    def _host_reason(self, failures: Sequence[Failure]) -> str:
+        least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
+        return f"memory of the host: needs {readable(least)} of {readable(has)} a device"
 
     def _needs(self, predicted_bytes: int) -> str:
         """The upper end of a predicted peak, which has to fit, and what there is."""
@@ -306,6 +331,7 @@ class Evaluator:
             adds_gradients=True,
             totals=option.totals,
             bucket_bytes=self.buckets[0],
+            offload=candidate.offload,
         )
 
     def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
@@ -329,6 +355,10 @@ class Evaluator:
         if not found:
             failed = [plans for plans in tried if isinstance(plans, Failure)]
             return next((f for f in failed if f.is_slow), failed[0])
+        host_bytes = min(max(m.host for m in plan.memory) for plan in found)
+        found = [plan for plan in found if self._host_fits(candidate, plan.memory)]
+        if not found:
+            return Failure(host_bytes=host_bytes)
         pp, count = candidate.mesh.pp, candidate.num_micro_batches
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
         quick = [plan for plan in found if bound(plan.cut) < at_most_s]
@@ -382,12 +412,15 @@ class Evaluator:
                 "the stages that are pinned can be cut", value=f"{pp * candidate.virtual_stages} stages"
             )
         best: Evaluation | None = None
-        needs, is_slow = [], False
+        needs, host, is_slow = [], 0, False
         for least_s, cut in sorted(every, key=lambda pair: pair[0]):
             if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
                 is_slow = True
                 break
             found = self.cuts.fitting(candidate, cut, option, step)
+            if not self._host_fits(candidate, found.memory):
+                host = max(host, *(memory.host for memory in found.memory))
+                continue
             needs.append(max(memory.total for memory in found.memory))
             if not _fit(found.memory, room):
                 continue
@@ -395,7 +428,13 @@ class Evaluator:
             plan = self._bucketed(candidate, option, cut, step, prediction)
             if best is None or plan.prediction.step_time_s < best.prediction.step_time_s:
                 best = plan
+        if best is None and host and not needs and not is_slow:
+            return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
+
+    def _host_fits(self, candidate: Candidate, memory: Sequence[Memory]) -> bool:
+        limit = self.model.host.memory_bytes if candidate.offload else None
+        return limit is None or all(m.host <= limit for m in memory)
 
     def polished(self, found: Evaluation) -> Evaluation:
         """A plan whose stages are cut better still; the same one where ranks are alike or its stages are given."""

@@ -7,6 +7,7 @@
 | ``bucket_bytes=1048576``, ``bucket_bytes<=999`` | bytes of gradients that are summed together        |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
+| ``offload=optimizer``, ``offload=none``          | what lives on the host                             |
 | ``groups=1-0``                                  | the order of the node groups of a mixed cluster    |
 | ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
@@ -66,7 +67,12 @@ _NUMBERS = {
     BUCKET: BUCKET,
 }
 _AXES = ("tp",)
-_CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16", "fp64"), "cp_attention": KINDS}
+_CHOICES = {
+    "schedule": SCHEDULES,
+    "precision": ("fp32", "bf16", "fp64"),
+    "cp_attention": KINDS,
+    "offload": ("none", "optimizer"),
+}
 _KEYS = (*_NUMBERS, *_CHOICES, "groups", "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
@@ -85,7 +91,7 @@ class NumberPin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePin:
-    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention`` or ``groups``."""
+    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention``, ``offload`` or ``groups``."""
 
     text: str
     key: str

@@ -8,7 +8,7 @@ from typing import cast
 
 from autopar import resources
 from autopar.errors import UsageError
-from autopar.plan import BUCKET_BYTES, Recompute, ScheduleName
+from autopar.plan import BUCKET_BYTES, Offload, Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
@@ -28,6 +28,7 @@ class Space:
             not divide; False where a file does not say.
         bucket_bytes: sizes of the buckets in which gradients are summed, for the best plan of each candidate; a file has them
             as ``bucket_mib``.
+        offload: what may live on the host, where the devices' profiles have the link to it.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
             the block's compute time.
         practice: what is hardly ever worth trying is left out (see ``candidates.practice``).
@@ -56,6 +57,7 @@ class Space:
     practice: bool = True
     every: int = 0
     bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
+    offload: tuple[Offload, ...] = ()
 
 
 def load_space(name: str) -> Space:
@@ -96,9 +98,16 @@ def load_space(name: str) -> Space:
         practice=table.flag("practice", True),
         every=table.integer("every", 0, positive=False),
         bucket_bytes=_buckets(table),
+        offload=_offload(table),
     )
     table.finish()
     return space
+
+
+def _offload(table: Table) -> tuple[Offload, ...]:
+    if not table.has("offload") or table.raw("offload") == []:
+        return ()
+    return cast("tuple[Offload, ...]", _texts(table, "offload", ("optimizer",)))
 
 
 def _buckets(table: Table) -> tuple[int, ...]:
