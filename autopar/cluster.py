@@ -90,7 +90,7 @@ class Cluster:
         """A cluster from ``DEVICE:NODESxPER_NODE``, ``local`` or the path of a TOML file.
 
         The first two take options as in ``cpu:1x4?memory=1e9&cores=2``: ``memory`` (bytes of one device, ``80GB`` or
-        ``80GiB``), ``nics`` (cards of a node), ``nic_bandwidth`` (bytes/s of one), ``cores`` (of a node of CPU ranks: more ranks than cores share
+        ``80GiB``), ``host_memory`` (of its host, for offloading), ``nics`` (cards of a node), ``nic_bandwidth`` (bytes/s of one), ``cores`` (of a node of CPU ranks: more ranks than cores share
         them) and for ``local`` ``ranks``.
 
         Args:

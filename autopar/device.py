@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopar.errors import UsageError
+from autopar.host import HostLink
 from autopar.measured import OperatorTable
 from autopar.table import Table
 
@@ -226,6 +227,7 @@ class Device:
         functions: elementwise functions that were measured; others take what their bytes take.
         overheads: host time around operators.
         core_share: of a CPU core that a rank has where several share one; all times are those at this speed.
+        host: what offloading can use; None: the profile has no link to a host, and nothing is offloaded.
     """
 
     name: str
@@ -247,6 +249,7 @@ class Device:
     functions: tuple[FunctionRate, ...] = ()
     overheads: Overheads = Overheads()
     core_share: float = 1.0
+    host: HostLink | None = None
 
     def function(self, name: str) -> FunctionRate | None:
         """What was measured of an elementwise function."""
@@ -284,7 +287,9 @@ class Device:
         notes = dict(self.provenance)
         measured = {} if self.operators is None else {"operators": self.operators.to_dict()}
         shared = {} if self.core_share == 1.0 else {"core_share": self.core_share}
+        host = {} if self.host is None else {"host": self.host.to_dict()}
         return {
+            **host,
             **measured,
             **shared,
             "name": self.name,
@@ -365,6 +370,7 @@ class Device:
             functions=tuple(_function(item) for item in table.tables("function")) if table.has("function") else (),
             overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
             core_share=table.number("core_share", 1.0),
+            host=HostLink.from_table(table.table("host")) if table.has("host") else None,
             matmul=tuple(_rate(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
             operators=OperatorTable.from_table(table.table("operators")) if table.has("operators") else None,

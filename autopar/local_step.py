@@ -3,7 +3,7 @@
 An operator on DTensors takes ten times as long on the host as one on plain tensors, and ``torch.optim`` groups only plain
 ones into one kernel unless it is told to. What works element by element gives the same on the parts that a rank holds, so
 for the length of ``step`` the parameters, gradients and states of such an optimizer are the plain tensors on the same
-memory. Before and after it all of them are DTensors.
+memory. Before and after it all of them are DTensors. Where states live on the host the plain tensors are copies there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autopar.errors import UsageError
+from autopar.host_copy import Copies, HostCopy, host_state
 
 ELEMENTWISE = frozenset(
     {
@@ -43,10 +46,16 @@ class LocalSteps:
 
     Left as they are: optimizers that are not :data:`ELEMENTWISE`, that have hooks of their own around their steps (which
     may look at parameters), whose step is differentiable, compiled or given a closure.
+
+    Args:
+        on_host: states live in host memory, and optimizers step there; those that would be left as they are then fail.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, on_host: bool = False) -> None:
         self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
+        self._on_host = on_host
+        self._hosts: dict[int, HostCopy] = {}
+        self._copies = Copies()
         self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
         self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
         self._hooks = (
@@ -65,8 +74,12 @@ class LocalSteps:
             self._after(self._open[0])
 
     def plain(self, parameter: Tensor) -> nn.Parameter:
-        """The parameter on the same memory that optimizers see in place of a DTensor."""
+        """The parameter on the same memory, or on the host, that optimizers see in place of a DTensor."""
         local = _inside(parameter)
+        if self._on_host and parameter.requires_grad:
+            if id(parameter) not in self._hosts:
+                self._hosts[id(parameter)] = HostCopy(local)
+            return self._hosts[id(parameter)].parameter
         known = self._plain.get(id(parameter))
         if known is None or known[0] is not local:
             known = local, nn.Parameter(local.detach(), parameter.requires_grad)
@@ -75,8 +88,10 @@ class LocalSteps:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
+            self._refuse_on_host(optimizer)
             return
         self.restore()
+        self._copies.wait()
         lists = [group["params"] for group in optimizer.param_groups]
         states: defaultdict[Tensor, Any] = defaultdict(dict)
         kept, optimizer_state = optimizer.state, optimizer.state
@@ -84,15 +99,42 @@ class LocalSteps:
             inside = []
             for parameter in group["params"]:
                 local = self.plain(parameter)
-                grad = parameter.grad
-                local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+                self._lend_gradient(parameter, local)
                 own = optimizer_state.get(parameter)
                 if own:
-                    states[local] = {name: _inside(value) for name, value in own.items()}
+                    states[local] = {name: self._lent(value, local) for name, value in own.items()}
                 inside.append(local)
             group["params"] = inside
         optimizer.state = states
+        self._finish_copies(parameter for own in lists for parameter in own)
         self._open = optimizer, lists, kept
+
+    def _lend_gradient(self, parameter: Tensor, local: nn.Parameter) -> None:
+        grad = _inside(parameter.grad)
+        if id(parameter) in self._hosts:
+            self._hosts[id(parameter)].down(_inside(parameter), grad)
+        else:
+            local.grad = grad
+
+    def _lent(self, value: Any, local: Tensor) -> Any:
+        plain = _inside(value)
+        is_moved = self._on_host and isinstance(plain, Tensor) and plain.shape == local.shape
+        return host_state(plain) if is_moved else plain
+
+    def _finish_copies(self, parameters: Iterable[Tensor]) -> None:
+        if self._on_host:
+            self._copies.mark(_inside(parameter) for parameter in parameters)
+            self._copies.wait()
+
+    def _refuse_on_host(self, optimizer: Optimizer) -> None:
+        """Nothing, unless states of own parameters would be made on the device."""
+        if self._on_host and any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                "where states live on the host, an optimizer steps element by element, on this model's parameters alone, "
+                "without a closure, hooks of its own, differentiable or compiled",
+                value=type(optimizer).__name__,
+                remedy="pin offload=none, or step with one of torch.optim's elementwise optimizers",
+            )
 
     def _changes(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -115,6 +157,8 @@ class LocalSteps:
         made, optimizer.state = optimizer.state, kept
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
             for parameter, local in zip(parameters, group["params"], strict=True):
+                if id(parameter) in self._hosts:
+                    self._hosts[id(parameter)].up(_inside(parameter))
                 local.grad = None
                 if local in made:
                     own = kept[parameter]
@@ -122,6 +166,8 @@ class LocalSteps:
                         if name not in own or _inside(own[name]) is not value:
                             own[name] = _around(name, value, local, parameter)
             group["params"] = parameters
+        if self._on_host:  # the host must not write again before they are up
+            self._copies.mark(_inside(parameter) for own in lists for parameter in own)
 
 
 def _inside(value: Any) -> Any:

@@ -17,7 +17,13 @@ FORMAT_VERSION = 1
 RARE = {"rare": True}
 """Of a field that a plan file has only where it is not the default."""
 
+BUCKET_BYTES = 25 * 2**20
+"""From how many bytes on an all-reduce of gradients is not filled further, where nothing else is chosen: DDP's choice."""
+
 Recompute = Literal["none", "full"]
+Offload = Literal["optimizer"]
+"""What lives in host memory between its uses: ``optimizer``, the states of optimizers, which step on the host."""
+
 ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
 """``none``: one stage; micro-batches are accumulated one after the other."""
 
@@ -133,6 +139,8 @@ class Memory:
     activations: int
     transient: int
     reserved: int
+    host: int = field(default=0, metadata=RARE)
+    """Of the host's memory, no part of the total: states of optimizers, and the parameters and gradients beside them."""
 
     @property
     def total(self) -> int:
@@ -156,6 +164,8 @@ class Breakdown:
     optimizer_s: float
     context_parallel_s: float = 0.0
     """Collectives of the axis ``cp``, its sums of gradients included."""
+    offload_s: float = field(default=0.0, metadata=RARE)
+    """Copies to and from the host that nothing hides."""
 
     @property
     def total_s(self) -> float:
@@ -169,6 +179,7 @@ class Breakdown:
             + self.bubble_s
             + self.optimizer_s
             + self.context_parallel_s
+            + self.offload_s
         )
 
 
@@ -195,6 +206,8 @@ class Prediction:
     memory_limits_bytes: tuple[int, ...] = ()
     """For each pipeline rank what its smallest device has, where devices differ; empty: ``memory_limit_bytes`` each.
     ``memory_limit_bytes`` is then that of the rank with the largest peak."""
+    host_memory_limit_bytes: int = field(default=0, metadata=RARE)
+    """Of the host's memory, a device's share, where something is offloaded; 0: the profile does not know it."""
 
     @property
     def memory_spread(self) -> float:
@@ -205,7 +218,9 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the upper end of the memory interval stays under the limit, on every pipeline rank."""
+        """Whether the upper end of the memory interval stays under the limit, and the host's memory, on every pipeline rank."""
+        if not all(map(self.host_fits, self.memory)):
+            return False
         if self.memory_limits_bytes:
             return all(self.rank_fits(memory) for memory in self.memory)
         return max((self.peak_memory_bytes, *self.peak_memory_interval_bytes)) <= self.memory_limit_bytes
@@ -216,7 +231,12 @@ class Prediction:
 
     def rank_fits(self, memory: Memory) -> bool:
         """Whether the upper end of a pipeline rank's memory stays under its limit."""
-        return memory.total * self.memory_spread <= self.limit_of(memory.pp_rank) + 1  # the interval is in whole bytes
+        most = self.limit_of(memory.pp_rank) + 1  # the interval is in whole bytes
+        return memory.total * self.memory_spread <= most and self.host_fits(memory)
+
+    def host_fits(self, memory: Memory) -> bool:
+        """Whether what a pipeline rank has on the host stays under its share of it."""
+        return not self.host_memory_limit_bytes or memory.host <= self.host_memory_limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +281,8 @@ class Plan:
         notes: what a reader should know (replicated operators, opaque regions).
         opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
         groups: of ranks, where nodes differ: the job has to number its nodes in this order. Empty: all are equal.
+        offload: what lives in host memory.
+        bucket_bytes: of gradients that are summed together: an all-reduce of as many or more takes no further ones.
     """
 
     model: ModelInfo
@@ -284,6 +306,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
     groups: tuple[RankGroup, ...] = ()
+    offload: tuple[Offload, ...] = field(default=(), metadata=RARE)
+    bucket_bytes: int = field(default=BUCKET_BYTES, metadata=RARE)
     version: int = FORMAT_VERSION
 
     @property

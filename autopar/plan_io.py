@@ -109,7 +109,7 @@ class Change:
 
 def diff_plans(before: Plan, after: Plan) -> list[Change]:
     """What differs, in the order of the document; the record of the search and the format are left out."""
-    left, right = _encode(before), _encode(after)
+    left, right = _encode(before, rare=True), _encode(after, rare=True)
     for data in (left, right):
         del data["search"], data["version"]
     return list(_differences(left, right, ""))
@@ -120,14 +120,16 @@ def dumps(data: object) -> str:
     return _write(data, 0, 0)
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any, *, rare: bool = False) -> Any:
+    """``rare``: also the fields that a file has only where they are not the default."""
     if isinstance(value, Type):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        written = (f for f in dataclasses.fields(value) if not (f.metadata and getattr(value, f.name) == f.default))
-        return {field.name: _encode(getattr(value, field.name)) for field in written}
+        fields = dataclasses.fields(value)
+        written = (f for f in fields if rare or not (f.metadata and getattr(value, f.name) == f.default))
+        return {field.name: _encode(getattr(value, field.name), rare=rare) for field in written}
     if isinstance(value, tuple):
-        return [_encode(item) for item in value]
+        return [_encode(item, rare=rare) for item in value]
     return value
 
 

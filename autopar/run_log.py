@@ -36,7 +36,7 @@ _FIELDS = {
     CONTEXT: ("context_parallel_s",),
     DATA: ("data_parallel_s",),
     PIPELINE: ("pipeline_s", "bubble_s"),
-    OPTIMIZER: ("optimizer_s",),
+    OPTIMIZER: ("optimizer_s", "offload_s"),
 }
 _REMEDIES = {
     COMPUTE: "`autopar profile ops` measures the model's operators on this device",

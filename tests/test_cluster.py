@@ -129,9 +129,19 @@ def test_network_cards_can_be_stated_on_the_command_line() -> None:
     assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
 
 
+def test_host_memory_can_be_stated_where_there_is_a_link_to_the_host() -> None:
+    known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))
+    assert known is not None
+    assert stated is not None
+    assert (known.memory_bytes, stated.memory_bytes) == (250_000_000_000, 64 * 2**30)
+    assert stated.to_host_bytes_per_s == known.to_host_bytes_per_s == 63e9
+    assert stated.provenance.endswith("memory stated by the user")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("cpu:1x4?host_memory=1GB", "add [device.host] to the profile"),
         ("h100-sxm:4x8", "did you mean 'h100-sxm5-80gb'"),
         ("h100-sxm-80gb:4x8", "did you mean 'h100-sxm5-80gb'"),
         ("h100-sxm5-80gb", "h100-sxm5-80gb:1x8"),

@@ -173,4 +173,6 @@ def test_differences_are_paths_and_values() -> None:
         "zero_stage: 1 -> 3",
         'pins: ["tp<=4"] -> []',
     ]
+    buckets = diff_plans(llama_plan(), replace(llama_plan(), bucket_bytes=2**20))
+    assert [str(change) for change in buckets] == ["bucket_bytes: 26214400 -> 1048576"]
     assert any(change.path == "predicted.memory" for change in diff_plans(llama_plan(), single_plan()))

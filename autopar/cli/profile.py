@@ -193,7 +193,9 @@ def _measure_operators(calls: list[str], machine: MachineProfile, device: torch.
 
 def _write_device(machine: MachineProfile, path: Path, output: Path, file: Any) -> dict[str, Any]:
     """The machine's profile with its operator times; fails where none could be taken."""
+    from autopar.profile.detect import measured_host
     from autopar.profile.files import write_toml
+    from autopar.profile.measure import host_link
     from autopar.profile.store import profile_to_dict
 
     for call, reason in file.failed.items():
@@ -201,8 +203,11 @@ def _write_device(machine: MachineProfile, path: Path, output: Path, file: Any) 
     if not file.times:
         raise AutoparError("some operator can be timed alone", value=f"{len(file.failed)} failed", place=str(path))
     data = profile_to_dict(replace(machine, device=replace(machine.device, operators=None)))
-    note = f"measured {time.strftime('%Y-%m-%d')} on {_identity()}: medians of warm calls, one operator at a time"
+    where = f"measured {time.strftime('%Y-%m-%d')} on {_identity()}"
+    note = f"{where}: medians of warm calls, one operator at a time"
     data["device"]["operators"] = {"file": path.name, "provenance": note}
+    if machine.device.kind == "cuda":
+        data["device"]["host"] = measured_host(host_link(local_device()), where)
     write_toml(
         output, data, comment="Written by 'autopar profile'; use it as DEVICE in --cluster DEVICE:NODESxPER_NODE."
     )

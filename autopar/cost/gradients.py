@@ -15,10 +15,7 @@ from typing import TypeAlias
 
 from autopar.cost.block import BlockCost, ParameterCost
 from autopar.mesh import MESH_AXES, Mesh
-
-BUCKET_BYTES = 25 * 2**20
-"""That of the runtime (and of DDP); a test keeps both equal."""
-
+from autopar.plan import BUCKET_BYTES
 
 Sum: TypeAlias = tuple[ParameterCost, tuple[str, ...]]
 """A parameter, and the axes over which its gradient is summed."""
@@ -32,12 +29,19 @@ class Bucket:
         axes: whose ranks sum.
         num_bytes: of the gradients, local.
         stage, block: of the member whose gradient comes last: the turn of the rank's stage, and the block in it.
+        num_members: parameters; the gradients of several are copied side by side, one alone is summed where it is.
     """
 
     axes: tuple[str, ...]
     num_bytes: int
     stage: int
     block: int
+    num_members: int
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the buffer that holds the gradients beside those that backward left."""
+        return self.num_bytes if self.num_members > 1 else 0
 
 
 def stage_parameters(
@@ -75,13 +79,16 @@ def sum_axes(parameter: ParameterCost, mesh: Mesh, uses_fsdp: bool) -> tuple[str
     return tuple(axis for axis in wanted if mesh.size((axis,)) > 1)
 
 
-def buckets(stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int) -> tuple[Bucket, ...]:
+def buckets(
+    stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Bucket, ...]:
     """The all-reduces beside backward, of one rank.
 
     Args:
         stages: the blocks of each of the rank's stages, in order of the model.
         summed: of the data axes.
         itemsize: of a gradient's element.
+        bucket_bytes: from which on a bucket is not filled further.
     """
     done: list[Bucket] = []
     filling: dict[tuple[str, ...], Bucket] = {}
@@ -89,8 +96,9 @@ def buckets(stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int
         before = filling.get(axes)
         last = (stage, block) if before is None else min((before.stage, before.block), (stage, block))
         size = parameter.numel * itemsize + (before.num_bytes if before is not None else 0)
-        filling[axes] = Bucket(axes=axes, num_bytes=size, stage=last[0], block=last[1])
-        if size >= BUCKET_BYTES:
+        members = 1 + (before.num_members if before is not None else 0)
+        filling[axes] = Bucket(axes=axes, num_bytes=size, stage=last[0], block=last[1], num_members=members)
+        if size >= bucket_bytes:
             done.append(filling.pop(axes))
     return (*done, *filling.values())
 

@@ -20,7 +20,9 @@ import numpy as np
 
 from autopar.cost.block import BlockCost
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize
+from autopar.cost.gradients import Summed, buckets
 from autopar.cost.optimizer import OptimizerCost
+from autopar.cost.step import Step
 from autopar.device import Device
 from autopar.plan import Memory
 from autopar.schedule import peak_table
@@ -41,15 +43,19 @@ class State:
     parameters: int
     gradients: int
     optimizer: int
+    host: int = 0
+    """Of the host's memory."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of the device's."""
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int) -> State:
-    """State of one FSDP unit."""
+def state_bytes(
+    unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int, *, on_host: bool = False
+) -> State:
+    """State of one FSDP unit; ``on_host``: its optimizer's live there, beside a copy of what is trained and its gradients."""
     storage = itemsize(data.precision.storage)
     parameters = unit.shard_numel * storage
     if data.uses_fsdp and data.zero_stage < 3:
@@ -62,6 +68,9 @@ def state_bytes(unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_mi
         gradients = (unit.trained_shard_numel - unit.spread_numel) * storage
     gradients += unit.spread_numel * storage
     kept = sum(optimizer.state_bytes(shape, storage) for shape in unit.trained_shard_shapes)
+    if on_host:
+        copies = 2 * unit.trained_shard_numel * storage
+        return State(parameters=parameters, gradients=gradients, optimizer=0, host=kept + copies)
     return State(parameters=parameters, gradients=gradients, optimizer=kept)
 
 
@@ -91,7 +100,7 @@ def rank_memory(
     *,
     optimizer: OptimizerCost,
     device: Device,
-    schedule: tuple[str, int, int, int],
+    step: Step,
     pp_rank: int,
     known: Known | None = None,
 ) -> Memory:
@@ -103,15 +112,18 @@ def rank_memory(
         data: the data axes.
         optimizer: what it keeps.
         device: whose profile says what is reserved.
-        schedule: name, pipeline ranks, virtual stages, micro-batches.
+        step: how they are run.
         pp_rank: this one.
         known: of other ranks of the same plan.
     """
     known = Known({}, {}) if known is None else known
-    _, pp, virtual_stages, num_micro_batches = schedule
+    pp, virtual_stages, num_micro_batches = step.mesh.pp, len(stages), step.num_micro_batches
+    schedule = (step.schedule, pp, virtual_stages, num_micro_batches)
     for unit in {id(unit): unit for stage in units for unit in stage}.values():
         if id(unit) not in known.states:
-            known.states[id(unit)] = state_bytes(unit, data, optimizer, num_micro_batches)
+            known.states[id(unit)] = state_bytes(
+                unit, data, optimizer, num_micro_batches, on_host=step.offloads_optimizer
+            )
     state = [known.states[id(unit)] for stage in units for unit in stage]
     parameters = sum(s.parameters for s in state)
     gradients = sum(s.gradients for s in state)
@@ -132,7 +144,10 @@ def rank_memory(
     ):  # from a backward on to the next forward all of a stage stays gathered
         transient += sum(unit.numel for stage in units for unit in stage) * itemsize(data.precision.compute)
     # activations are gone when gradients are summed and parameters stepped
-    after = _after_backward(units, data, optimizer, device)
+    if tuple(keys) not in known.sizes:
+        known.sizes[tuple(keys)] = _copied_bytes(stages, data, step.bucket_bytes)
+    temporaries = 0 if step.offloads_optimizer else optimizer.temporaries
+    after = _after_backward(units, data, temporaries, device, known.sizes[tuple(keys)])
     transient = max(transient, after - activations)
     optimizer_bytes = sum(s.optimizer for s in state)
     tensors = parameters + gradients + optimizer_bytes + activations + transient
@@ -144,6 +159,7 @@ def rank_memory(
         activations=activations,
         transient=transient,
         reserved=device.reserved_bytes + round(device.fragmentation * tensors),
+        host=sum(s.host for s in state),
     )
 
 
@@ -181,19 +197,23 @@ def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, n
     return peak
 
 
+def _copied_bytes(stages: Sequence[StageCost], data: DataParallel, bucket_bytes: int) -> int:
+    """Gradients that lie in buckets beside themselves, all of them when the last ones are on their way."""
+    if data.uses_fsdp and data.mesh.ep_outer == 1:  # but for scalars FSDP holds all parameters
+        return 0
+    size = itemsize(data.precision.storage)
+    found = buckets([stage.blocks for stage in stages], Summed(data.mesh, data.uses_fsdp), size, bucket_bytes)
+    return sum(bucket.copied_bytes for bucket in found)
+
+
 def _after_backward(
-    units: Sequence[Sequence[Unit]], data: DataParallel, optimizer: OptimizerCost, device: Device
+    units: Sequence[Sequence[Unit]], data: DataParallel, temporaries: int, device: Device, copied_bytes: int
 ) -> int:
     """Copies of gradients in buckets, or the optimizer's temporaries: of all parameters at once on a GPU alone."""
     flat = [unit for stage in units for unit in stage]
     storage = itemsize(data.precision.storage)
-    buckets = 0
-    if not data.uses_fsdp and data.mesh.dp_replicate > 1:
-        buckets = sum(unit.trained_numel for unit in flat) * storage
-    elif data.uses_fsdp:
-        buckets = max((unit.trained_numel for unit in flat), default=0) * itemsize(data.precision.reduce)
-    if data.mesh.ep_outer > 1:
-        buckets += sum(unit.spread_numel for unit in flat) * storage
-    sizes = [unit.trained_shard_numel * storage * optimizer.temporaries for unit in flat]
+    if data.uses_fsdp:
+        copied_bytes += max((unit.trained_numel for unit in flat), default=0) * itemsize(data.precision.reduce)
+    sizes = [unit.trained_shard_numel * storage * temporaries for unit in flat]
     step = sum(sizes) if device.kind == "cuda" else max(sizes, default=0)
-    return max(buckets, step)
+    return max(copied_bytes, step)

@@ -23,6 +23,7 @@ from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.errors import UsageError
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
+from autopar.host import HostLink
 from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import Breakdown, Memory, Precision, Prediction
@@ -175,13 +176,14 @@ class CostModel:
     def block_state(self, block: BlockCost, step: Step) -> State:
         """Bytes of a block's parameters, gradients and optimizer states on one rank."""
         data = self._data(step)
-        return state_bytes(self._unit(block, data), data, self.optimizer, step.num_micro_batches)
+        unit, on_host = self._unit(block, data), step.offloads_optimizer
+        return state_bytes(unit, data, self.optimizer, step.num_micro_batches, on_host=on_host)
 
     def block_once_s(self, block: BlockCost, step: Step) -> float:
         """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
         data = self._data(step)
         unit = self._unit(block, data)
-        return self._moved_s([unit]) + data.tail_s([unit])
+        return sum(self._stepped_s([unit], step)) + data.tail_s([unit])
 
     def block_gather_s(self, block: BlockCost, step: Step) -> float:
         """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
@@ -191,7 +193,8 @@ class CostModel:
     def state_bytes_per_element(self, step: Step) -> float:
         """The least that a trained element (not of experts over data ranks) takes of each rank that holds its parameter."""
         data, storage = self._data(step), itemsize(self.precision.storage)
-        return least_state_bytes(data, self.optimizer.bytes_per_element(storage), step.num_micro_batches)
+        kept = 0.0 if step.offloads_optimizer else self.optimizer.bytes_per_element(storage)
+        return least_state_bytes(data, kept, step.num_micro_batches)
 
     # --- whole plans
 
@@ -199,6 +202,22 @@ class CostModel:
     def memory_limit_bytes(self) -> int:
         """What the smallest device has."""
         return min(device.memory_bytes for device in self.devices)
+
+    @property
+    def host(self) -> HostLink:
+        """What offloading can use: the slowest device's.
+
+        Raises:
+            UsageError: a device's profile has no link to a host.
+        """
+        if self.device.host is None or any(device.host is None for device in self.devices):
+            missing = next(device.name for device in self.devices if device.host is None)
+            raise UsageError(
+                "something is offloaded where the device's profile has the link to its host",
+                value=f"none of {missing}",
+                remedy="pin offload=none, or add [device.host] to the profile (profiles/README.md)",
+            )
+        return self.device.host
 
     @property
     def memory_spread(self) -> float:
@@ -217,7 +236,7 @@ class CostModel:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
         data, pp, parts = self._data(step), step.mesh.pp, self.parts(step.mesh)
-        virtual_stages = self._virtual_stages(stages, step)
+        self._virtual_stages(stages, step)
         units = self._all_units(stages, step, parts)
         known = self._of_step(step).memory
         for part in parts:
@@ -229,8 +248,8 @@ class CostModel:
                 data,
                 optimizer=self.optimizer,
                 device=parts[rank].device,
-                schedule=(step.schedule, pp, virtual_stages, step.num_micro_batches),
                 pp_rank=rank,
+                step=step,
                 known=known[id(parts[rank])],
             )
             for rank in range(pp)
@@ -248,9 +267,16 @@ class CostModel:
                 pp_rank=rank,
                 totals=step.totals,
                 clips=step.clips,
+                bucket_bytes=step.bucket_bytes,
             )
             for rank in range(step.mesh.pp)
         )
+
+    def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
+        """Whether the size of buckets can matter: some gradients are summed in them."""
+        summed = self._summed_of(self._data(step))
+        distinct = {id(b.parameters): b.parameters for stage in stages for b in stage.blocks}
+        return any(summed.in_buckets(parameters) for parameters in distinct.values())
 
     def stage_kept_bytes(self, stage: StageCost, *, receives: bool, sends: bool) -> int:
         """Bytes that one micro-batch keeps on a stage from forward to backward."""
@@ -324,6 +350,7 @@ class CostModel:
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,
             memory=memory,
+            host_memory_limit_bytes=(self.host.memory_bytes or 0) if step.offload else 0,
             stage_times=tuple((s.forward_s, s.backward_s) for s in sums),
         )
 
@@ -352,6 +379,7 @@ class CostModel:
             first = data.after_step_s(flat) * (self.device.interference if step.overlapped_reductions else 1.0)
         tail += sent["data"]
         every = sum(s.data_forward_s + s.data_backward_s for s in own)
+        optimizer_s, offload_s = self._stepped_s(flat, step)
         return Breakdown(
             compute_s=count * sum(s.compute_s for s in own),
             recompute_s=count * sum(s.recompute_s for s in own),
@@ -360,7 +388,8 @@ class CostModel:
             data_parallel_s=count * every + first + tail,
             pipeline_s=pipeline.exposed_send_s[rank] + sent["pipeline"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
-            optimizer_s=self._optimizer_s(flat, data),
+            optimizer_s=optimizer_s + self._launched_s(flat, step),
+            offload_s=offload_s,
         )
 
     # --- stages
@@ -451,27 +480,29 @@ class CostModel:
 
     # --- once a step
 
+    def _summed_of(self, data: DataParallel) -> Summed:
+        return self._summed.setdefault(id(data), Summed(data.mesh, data.uses_fsdp))
+
     def _gradients_s(self, own: Sequence[StageCost], data: DataParallel, step: Step) -> dict[str, float]:
         """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
         seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
         size = itemsize(self.precision.storage)
         blocks = [stage.blocks for stage in own]
         leaving: dict[int, list[Bucket]] = {}
-        summed = self._summed.setdefault(id(data), Summed(step.mesh, data.uses_fsdp))
-        for bucket in buckets(blocks, summed, size):
+        for bucket in buckets(blocks, self._summed_of(data), size, step.bucket_bytes):
             leaving.setdefault(bucket.stage, []).append(bucket)
         exposed = self.device.interference if step.overlapped_reductions else 1.0
         for turn, some in leaving.items():
             stage = own[turn]
             times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
-            costs = [self._sum_s(bucket.axes, bucket.num_bytes, step.mesh) for bucket in some]
+            costs = [self._sum_s(b.axes, b.num_bytes, step.mesh, copied_bytes=b.copied_bytes) for b in some]
             total = sum(costs)
             after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
             rest = exposed * after + self.device.interference * (total - after)
             for bucket, cost in zip(some, costs, strict=True):
                 seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
-        for axes, num_bytes in late_sums(blocks, summed, size).items():
-            seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh)
+        for axes, num_bytes in late_sums(blocks, self._summed_of(data), size).items():
+            seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh, copied_bytes=num_bytes)
         return seconds
 
     def _ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
@@ -485,9 +516,9 @@ class CostModel:
                     seconds += self.collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
         return seconds
 
-    def _sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh) -> float:
-        """One all-reduce of gradients, which are copied into its buffer and out of it."""
-        copies = 2 * num_bytes / self.device.memory_bandwidth_bytes_per_s
+    def _sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh, *, copied_bytes: int) -> float:
+        """One all-reduce of gradients, of which some are read into its buffer and written there."""
+        copies = 2 * copied_bytes / self.device.memory_bandwidth_bytes_per_s
         return self.collectives.time_s("all_reduce", num_bytes, mesh, axes) + copies
 
     def _once_s(self, data: DataParallel, step: Step) -> float:
@@ -497,16 +528,26 @@ class CostModel:
             for c, count in scalars(data, step.totals, step.clips).items()
         )
 
-    def _optimizer_s(self, units: Sequence[Unit], data: DataParallel) -> float:
-        groups = 1 if self.device.kind == "cuda" else sum(unit.num_trained for unit in units)
+    def _launched_s(self, units: Sequence[Unit], step: Step) -> float:
+        """The optimizer's operators; on a GPU torch groups those of all parameters."""
+        parameters = sum(unit.num_trained for unit in units)
+        if step.offloads_optimizer:
+            return self.optimizer.kernels * parameters * self.host.launch_s
         launch_s = self.device.overheads.sharded_launch_s or self.device.launch_s
-        return self._moved_s(units) + self.optimizer.kernels * groups * launch_s
+        return self.optimizer.kernels * (1 if self.device.kind == "cuda" else parameters) * launch_s
 
-    def _moved_s(self, units: Sequence[Unit]) -> float:
-        """What the optimizer reads and writes."""
-        numel = sum(unit.trained_shard_numel for unit in units)
-        moved = self.optimizer.passes * numel * itemsize(self.precision.storage)
-        return moved / self.device.memory_bandwidth_bytes_per_s
+    def _stepped_s(self, units: Sequence[Unit], step: Step) -> tuple[float, float]:
+        """What the optimizer reads and writes; and, where it does so on the host, of copies: both down, parameters up.
+
+        Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it.
+        """
+        size = sum(unit.trained_shard_numel for unit in units) * itemsize(self.precision.storage)
+        moved = self.optimizer.passes * size
+        if not step.offloads_optimizer:
+            return moved / self.device.memory_bandwidth_bytes_per_s, 0.0
+        host, copies = self.host, 3 * sum(unit.num_trained for unit in units)
+        copied_s = 2 * size / host.to_host_bytes_per_s + size / host.to_device_bytes_per_s + copies * host.latency_s
+        return moved / host.memory_bandwidth_bytes_per_s, copied_s
 
 
 def _owner(axes: tuple[str, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.mesh import Mesh
+from autopar.plan import BUCKET_BYTES, Offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class Step:
             in each stage's first forward (FSDP2).
         all_reduces: gradients are summed whole on every data rank although each steps a part (DeepSpeed's BF16_Optimizer); the
             runtime of autopar scatters the sums.
+        bucket_bytes: of gradients that are summed together (``Plan.bucket_bytes``).
+        offload: what lives in host memory (``Plan.offload``).
     """
 
     mesh: Mesh
@@ -55,3 +58,10 @@ class Step:
     all_reduces: bool = False
     totals: tuple[int, ...] = ()
     clips: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    offload: tuple[Offload, ...] = ()
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the states of the optimizer live on the host."""
+        return "optimizer" in self.offload

@@ -28,6 +28,7 @@ from autopar.cost.data_parallel import DataParallel, itemsize
 from autopar.cost.gradients import Summed, buckets, is_fsdps, late_sums, stage_parameters
 from autopar.cost.memory import StageCost
 from autopar.mesh import DATA_AXES, MESH_AXES
+from autopar.plan import BUCKET_BYTES
 from autopar.schedule import schedule_actions
 
 SCALAR_BYTES = 4
@@ -64,6 +65,7 @@ def rank_traffic(
     pp_rank: int,
     totals: Sequence[int] = (),
     clips: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Traffic:
     """What a rank of one pipeline rank sends in a step.
 
@@ -75,6 +77,7 @@ def rank_traffic(
         pp_rank: whose.
         totals: bytes of each count of the global batch that the loss divides by.
         clips: the norm of all gradients is taken once.
+        bucket_bytes: of gradients that are summed together.
     """
     pp = data.mesh.pp
     turns = range(pp_rank, len(stages), pp)
@@ -84,7 +87,7 @@ def rank_traffic(
         found += _sends(stages, s, num_micro_batches)
     if data.uses_fsdp:
         found += _of_fsdp(stages, data, schedule, num_micro_batches, pp_rank)
-    found += _of_gradients([stages[s].blocks for s in turns], data)
+    found += _of_gradients([stages[s].blocks for s in turns], data, bucket_bytes)
     found += _ties(stages, data, pp_rank)
     found += scalars(data, totals, clips)
     return Counter({c: n for c, n in found.items() if c.num_bytes and data.mesh.size(c.axes) > 1})
@@ -211,10 +214,10 @@ def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batc
     return tuple(found)
 
 
-def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel) -> Traffic:
+def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel, bucket_bytes: int) -> Traffic:
     found: Traffic = Counter()
     size, summed = itemsize(data.precision.storage), Summed(data.mesh, data.uses_fsdp)
-    for bucket in buckets(stages, summed, size):
+    for bucket in buckets(stages, summed, size, bucket_bytes):
         found[Collective(kind="all_reduce", axes=bucket.axes, num_bytes=bucket.num_bytes)] += 1
     for axes, num_bytes in late_sums(stages, summed, size).items():
         found[Collective(kind="all_reduce", axes=axes, num_bytes=num_bytes)] += 1

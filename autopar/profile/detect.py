@@ -98,9 +98,11 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
         node["num_devices"] = torch.cuda.device_count()
     else:
         node |= {"num_cores": os.cpu_count() or 1, "shares_memory": True}
+    host = {"host": measured_host(measured["host"], where)} if "host" in measured else {}
     return {
         "library": "nccl" if cuda else "gloo",
         "device": {
+            **host,
             "name": "local",
             "kind": "cuda" if cuda else "cpu",
             "memory": {"num_bytes": memory, "provenance": where},
@@ -135,6 +137,15 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
         "nic": link,
         "node": node,
     }
+
+
+def measured_host(rates: dict[str, float], where: str) -> dict[str, Any]:
+    """The table ``[device.host]`` of what ``measure.host_link`` measured; the memory is divided among the node's devices."""
+    share = host_memory_bytes() // torch.cuda.device_count()
+    note = (
+        f"{where}: copies of 256 MiB, page-locked, one device and one thread of the host at a time; its memory divided"
+    )
+    return {**rates, "num_bytes": share, "provenance": note}
 
 
 def host_memory_bytes() -> int:

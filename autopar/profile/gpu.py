@@ -122,6 +122,10 @@ def device_profile(device: torch.device) -> dict[str, Any]:
             "provenance": f"{where}: copy of 1 GiB, read plus write",
         },
         "launch": {"time_s": measure.launch_s(device), "provenance": f"{where}: one of a chain of small operators"},
+        "host": {
+            **measure.host_link(device),
+            "provenance": f"{where}: copies of 256 MiB, page-locked, one device alone",
+        },
         "reserve": [{"name": "CUDA context", "num_bytes": used, "provenance": f"{where}: used outside the allocator"}],
         "matmul": matmul,
     }

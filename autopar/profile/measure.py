@@ -10,12 +10,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from autopar.errors import UsageError
+
 OTHER_DIM = {"cpu": 1024, "cuda": 8192}
 SMALLEST_DIMS = {"cpu": (1, 16, 64, 256, 1024), "cuda": (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)}
+HOST_COPY_BYTES = 256 * 2**20
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 
@@ -88,6 +92,32 @@ def copy_bandwidth_bytes_per_s(device: torch.device, *, repeats: int = 5) -> flo
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / median_time_s(lambda: target.copy_(source), device, repeats=repeats)
+
+
+def host_link(device: torch.device, *, repeats: int = 5) -> dict[str, float]:
+    """The rates of ``[device.host]``: copies of 256 MiB from and to page-locked memory, and of 4 bytes for the latency.
+
+    One device at a time: those of a node that copy together may share what is measured here.
+
+    Raises:
+        UsageError: the device has no host of its own: it is one.
+    """
+    if device.type != "cuda":
+        raise UsageError("a link to the host is that of a CUDA device", value=str(device))
+    host, times = torch.device("cpu"), {}
+    for name, size in (("large", HOST_COPY_BYTES), ("small", 4)):
+        there = torch.ones(size, dtype=torch.uint8, device=device)
+        here = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+        down, up = partial(here.copy_, there, non_blocking=True), partial(there.copy_, here, non_blocking=True)
+        times[name, "down"] = median_time_s(down, device, repeats=repeats)
+        times[name, "up"] = median_time_s(up, device, repeats=repeats)
+    return {
+        "to_host_bytes_per_s": HOST_COPY_BYTES / times["large", "down"],
+        "to_device_bytes_per_s": HOST_COPY_BYTES / times["large", "up"],
+        "latency_s": max(times["small", "down"], times["small", "up"]),
+        "memory_bandwidth_bytes_per_s": copy_bandwidth_bytes_per_s(host),
+        "launch_s": launch_s(host),
+    }
 
 
 _LAYERS = 10

@@ -22,7 +22,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for kind, base in (("b", 1000), ("ib", 1024))
     for power, letter in enumerate("kmgt")
 }
-_OPTIONS = ("memory", "nics", "nic_bandwidth", "cores", "ranks", "links")
+_OPTIONS = ("memory", "host_memory", "nics", "nic_bandwidth", "cores", "ranks", "links")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +368,30 @@ def _overridden(cluster: Cluster, text: str, options: dict[str, str]) -> Cluster
         cluster = replace(cluster, groups=tuple(groups))
     if "memory" in options:
         cluster = cluster.with_memory(_bytes(text, "memory", options["memory"]))
+    if "host_memory" in options:
+        cluster = _with_host_memory(cluster, _bytes(text, "host_memory", options["host_memory"]), text)
     return replace(cluster, name=text)
+
+
+def _with_host_memory(cluster: Cluster, num_bytes: int, text: str) -> Cluster:
+    """The same cluster with this much host memory for every device.
+
+    Raises:
+        UsageError: a device's profile knows no host.
+    """
+    groups = []
+    for group in cluster.groups:
+        host = group.device.host
+        if host is None:
+            raise UsageError(
+                "host memory is of a device whose profile has a link to its host",
+                value=group.device.name,
+                place=f"cluster '{text}'",
+                remedy="add [device.host] to the profile (profiles/README.md)",
+            )
+        host = replace(host, memory_bytes=num_bytes, provenance=f"{host.provenance}; memory stated by the user")
+        groups.append(replace(group, device=replace(group.device, host=host)))
+    return replace(cluster, groups=tuple(groups))
 
 
 def _options(text: str, query: str) -> dict[str, str]:

@@ -68,6 +68,8 @@ def measure_device(device: torch.device) -> dict[str, Any]:
     }
     if is_cpu:
         found |= measure_host(device, dtypes, found["matmul"])
+    else:
+        found["host"] = measure.host_link(device)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from autopar.plan import BUCKET_BYTES
 from autopar.report.table import plain_table
 from autopar.report.units import (
     MEMORY_PARTS,
@@ -86,11 +87,22 @@ def _head(plan: Plan) -> str:
         ("schedule", schedule_text(plan)),
         ("ZeRO", zero_text(plan)),
         ("recompute", plan.recompute),
+        *(
+            [("buckets", f"gradients are summed from {num_bytes(plan.bucket_bytes)} on")]
+            if plan.bucket_bytes != BUCKET_BYTES
+            else []
+        ),
         ("precision", f"{precision.name} ({dtypes})"),
         ("optimizer", plan.optimizer),
+        *([("offload", _offload(plan))] if plan.offload else []),
         ("pins", ", ".join(plan.pins) or "none"),
     ]
     return "\n".join([*_wrap(f"Plan for {plan.model.name} on {plan.cluster}", ""), _fields(rows)])
+
+
+def _offload(plan: Plan) -> str:
+    most = max((memory.host for memory in plan.predicted.memory), default=0)
+    return f"the optimizer steps on the host, with {num_bytes(most)} of its memory for each device"
 
 
 def _prediction(plan: Plan) -> str:

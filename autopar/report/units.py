@@ -22,6 +22,7 @@ TIME_PARTS = (
     ("pipeline sends, exposed", "pipeline_s"),
     ("pipeline bubble", "bubble_s"),
     ("optimizer", "optimizer_s"),
+    ("copies to and from the host", "offload_s"),
 )
 """Name and field of each part of a step."""
 

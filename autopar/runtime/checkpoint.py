@@ -107,6 +107,10 @@ def _padded(held: Sequence[Held], optimizer: Optimizer | None) -> dict[str, tupl
 
 def _unpadded(value: Tensor, padding: Padding) -> Tensor:
     """The whole tensor as the model has it, on every rank's CPU; ranks that hold parts of it call together."""
+    if isinstance(value, DTensor) and value._local_tensor.device.type != value.device_mesh.device_type:
+        # a state that lives on the host: its parts meet where the mesh's groups communicate
+        local = value._local_tensor.to(value.device_mesh.device_type)
+        value = DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     return whole.narrow(padding.dim, 0, padding.length).to("cpu", copy=True).contiguous()
 

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.graph.ir import Padding
-
-BUCKET_BYTES = 25 * 2**20
-"""Of one all-reduce; DDP's choice."""
+from autopar.plan import BUCKET_BYTES
 
 Group: TypeAlias = dist.ProcessGroup
 

@@ -75,7 +75,7 @@ class Parallel:
         held = self._assembly.held
         self._tied = self._assembly.tied
         leaves = [h for h in held if h.leaf is not None]
-        self._leaf_sums = BucketedSums(leaves) if leaves else None
+        self._leaf_sums = BucketedSums(leaves, bucket_bytes=self.plan.bucket_bytes) if leaves else None
         self._late = [h for h in held if h.leaf is None and h.group is not None]
         self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
         world_group = dist.group.WORLD if self.plan.mesh.world_size > 1 else None
@@ -84,7 +84,7 @@ class Parallel:
         self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
         self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor)
-        self._local_steps = LocalSteps(h.parameter for h in held)
+        self._local_steps = LocalSteps((h.parameter for h in held), on_host="optimizer" in self.plan.offload)
         weakref.finalize(self, self._local_steps.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 

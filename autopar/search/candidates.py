@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.mesh import Mesh
-from autopar.plan import ScheduleName
+from autopar.plan import Offload, ScheduleName
 from autopar.schedule import SCHEDULES
-from autopar.search.pins import ChoicePin, NumberPin, Pin, Pins
+from autopar.search.pins import BUCKET, ChoicePin, NumberPin, Pin, Pins
 from autopar.search.sequence import KINDS
 from autopar.search.space import Space
 
@@ -32,7 +32,12 @@ size, and combinations of what the pins name."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Candidate:
-    """One choice of the outer search; ``order``: of the node groups along the ranks, empty: as the cluster has them."""
+    """One choice of the outer search.
+
+    Attributes:
+        order: of the node groups along the ranks, empty: as the cluster has them.
+        offload: what lives on the host.
+    """
 
     mesh: Mesh
     micro_batch_size: int
@@ -41,6 +46,7 @@ class Candidate:
     schedule: ScheduleName
     virtual_stages: int
     order: tuple[int, ...] = ()
+    offload: tuple[Offload, ...] = ()
 
     def __str__(self) -> str:
         parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={self.micro_batch_size}"]
@@ -48,6 +54,8 @@ class Candidate:
             parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
         if self.order:
             parts.append(f"node groups {'-'.join(map(str, self.order))}")
+        if self.offload:
+            parts.append(f"{', '.join(self.offload)} on the host")
         return ", ".join(parts)
 
 
@@ -328,7 +336,7 @@ def pin_constraints(pins: Pins, global_batch_size: int) -> tuple[Constraint, ...
     }
     found = []
     for pin in pins.pins:
-        if isinstance(pin, NumberPin):
+        if isinstance(pin, NumberPin) and pin.key != BUCKET:
             name = pin.text + notes.get(pin.key, "")
             found.append(Constraint(name=name, holds=lambda t, pin=pin: _number(t, pin)))  # type: ignore[misc]
         elif isinstance(pin, ChoicePin) and pin.key == "schedule":

@@ -26,9 +26,10 @@ MAX_KEPT = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a layout gave no plan: too slow to matter, or too large."""
+    """Why a layout gave no plan: too slow to matter, or too large; ``host_bytes``: what it needs of a host that has less."""
 
     needs_bytes: int = 0
+    host_bytes: int = 0
     is_slow: bool = False
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
-from autopar.plan import Prediction, Recompute
+from autopar.plan import BUCKET_BYTES, Memory, Prediction, Recompute
 from autopar.search.amounts import flops_per_sample, readable, tokens_per_sample
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import PRECISION, bounds
@@ -21,11 +21,12 @@ from autopar.search.candidates import Candidate
 from autopar.search.cuts import Cuts, Failure
 from autopar.search.every import every_cut
 from autopar.search.fitting import busy_s
-from autopar.search.inter import StageCutter
+from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
 from autopar.search.mixed_polish import polished
+from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
@@ -45,7 +46,7 @@ SLOW = "slower than the best plan by a bound"
 class Evaluation:
     """A candidate that fits.
 
-    ``stops``: where each stage ends; ``modes``: recompute of each block.
+    ``stops``: where each stage ends; ``modes``: recompute of each block; ``bucket_bytes``: of gradients summed together.
     """
 
     candidate: Candidate
@@ -53,6 +54,7 @@ class Evaluation:
     stops: tuple[int, ...]
     modes: tuple[Recompute, ...]
     prediction: Prediction
+    bucket_bytes: int = BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class Evaluator:
         self.graph, self.model, self.space = graph, model, space
         self.global_batch_size = global_batch_size
         self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+        self.buckets = pins.buckets(space.bucket_bytes)
         self.recompute, self.stages = pins.recompute(graph), pins.stages(graph)
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
@@ -85,6 +88,8 @@ class Evaluator:
             self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages
         )
         self._ideal: dict[Candidate, Row | MixedRow] = {}
+        self._host_s: dict[tuple[int, ...], float] = {}
+        """What stepping on the host takes longer, of all blocks whole."""
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
         """Of a candidate in a layout, and whether it is of its priced blocks."""
 
@@ -92,14 +97,30 @@ class Evaluator:
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        rows: list[Row | MixedRow] = []
-        for candidate in candidates:
+        plain = [candidate for candidate in candidates if not candidate.offload]
+        rows = [self._ideal_row(candidate) for candidate in plain]
+        found = iter(self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows))
+        return [self._offloaded_s(c) if c.offload else next(found) for c in candidates]
+
+    def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
+        if candidate not in self._ideal:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            if candidate not in self._ideal:
-                maker = self.placed if self.placed.has(candidate) else self.rows
-                self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
-            rows.append(self._ideal[candidate])
-        return self._at_speed(candidates, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+            maker = self.placed if self.placed.has(candidate) else self.rows
+            self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
+        return self._ideal[candidate]
+
+    def _offloaded_s(self, candidate: Candidate) -> float:
+        """The first bound of a candidate with its optimizer on the host."""
+        twin, mesh = replace(candidate, offload=()), candidate.mesh
+        ideal = self._ideal_row(twin)
+        assert isinstance(ideal, Row)
+        key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
+        if key not in self._host_s:
+            whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
+            here, there = (self.rows.once_s(whole, self.step(c, whole)) for c in (twin, candidate))
+            self._host_s[key] = there - here
+        bound_s = first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)
+        return self._shared_s(candidate, bound_s, ideal.total_s)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -107,10 +128,9 @@ class Evaluator:
         Args:
             at_most_s: see :func:`autopar.search.bounds.bounds`.
         """
-        self.ideal_bounds_s([c for c in candidates if c not in self._ideal])
         rows: list[Row | MixedRow] = []
         for c in candidates:
-            row = self._ideal[c]
+            row = self._ideal_row(c)
             if isinstance(row, MixedRow):  # the quickest layout was found at the prices of the slowest device
                 rows.append(row)
                 continue
@@ -264,9 +284,16 @@ class Evaluator:
             return best if cut_short and best.prediction.step_time_s >= at_most_s else self._remember(best)
         if cut_short:
             return Misfit(candidate=candidate, reason=SLOW)
-        least_bytes = min(failure.needs_bytes for failure in failures)
+        on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
+        if not on_device:
+            return self._remember(Misfit(candidate=candidate, reason=self._host_reason(failures)))
+        least_bytes = min(on_device)
         reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+
+    def _host_reason(self, failures: Sequence[Failure]) -> str:
+        least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
+        return f"memory of the host: needs {readable(least)} of {readable(has)} a device"
 
     def _needs(self, predicted_bytes: int) -> str:
         """The upper end of a predicted peak, which has to fit, and what there is."""
@@ -303,6 +330,8 @@ class Evaluator:
             prelude_s=option.prelude_s,
             adds_gradients=True,
             totals=option.totals,
+            bucket_bytes=self.buckets[0],
+            offload=candidate.offload,
         )
 
     def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
@@ -323,7 +352,7 @@ class Evaluator:
             ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
         pp, count, speed = candidate.mesh.pp, candidate.num_micro_batches, self._speed(candidate)
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
-        best: Evaluation | None = None
+        best: tuple[Prediction, Cut] | None = None
         failures: list[Failure] = []
         for way in ways:
             found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way)
@@ -331,21 +360,49 @@ class Evaluator:
                 failures.append(found)
                 continue
             for plan in found:
-                if bound(plan.cut) >= at_most_s:
+                if not self._host_fits(candidate, plan.memory):
+                    failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
+                elif bound(plan.cut) >= at_most_s:
                     failures.append(Failure(is_slow=True))
-                    continue
-                prediction = model.predict(plan.made, step, memory=plan.memory)
-                if best is None or prediction.step_time_s < best.prediction.step_time_s:
-                    best = Evaluation(
-                        candidate=candidate,
-                        option=option,
-                        stops=plan.cut.stops,
-                        modes=plan.cut.modes,
-                        prediction=prediction,
-                    )
+                else:
+                    prediction = model.predict(plan.made, step, memory=plan.memory)
+                    if best is None or prediction.step_time_s < best[0].step_time_s:
+                        best = prediction, plan.cut
             if best is not None:  # what follows has to be quicker still
-                at_most_s = min(at_most_s, best.prediction.step_time_s / speed * (1 + ROUNDING))
-        return best or next((f for f in failures if f.is_slow), failures[0])
+                at_most_s = min(at_most_s, best[0].step_time_s / speed * (1 + ROUNDING))
+        if best is not None:
+            return self._bucketed(candidate, option, best[1], step, best[0])
+        return next((f for f in failures if f.is_slow), failures[0])
+
+    def _bucketed(
+        self, candidate: Candidate, option: Option, cut: Cut, step: Step, prediction: Prediction
+    ) -> Evaluation:
+        """A plan with the size of buckets that is quickest and fits; ``prediction``: with the first one.
+
+        Neither layouts nor cuts are chosen by it, and no bound counts what is summed in buckets.
+        """
+        model, limits = self.placed.ordered(candidate), self.placed.limits(candidate)
+        best = Evaluation(
+            candidate=candidate,
+            option=option,
+            stops=cut.stops,
+            modes=cut.modes,
+            prediction=prediction,
+            bucket_bytes=step.bucket_bytes,
+        )
+        if len(self.buckets) == 1:
+            return best
+        made = self.cuts.stages(cut.stops, cut.modes, option, candidate.mesh.pp)
+        if not model.sums_in_buckets(made, step):
+            return best
+        for size in self.buckets[1:]:
+            other = replace(step, bucket_bytes=size)
+            if model.breakdown(made, other).total_s >= best.prediction.step_time_s:
+                continue
+            memory = model.memory(made, other)
+            if _fit(memory, limits):
+                best = replace(best, prediction=model.predict(made, other, memory=memory), bucket_bytes=size)
+        return best
 
     def _best_of_all(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
@@ -361,21 +418,29 @@ class Evaluator:
                 "the stages that are pinned can be cut", value=f"{pp * candidate.virtual_stages} stages"
             )
         best: Evaluation | None = None
-        needs, is_slow = [], False
+        needs, host, is_slow = [], 0, False
         for least_s, cut in sorted(every, key=lambda pair: pair[0]):
             if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
                 is_slow = True
                 break
             found = self.cuts.fitting(candidate, cut, option, step)
+            if not self._host_fits(candidate, found.memory):
+                host = max(host, *(memory.host for memory in found.memory))
+                continue
             needs.append(max(memory.total for memory in found.memory))
-            if any(memory.total > limit for memory, limit in zip(found.memory, room, strict=True)):
+            if not _fit(found.memory, room):
                 continue
             prediction = model.predict(found.made, step, memory=found.memory)
-            if best is None or prediction.step_time_s < best.prediction.step_time_s:
-                best = Evaluation(
-                    candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction
-                )
+            plan = self._bucketed(candidate, option, cut, step, prediction)
+            if best is None or plan.prediction.step_time_s < best.prediction.step_time_s:
+                best = plan
+        if best is None and host and not needs and not is_slow:
+            return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
+
+    def _host_fits(self, candidate: Candidate, memory: Sequence[Memory]) -> bool:
+        limit = self.model.host.memory_bytes if candidate.offload else None
+        return limit is None or all(m.host <= limit for m in memory)
 
     def polished(self, found: Evaluation) -> Evaluation:
         """A plan whose stages are cut better still; the same one where ranks are alike or its stages are given."""
@@ -384,6 +449,7 @@ class Evaluator:
             return found
         option, model = found.option, self.placed.ordered(candidate)
         step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
+        step = replace(step, bucket_bytes=found.bucket_bytes)
 
         def made(stops: Sequence[int]) -> list[StageCost]:
             return self.cuts.stages(stops, found.modes, option, candidate.mesh.pp)
@@ -394,8 +460,7 @@ class Evaluator:
             if time_s >= found.prediction.step_time_s:
                 return time_s
             memory = model.memory(stages, step)
-            fits = all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
-            return time_s if fits else float("inf")
+            return time_s if _fit(memory, limits) else float("inf")
 
         sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
         stops = polished(sizes, found.prediction.step_time_s, priced)
@@ -420,6 +485,10 @@ def _bounds(
     some = [row for row in rows if isinstance(row, MixedRow)]
     others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
     return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
+
+
+def _fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
+    return all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
 
 
 def _load(candidate: Candidate) -> Load:

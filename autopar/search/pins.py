@@ -4,8 +4,10 @@
 |-------------------------------------------------|----------------------------------------------------|
 | ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
 | ``ep=4``, ``ep_data=2``                         | experts split over 4 ranks, 2 of the data axes     |
+| ``bucket_bytes=1048576``, ``bucket_bytes<=999`` | bytes of gradients that are summed together        |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
+| ``offload=optimizer``, ``offload=none``          | what lives on the host                             |
 | ``groups=1-0``                                  | the order of the node groups of a mixed cluster    |
 | ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
@@ -23,14 +25,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.layout import Type, parse_type
-from autopar.plan import Recompute
+from autopar.plan import BUCKET_BYTES, Recompute
 from autopar.schedule import SCHEDULES
 from autopar.search.sequence import KINDS
 from autopar.table import closest
@@ -44,6 +46,9 @@ _RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
+BUCKET = "bucket_bytes"
+"""The one whole number that is chosen after the candidate."""
+
 _NUMBERS = {
     "pp": "pp",
     "dp": "dp",
@@ -59,9 +64,15 @@ _NUMBERS = {
     "micro_batch_size": "micro_batch",
     "num_micro_batches": "num_micro_batches",
     "virtual_stages": "virtual_stages",
+    BUCKET: BUCKET,
 }
 _AXES = ("tp",)
-_CHOICES = {"schedule": SCHEDULES, "precision": ("fp32", "bf16", "fp64"), "cp_attention": KINDS}
+_CHOICES = {
+    "schedule": SCHEDULES,
+    "precision": ("fp32", "bf16", "fp64"),
+    "cp_attention": KINDS,
+    "offload": ("none", "optimizer"),
+}
 _KEYS = (*_NUMBERS, *_CHOICES, "groups", "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
@@ -80,7 +91,7 @@ class NumberPin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePin:
-    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention`` or ``groups``."""
+    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention``, ``offload`` or ``groups``."""
 
     text: str
     key: str
@@ -275,6 +286,23 @@ class Pins:
             if isinstance(pin, NumberPin) and pin.key == key and pin.relation in ("=", "=="):
                 return pin.value
         return None
+
+    def buckets(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of buckets to choose from: those of ``sizes`` and of the pins that all pins allow; the usual one first.
+
+        Raises:
+            UsageError: there is none.
+        """
+        own = [pin for pin in self.pins if isinstance(pin, NumberPin) and pin.key == BUCKET]
+        named = [pin.value + {"<": -1, ">": 1}.get(pin.relation, 0) for pin in own]
+        found = [size for size in dict.fromkeys((*sizes, *named)) if size > 0 and self.allows(BUCKET, size)]
+        if not found:
+            raise UsageError(
+                "some size of a bucket, from one byte on, holds for all pins",
+                value=", ".join(pin.text for pin in own),
+                remedy="write for example bucket_bytes=26214400",
+            )
+        return tuple(sorted(found, key=lambda size: (size != BUCKET_BYTES, size)))
 
     @property
     def parameters(self) -> tuple[ParameterPin, ...]:

@@ -21,6 +21,7 @@ from autopar.search.collection import seldom_collected
 from autopar.search.evaluate import Evaluation, Evaluator, Misfit, memory_of_devices
 from autopar.search.ledger import Ledger
 from autopar.search.mixed import in_orders, mixed_notes, rank_groups
+from autopar.search.offload import offloaded
 from autopar.search.options import expert_degree
 from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
 from autopar.search.padding import padding_notes
@@ -94,7 +95,9 @@ class Planner:
             raise self._structural()
 
     def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
-        return in_orders(candidates(problem, pins), self.task.cluster, pins)
+        task = self.task
+        pool = in_orders(candidates(problem, pins), task.cluster, pins)
+        return offloaded(pool, task.cluster, pins, task.space.offload, task.optimizer)
 
     def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         task = self.task
@@ -247,6 +250,8 @@ class Planner:
             pins=task.pins.texts,
             opaque=task.opaque,
             groups=rank_groups(candidate, task.cluster),
+            bucket_bytes=best.bucket_bytes,
+            offload=candidate.offload,
             notes=(
                 *graph.notes,
                 *padding_notes(graph, best.option.padding, candidate.mesh.tp),
@@ -256,6 +261,7 @@ class Planner:
                 *_precision_note(task),
                 *measured_note(self.evaluator, best),
                 *mixed_notes(candidate, task.cluster),
+                *_host_note(best),
                 *_interrupted_note(outcome),
             ),
         )
@@ -319,6 +325,7 @@ class Planner:
 def _leanness(candidate: Candidate) -> tuple[int, ...]:
     mesh = candidate.mesh
     return (
+        -len(candidate.offload),
         -candidate.zero_stage,
         candidate.micro_batch_size,
         mesh.dp_replicate,
@@ -341,6 +348,14 @@ def _interrupted_note(outcome: Outcome) -> tuple[str, ...]:
     if not outcome.interrupted:
         return ()
     return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
+
+
+def _host_note(best: Evaluation) -> tuple[str, ...]:
+    """What the host has to have, where its profile does not know how much that is."""
+    if not best.candidate.offload or best.prediction.host_memory_limit_bytes:
+        return ()
+    most = readable(max(memory.host for memory in best.prediction.memory))
+    return (f"{most} of host memory for each device: the profile does not know how much there is",)
 
 
 def _mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:

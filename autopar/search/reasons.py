@@ -19,6 +19,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
     ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
+    ("offload", lambda c: ", ".join(c.offload) or "none"),
     ("schedule", lambda c: f"{c.schedule} v={c.virtual_stages}" if c.virtual_stages > 1 else c.schedule),
 )
 _PARTS = (
@@ -30,6 +31,7 @@ _PARTS = (
     ("pipeline sends", "pipeline_s"),
     ("pipeline bubble", "bubble_s"),
     ("optimizer", "optimizer_s"),
+    ("copies to and from the host", "offload_s"),
 )
 
 

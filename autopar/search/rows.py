@@ -175,7 +175,7 @@ class RowMaker:
         if self.draft_bytes(candidate, draft, whole, step) > self.limit_bytes * mesh.pp:
             return float("inf")
         stages, m = mesh.pp * candidate.virtual_stages, candidate.num_micro_batches
-        once_s = self._once_s(whole, step) / mesh.tp
+        once_s = self.once_s(whole, step) / mesh.tp
         return max(least_flow_s(draft.time_s, m, mesh.pp, stages), (m * draft.time_s + once_s) / mesh.pp)
 
     def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
@@ -183,7 +183,7 @@ class RowMaker:
         held = self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
         return self.model.state_bytes_per_element(step) * draft.numel + held
 
-    def _once_s(self, whole: Option, step: Step) -> float:
+    def once_s(self, whole: Option, step: Step) -> float:
         """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""
         found = 0.0
         for k, (cost, n) in enumerate(zip(whole.costs, self.counts, strict=True)):

@@ -8,7 +8,7 @@ from typing import cast
 
 from autopar import resources
 from autopar.errors import UsageError
-from autopar.plan import Recompute, ScheduleName
+from autopar.plan import BUCKET_BYTES, Offload, Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
@@ -26,6 +26,9 @@ class Space:
         recompute: modes that a block may take.
         equal_stages: every stage holds as many of the largest group of equal blocks as any other, or one more where they do
             not divide; False where a file does not say.
+        bucket_bytes: sizes of the buckets in which gradients are summed, for the best plan of each candidate; a file has them
+            as ``bucket_mib``.
+        offload: what may live on the host, where the devices' profiles have the link to it.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
             the block's compute time.
         practice: what is hardly ever worth trying is left out (see ``candidates.practice``).
@@ -53,6 +56,8 @@ class Space:
     equal_stages: bool = False
     practice: bool = True
     every: int = 0
+    bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
+    offload: tuple[Offload, ...] = ()
 
 
 def load_space(name: str) -> Space:
@@ -92,9 +97,27 @@ def load_space(name: str) -> Space:
         equal_stages=table.flag("equal_stages", default=False),
         practice=table.flag("practice", True),
         every=table.integer("every", 0, positive=False),
+        bucket_bytes=_buckets(table),
+        offload=_offload(table),
     )
     table.finish()
     return space
+
+
+def _offload(table: Table) -> tuple[Offload, ...]:
+    if not table.has("offload") or table.raw("offload") == []:
+        return ()
+    return cast("tuple[Offload, ...]", _texts(table, "offload", ("optimizer",)))
+
+
+def _buckets(table: Table) -> tuple[int, ...]:
+    """Of ``bucket_mib``; that of ``Plan.bucket_bytes`` where a file does not say."""
+    if not table.has("bucket_mib"):
+        return (BUCKET_BYTES,)
+    sizes = tuple(round(mib * 2**20) for mib in _numbers(table, "bucket_mib"))
+    if min(sizes) < 1:
+        raise table.fault("bucket_mib", "a bucket has at least one byte", value=repr(table.raw("bucket_mib")))
+    return sizes
 
 
 def _numbers(table: Table, key: str) -> list[float]:

@@ -199,6 +199,28 @@ def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None
     assert more - plain == pytest.approx(model.collectives.time_s("all_reduce", size, mesh, ("tp",)) + copies)
 
 
+def test_small_buckets_leave_early_and_large_ones_wait_for_fewer_messages() -> None:
+    """Three gradients of 4 MiB: one bucket waits for all of them, three leave one by one behind their blocks."""
+    mesh, model = Mesh(dp_replicate=4), CostModel(CPU, FP32, "sgd")
+    blocks = layers(3)
+    one, three = (replace(step(mesh), bucket_bytes=size) for size in (2**40, 1))
+    sums = [[c for c in model.traffic([stage(*blocks)], how)[0] if c.num_bytes >= 4 * 2**20] for how in (one, three)]
+    assert [[c.num_bytes for c in found] for found in sums] == [[12 * 2**20], [4 * 2**20]]
+    assert model.traffic([stage(*blocks)], three)[0][sums[1][0]] == 3
+    hops = model.collectives.time_s("all_reduce", 12 * 2**20, mesh, ("dp_replicate",))
+    copies = 2 * 12 * 2**20 / model.device.memory_bandwidth_bytes_per_s
+    loss = model.collectives.time_s("all_reduce", 4, mesh, ("dp_replicate",))
+    found = [model.predict([stage(*blocks)], how).breakdown.data_parallel_s for how in (one, three)]
+    assert found[0] == pytest.approx(hops + copies + loss)
+    each = model.collectives.time_s("all_reduce", 4 * 2**20, mesh, ("dp_replicate",))
+    assert each > B
+    after = 3 * each - 2 * B
+    assert found[1] == pytest.approx(after + model.device.interference * (3 * each - after) + loss)
+    memory = [model.memory([stage(*blocks)], how)[0].transient for how in (one, three)]
+    assert memory[0] == pytest.approx(12 * 2**20, rel=1e-3)
+    assert memory[1] < memory[0]  # a gradient that is alone in its bucket is summed where it lies
+
+
 def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
     first, last = layers(2, sends=(), send_gradients=())
     tied = replace(first.parameters[0], shared=True)

@@ -195,6 +195,23 @@ def held_bytes(
     }
 
 
+def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, int]:
+    """Of this rank: what lies on the host of parameters, gradients and states after two steps, and states on the device."""
+    world = World(plan.mesh, "cpu")
+    parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    optimizer = adamw(parallel.parameters())
+    for _ in range(2):
+        parallel.train_step(batch)
+        optimizer.step()
+    copies = list(parallel._local_steps._hosts.values())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "pp_rank": world.coordinate["pp"],
+        "copies": _bytes([c.parameter for c in copies]) + _bytes([c._gradient for c in copies]),
+        "states": _bytes([value for value in states if value.ndim > 0]),
+    }
+
+
 def _gathered(parallel: Parallel) -> int:
     """Bytes of the whole parameters after their gathering; experts that FSDP leaves to their ranks are not gathered."""
     total = 0

@@ -13,14 +13,12 @@ import pytest
 
 from autopar import api
 from autopar.cluster import Cluster
-from autopar.cost.gradients import BUCKET_BYTES
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.traffic import Collective
 from autopar.graph import Graph
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16, Plan
-from autopar.runtime import gradients
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import recording
 from tests.distributed.plans import make_plan
@@ -77,6 +75,7 @@ def step_of(plan: Plan, graph: Graph, *, clips: bool) -> Step:
         tokens_per_sample=plan.model.tokens_per_sample,
         totals=tuple(local.spec(ref).num_bytes for ref in local.sums),
         clips=clips,
+        bucket_bytes=plan.bucket_bytes,
     )
 
 
@@ -130,5 +129,27 @@ def test_the_prices_are_those_of_the_plan() -> None:
     assert again.memory == plan.predicted.memory
 
 
-def test_buckets_have_one_size() -> None:
-    assert BUCKET_BYTES == gradients.BUCKET_BYTES
+@pytest.mark.parametrize(
+    ("pins", "size"),
+    [
+        ("dp_replicate=4 zero=0 num_micro_batches=2", 1),
+        ("dp_replicate=2 tp=2 zero=0", 20_000),
+        ("pp=2 dp_replicate=2 zero=0 num_micro_batches=2", 50_000),
+    ],
+)
+def test_buckets_have_the_size_of_the_plan(pool: WorkerPool, pins: str, size: int) -> None:
+    _, graph = traced("gpt2")
+    usual, other = (
+        api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=[*pins.split(), *more])
+        for more in ([f"bucket_bytes={2**40}"], [f"bucket_bytes={size}"])
+    )
+    assert other.bucket_bytes == size
+    sums = [sum(count_sums(plan, graph).values()) for plan in (usual, other)]
+    assert sums[1] > sums[0]
+    compare(pool, "gpt2", other, graph)
+
+
+def count_sums(plan: Plan, graph: Graph) -> Counter[Collective]:
+    model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
+    found = model.traffic(stages_of(model, plan, graph), step_of(plan, graph, clips=False))[0]
+    return Counter({c: n for c, n in found.items() if c.kind == "all_reduce"})

@@ -9,6 +9,7 @@ import torch
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, UsageError
+from autopar.host import HostLink
 from autopar.profile import detect, measure
 from autopar.profile.store import profile_from_table
 from autopar.table import Table
@@ -50,6 +51,25 @@ def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.Mon
     four = profile.group(1, 4).device
     assert four.memory_bytes == detect.host_memory_bytes() // 4
     assert four.rate("float32").ceiling_flops_per_s == 4.5e10
+
+
+def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    rates = dict.fromkeys(("to_host_bytes_per_s", "to_device_bytes_per_s", "memory_bandwidth_bytes_per_s"), 2e10)
+    table = detect.measured_host({**rates, "latency_s": 1e-5, "launch_s": 3e-6}, "measured here")
+    host = HostLink.from_table(Table(table, file="measured"))
+    assert host.memory_bytes == detect.host_memory_bytes() // 4
+    assert host.to_dict() == table
+    with pytest.raises(UsageError, match="is that of a CUDA device, but found cpu"):
+        measure.host_link(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
+def test_copies_to_and_from_the_host_are_timed() -> None:
+    found = measure.host_link(torch.device("cuda"))
+    assert all(1e8 < found[f"to_{side}_bytes_per_s"] < 1e13 for side in ("host", "device"))
+    assert 1e-7 < found["latency_s"] < 1e-2
 
 
 def test_a_kept_file_that_was_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autopar.errors import UsageError
 from autopar.local_step import ELEMENTWISE, LocalSteps
 from autopar.runtime.world import start, stop
 
@@ -54,15 +55,16 @@ def trained(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], seen: l
     return held, optimizer
 
 
+@pytest.mark.parametrize("on_host", [False, True], ids=["here", "on the host"])
 @pytest.mark.parametrize("kind", ELEMENTWISE_BY_NAME, ids=lambda kind: kind.__name__)
-def test_a_step_is_that_on_dtensors(kind: Any) -> None:
+def test_a_step_is_that_on_dtensors(kind: Any, on_host: bool) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     expected, theirs = trained(lambda held: kind(held, lr=0.1, **options))
     seen: list[type] = []
     made: list[LocalSteps] = []
 
     def with_steps(held: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(LocalSteps(held))
+        made.append(LocalSteps(held, on_host=on_host))
         return kind(held, lr=0.1, **options)  # type: ignore[no-any-return]
 
     found, mine = trained(with_steps, seen)
@@ -95,6 +97,11 @@ def test_what_might_notice_steps_as_before(how: str) -> None:
     if how == "hook":
         optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0]))
     look = optimizer._optimizer_step_code
+    refuses = LocalSteps(held[:2] if how == "other parameters" else held, on_host=True)
+    with pytest.raises(UsageError, match=r"an optimizer steps element by element.* found \w*AdamW; pin offload=none"):
+        optimizer.step(*([lambda: torch.zeros(())] if how == "closure" else []))
+    refuses.remove()
+    seen.clear()
     optimizer._optimizer_step_code = lambda: (seen.append(optimizer.param_groups[0]["params"][0]), look())
     for p in held:
         p.grad = torch.ones_like(p)
@@ -102,6 +109,55 @@ def test_what_might_notice_steps_as_before(how: str) -> None:
     steps.remove()
     assert seen
     assert all(p is held[0] for p in seen)
+
+
+def test_copies_on_the_host_follow_what_else_writes_parameters() -> None:
+    """Loading a checkpoint, scaling weights: the next step begins from what the device has, not from what it had."""
+    results = []
+    for on_host in (False, True):
+        held = parameters()
+        steps = LocalSteps(held, on_host=on_host)
+        optimizer = torch.optim.AdamW(held, lr=0.1)
+        for number in range(3):
+            for p in held[:2]:
+                p.grad = torch.full_like(p, 1.0 + number)
+            optimizer.step()
+            with torch.no_grad():
+                held[0].mul_(0.5)
+                held[1].data.add_(1.0)
+            optimizer.load_state_dict(optimizer.state_dict())
+        memory = held[0]._local_tensor.data_ptr()
+        assert (steps.plain(held[0]).data_ptr() == memory) != on_host
+        steps.remove()
+        assert held[2] not in optimizer.state
+        results.append([p.full_tensor() for p in held])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
+def test_states_of_a_gpu_live_in_page_locked_memory() -> None:
+    mesh = init_device_mesh("cuda", (1,))
+    results = []
+    for on_host in (False, True):
+        torch.manual_seed(0)
+        values = [torch.randn(2**20, device="cuda") for _ in range(4)]
+        held = [nn.Parameter(DTensor.from_local(v, mesh, [Shard(0)], run_check=False)) for v in values]
+        steps = LocalSteps(held, on_host=on_host)
+        optimizer = torch.optim.AdamW(held, lr=0.1)
+        for number in range(5):
+            for p in held:
+                p.grad = torch.sin(p.detach() * number)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state[held[0]]["exp_avg"]._local_tensor
+        assert state.device.type == ("cpu" if on_host else "cuda")
+        if on_host:
+            assert steps.plain(held[0]).is_pinned()
+        steps.remove()
+        results.append([p._local_tensor.clone() for p in held])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_that_fails_leaves_no_trace_in_the_next() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.layout import S
+from autopar.plan import BUCKET_BYTES
 from autopar.search.pins import NumberPin, ParameterPin, Pins, RecomputePin, StagePin, parse_pin
 
 from .graphs import mlp
@@ -64,6 +65,7 @@ def test_parameters_are_matched_by_pattern() -> None:
         ("tq=4", "did you mean 'tp'"),
         ("tp", "NAME=VALUE"),
         ("tp=four", "whole number"),
+        ("bucket_bytes=1MB", "whole number"),
         ("schedule=1F2B", "did you mean '1F1B'"),
         ("schedule<=1F1B", "= or !="),
         ("recompute=half", "none or full"),
@@ -78,6 +80,16 @@ def test_what_is_wrong_is_said(text: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_pin(text)
     assert said in str(caught.value)
+
+
+def test_sizes_of_buckets() -> None:
+    usual = (2**20, BUCKET_BYTES)
+    assert Pins().buckets(usual) == (BUCKET_BYTES, 2**20)
+    assert Pins.parse(["bucket_bytes=1000"]).buckets(usual) == (1000,)
+    assert Pins.parse(["bucket_bytes<1048576"]).buckets(usual) == (2**20 - 1,)
+    assert Pins.parse(["bucket_bytes!=26214400"]).buckets(usual) == (2**20,)
+    with pytest.raises(UsageError, match=r"holds for all pins, but found bucket_bytes=0; write"):
+        Pins.parse(["bucket_bytes=0"]).buckets(usual)
 
 
 def test_unknown_blocks_and_parameters_are_refused() -> None:

@@ -92,6 +92,22 @@ def test_bounds_hold(graph: Graph, space: Space, cluster: str) -> None:
                 assert bounds_s([candidate])[0] <= found.prediction.step_time_s * (1 + 1e-9)
 
 
+def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph, space: Space) -> None:
+    sizes = (2**10, 2**14, 2**18, 2**25)
+    for zero in (0, 3):
+        search = outer(graph, replace(space, bucket_bytes=sizes))
+        candidate = next(c for c in search.pool if c.mesh.dp_replicate * c.mesh.dp_shard == 4 and c.zero_stage == zero)
+        some = search.evaluator.evaluate(candidate)
+        each = [outer(graph, replace(space, bucket_bytes=(size,))) for size in sizes]
+        found = [one.evaluator.evaluate(candidate) for one in each]
+        times = [one.prediction.step_time_s for one in found if isinstance(one, Evaluation)]
+        assert isinstance(some, Evaluation)
+        assert len(times) == len(sizes)
+        assert (len(set(times)) > 1) == (zero == 0)
+        assert some.prediction.step_time_s == min(times)
+        assert times[sizes.index(some.bucket_bytes)] == min(times)
+
+
 @pytest.mark.parametrize(("layers", "virtual_stages"), [(8, 2), (10, 3), (9, 3)])
 def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, virtual_stages: int) -> None:
     """No stage has more equal blocks than an even split of the time, rounded up; the law gives way to pins."""

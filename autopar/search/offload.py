@@ -1,0 +1,74 @@
+"""What of a plan may live on the host: candidates beside those that keep all on the device, where profiles have the link.
+
+At equal choices a plan with its optimizer on the host is never quicker: its first bound is the work of all ranks and the
+step on the host with its copies, from what is known of its twin on the device, so that it is looked at more closely only
+where the memory that it frees may pay for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cluster import Cluster
+from autopar.cost.optimizer import OPTIMIZERS, optimizer_cost
+from autopar.errors import UsageError
+from autopar.plan import Offload
+from autopar.search.bound_rows import Row
+from autopar.search.bounds import least_flow_s
+from autopar.search.candidates import Candidate
+from autopar.search.pins import ChoicePin, Pins
+
+KEY = "offload"
+OPTIMIZER: tuple[Offload, ...] = ("optimizer",)
+
+
+def offloaded(
+    pool: Sequence[Candidate], cluster: Cluster, pins: Pins, tried: Sequence[Offload], optimizer: str
+) -> list[Candidate]:
+    """The candidates, and each with its optimizer on the host: as far as pins and the space say.
+
+    Args:
+        tried: what the space may have on the host; pins widen it.
+
+    Raises:
+        UsageError: pins want it where it cannot be, or allow nothing.
+    """
+    stays, goes = pins.allows(KEY, "none"), pins.allows(KEY, "optimizer")
+    texts = [pin.text for pin in pins.pins if isinstance(pin, ChoicePin) and pin.key == KEY]
+    if not stays and not goes:
+        raise UsageError("pins of offload allow something", value=", ".join(texts), remedy="drop one of them")
+    reason = _reason_against(cluster, optimizer)
+    if not stays and reason:
+        raise UsageError(reason[0], value=reason[1], place=f"pin '{texts[0]}'", remedy=reason[2])
+    found = list(pool) if stays else []
+    if goes and not reason and (texts or "optimizer" in tried):
+        found += [replace(candidate, offload=OPTIMIZER) for candidate in pool]
+    return found
+
+
+def _reason_against(cluster: Cluster, optimizer: str) -> tuple[str, str, str] | None:
+    """The law that keeps the optimizer on the device, what was found, and the remedy."""
+    missing = [device.name for device in cluster.devices if device.host is None]
+    if missing:
+        law = "the optimizer steps on the host where the device's profile has the link to it"
+        return law, f"none of {missing[0]}", "add [device.host] to the profile (profiles/README.md), or drop the pin"
+    if not cluster.is_homogeneous:
+        law = "the optimizer steps on the host where all nodes are equal"
+        return law, cluster.name, "drop the pin, or take equal nodes"
+    if optimizer_cost(optimizer).is_factored:
+        known = ", ".join(name for name, cost in OPTIMIZERS.items() if not cost.is_factored)
+        return "an optimizer on the host steps element by element", optimizer, f"take one of {known}, or drop the pin"
+    return None
+
+
+def first_bound_s(candidate: Candidate, ideal: Row, more_once_s: float) -> float:
+    """Seconds below which a candidate with its optimizer on the host has no plan, whatever fits.
+
+    Args:
+        ideal: the row of its twin on the device (``RowMaker.ideal``), of which memory does not count.
+        more_once_s: what stepping on the host takes longer, all ranks of the pipeline together.
+    """
+    m, pp = candidate.num_micro_batches, candidate.mesh.pp
+    flow_s = least_flow_s(ideal.total_s, m, pp, pp * candidate.virtual_stages)
+    return max(flow_s, (m * ideal.total_s + ideal.once_s + more_once_s) / pp)

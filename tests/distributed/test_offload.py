@@ -1,0 +1,94 @@
+"""Optimizers that step on the host: the same training, checkpoints for every plan, bytes as predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.host import HostLink
+from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.test_layouts import traced
+from tests.distributed.test_training import _bf16_plan, batches, close, planned
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+HOST = HostLink(
+    to_host_bytes_per_s=1e10,
+    to_device_bytes_per_s=2e10,
+    latency_s=1e-5,
+    memory_bandwidth_bytes_per_s=5e10,
+    launch_s=1e-6,
+    memory_bytes=10**9,
+    provenance="made up for tests",
+)
+
+
+def with_host(cluster: str, **changes: Any) -> Cluster:
+    """CPU ranks that take part of their memory for a host's."""
+    found = Cluster.parse(cluster)
+    (group,) = found.groups
+    return replace(found, groups=(replace(group, device=replace(group.device, host=replace(HOST, **changes))),))
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp4", "dp4 ZeRO 1", "dp4 ZeRO 2", "tp2 x dp2 ZeRO 3", "pp2 x dp2 ZeRO 1", "pp2 two virtual stages"]
+)
+def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "llama")
+    data = batches(subject, 3)
+    model = subject.build()
+    optimizer = adamw(model.parameters())
+    norms = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model(**batch)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+    plan = replace(plan, offload=("optimizer",))
+    for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        close(rank["parameters"], dict(model.named_parameters()))
+
+
+def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: WorkerPool) -> None:
+    plan, graph = _bf16_plan("dp4 ZeRO 3")
+    subject, _ = traced("llama")
+    data = batches(subject, 3)
+    there, here = (
+        pool.run(jobs.train, subject, replace(plan, offload=offload), graph, data, 0.1, timeout_s=60.0)[0]
+        for offload in (("optimizer",), ())
+    )
+    assert there["losses"] == here["losses"]
+    assert all(torch.equal(value, here["parameters"][name]) for name, value in there["parameters"].items())
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["to the device", "to the host"])
+def test_checkpoints_go_on_wherever_states_live(pool: WorkerPool, tmp_path: Path, first: bool) -> None:
+    subject, one, graph = planned("dp4 ZeRO 3", "llama")
+    other = planned("pp2 x dp2 ZeRO 1", "llama")[1]
+    one, other = (replace(p, offload=("optimizer",) * on) for p, on in ((one, first), (other, not first)))
+    data = batches(subject, 3)
+    saved = pool.run(jobs.save_run, subject, one, graph, data, str(tmp_path), timeout_s=60.0)
+    for step, losses in pool.run(jobs.load_run, subject, other, graph, data, str(tmp_path), timeout_s=60.0):
+        assert step == 1
+        assert losses == pytest.approx(saved[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("pins", ["dp_replicate=2 tp=2 zero=0", "dp_shard=4 zero=3", "pp=2 dp_shard=2 zero=1"])
+def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> None:
+    subject, graph = traced("gpt2")
+    wish = [*pins.split(), "num_micro_batches=2", "offload=optimizer"]
+    plan = api.estimate(graph, cluster=with_host("cpu:1x4"), global_batch_size=16, pins=wish)
+    assert plan.offload == ("optimizer",)
+    rows = pool.run(jobs.host_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
+    for predicted in plan.predicted.memory:
+        largest = max(row["copies"] + row["states"] for row in rows if row["pp_rank"] == predicted.pp_rank)
+        assert (predicted.host, predicted.optimizer) == (largest, 0)

@@ -1,0 +1,139 @@
+"""Optimizers on the host in the search: chosen where they pay, bounded from below, refused where there is no link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph.ir import Graph
+from autopar.host import HostLink
+from autopar.plan import FP32, Plan
+from autopar.plan_io import plan_from_dict, plan_to_dict
+from autopar.search.candidates import Problem, candidates
+from autopar.search.evaluate import Evaluation, Evaluator
+from autopar.search.offload import offloaded
+from autopar.search.outer import Limits, OuterSearch
+from autopar.search.pins import Pins
+from autopar.search.space import load_space
+
+from .graphs import mlp
+
+HOST = HostLink(
+    to_host_bytes_per_s=4e10,
+    to_device_bytes_per_s=4e10,
+    latency_s=1e-6,
+    memory_bandwidth_bytes_per_s=4e10,
+    launch_s=1e-6,
+    provenance="made up for tests",
+)
+ROOM_FOR_SOME, NEEDS_HOST = "440MB", "430MB"
+
+
+@cache
+def graph() -> Graph:
+    return mlp(layers=6, batch=2, width=256, hidden=1024)
+
+
+def cluster(memory: str, host: HostLink | None = HOST) -> Cluster:
+    found = Cluster.parse(f"cpu:1x4?memory={memory}")
+    (group,) = found.groups
+    return replace(found, groups=(replace(group, device=replace(group.device, host=host)),))
+
+
+def outer(memory: str) -> OuterSearch:
+    here = cluster(memory)
+    space = replace(load_space("quick"), offload=("optimizer",))
+    model = CostModel(here, FP32, "adamw")
+    evaluator = Evaluator(graph(), model, global_batch_size=64, pins=Pins(), space=space)
+    problem = Problem(
+        world_size=4, devices_per_node=4, global_batch_size=64, num_blocks=len(graph().blocks), heads=(), space=space
+    )
+    pool = offloaded(candidates(problem, Pins()), here, Pins(), space.offload, "adamw")
+    return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
+
+
+@pytest.mark.parametrize(("memory", "is_offloaded"), [("16GB", False), (ROOM_FOR_SOME, None), (NEEDS_HOST, True)])
+def test_the_best_of_all_is_found_and_no_bound_is_above(memory: str, is_offloaded: bool | None) -> None:
+    search = outer(memory)
+    found = search.run()
+    alone = outer(memory).evaluator
+    times = {}
+    for candidate in search.pool:
+        plan = alone.evaluate(candidate)
+        if isinstance(plan, Evaluation):
+            times[candidate] = plan.prediction.step_time_s
+            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
+                assert bounds_s([candidate])[0] <= times[candidate] * (1 + 1e-9)
+    assert any(c.offload for c in times)
+    assert found.best is not None
+    assert found.best.prediction.step_time_s == min(times.values())
+    assert found.lower_bound_s <= min(times.values())
+    if is_offloaded is not None:
+        assert bool(found.best.candidate.offload) == is_offloaded
+        assert all(bool(c.offload) for c in times) == is_offloaded
+    if not is_offloaded and memory == "16GB":  # at equal choices the device is never slower
+        for candidate, time_s in times.items():
+            assert not candidate.offload or time_s > times[replace(candidate, offload=())]
+
+
+def planned(pins: str, *, memory: str = "16GB", **changes: Any) -> Plan:
+    host = replace(HOST, **changes) if changes else HOST
+    wish = [*pins.split(), "tp=1", "pp=1", "micro_batch=4"]
+    return api.estimate(graph(), cluster=cluster(memory, host), global_batch_size=64, pins=wish)
+
+
+def test_pins_choose_and_plans_say_so() -> None:
+    here, there = (planned(f"zero=2 dp_shard=4 offload={where}") for where in ("none", "optimizer"))
+    assert (here.offload, there.offload) == ((), ("optimizer",))
+    assert plan_from_dict(plan_to_dict(there)) == there
+    assert "offload" not in plan_to_dict(here)
+    one, other = here.predicted.memory[0], there.predicted.memory[0]
+    assert (other.optimizer, one.host) == (0, 0)
+    assert other.host == one.optimizer + 2 * one.optimizer // 2  # a copy and a gradient beside the two states
+    assert any("host memory for each device: the profile does not know" in note for note in there.notes)
+    text = str(there)
+    assert "offload     the optimizer steps on the host" in text
+    assert "copies to and from the host" in text
+
+
+def test_time_on_the_host_is_copies_both_down_and_parameters_up_beside_the_step() -> None:
+    here, there = (planned(f"zero=2 dp_shard=4 offload={where}").predicted for where in ("none", "optimizer"))
+    size = here.memory[0].optimizer // 2  # adamw has two states
+    count = sum(1 for _ in graph().parameters)
+    assert there.breakdown.offload_s == pytest.approx(3 * size / 4e10 + 3 * count * 1e-6)
+    assert there.breakdown.optimizer_s == pytest.approx(21 * size / 4e10 + 9 * count * 1e-6)
+    parts = [name for name in here.breakdown.__slots__ if name not in ("optimizer_s", "offload_s")]
+    assert [getattr(there.breakdown, n) for n in parts] == [getattr(here.breakdown, n) for n in parts]
+    assert there.step_time_s == pytest.approx(there.breakdown.total_s)
+
+
+def test_the_host_has_its_own_limit() -> None:
+    plan = planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10**9)
+    assert plan.predicted.host_memory_limit_bytes == 10**9
+    assert plan.predicted.fits
+    with pytest.raises(InfeasibleError, match=r"memory of the host: needs .* of 9\.5 MiB a device"):
+        planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10_000_000)
+
+
+def test_without_a_link_there_is_no_offload_and_a_pin_says_so() -> None:
+    def search(pins: list[str], **options: Any) -> Plan:
+        return api.search(graph(), cluster=cluster("16GB", None), global_batch_size=64, pins=pins, **options)
+
+    assert search(["offload!=optimizer", "tp=1"]).offload == ()
+    with pytest.raises(
+        UsageError, match=r"pin 'offload=optimizer'.*link to it, but found none of cpu; add \[device.host\]"
+    ):
+        search(["offload=optimizer"])
+    with pytest.raises(UsageError, match="pins of offload allow something"):
+        search(["offload=optimizer", "offload=none"])
+    with pytest.raises(UsageError, match="element by element, but found adafactor; take one of adamw, adam"):
+        api.estimate(
+            graph(), cluster=cluster("16GB"), global_batch_size=64, optimizer="adafactor", pins=["offload=optimizer"]
+        )
