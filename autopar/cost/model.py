@@ -10,7 +10,7 @@ from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, op_time
-from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
+from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
 from autopar.cost.measured import Measured
 from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
@@ -20,6 +20,7 @@ from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
 from autopar.cost.stages import StageKey, StageSums, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
+from autopar.device import Device
 from autopar.errors import UsageError
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.layout import Type
@@ -277,7 +278,8 @@ class CostModel:
         data, count, parts = self._data(step), step.num_micro_batches, self.parts(step.mesh)
         units = self._all_units(stages, data, parts)
         sums = self._all_sums(stages, units, data, step)
-        times = stage_times(stages, sums, step, self.collectives, by_hop=self.is_mixed)
+        overheads = [part.device.overheads for part in parts]
+        times = stage_times(stages, sums, step, self.collectives, overheads, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         once = self._once_s(data, step)
         best: tuple[float, Breakdown] | None = None
@@ -290,7 +292,7 @@ class CostModel:
             sent = dict(known[own])
             sent["data"] += self._ties_s(ties, step, rank)
             sent["data"] += once
-            sent["pipeline"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
+            sent["pipeline"] = count * sum(stage.schedule_s for stage in times[rank :: step.mesh.pp])
             found = parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
             if best is None or found.total_s > best[0]:
                 best = (found.total_s, found)
@@ -433,11 +435,17 @@ class CostModel:
                     share=share,
                     interference=device.interference,
                     prelude_s=step.preludes_s[s % step.mesh.pp] if step.preludes_s else step.prelude_s,
-                    action_s=device.overheads.action_s if step.mesh.pp > 1 else 0.0,
-                    adding_s=data.adding_s(own, step.num_micro_batches, device) if step.adds_gradients else 0.0,
+                    adding_s=self._adding_s(stage, own, data, step, device) if step.adds_gradients else 0.0,
                 )
             sums.append(known[key])
         return sums
+
+    def _adding_s(
+        self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step, device: Device
+    ) -> float:
+        """Sums of gradients in one backward: with those of earlier micro-batches, and of several uses of a parameter."""
+        earlier = data.adding_s(units, step.num_micro_batches, device)
+        return earlier + shared_sums_s(stage.blocks, itemsize(self.precision.compute), device)
 
     # --- once a step
 

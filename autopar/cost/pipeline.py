@@ -25,7 +25,7 @@ class StageTimes:
         send_forward_s: until the next stage has this stage's outputs; 0 for the last stage.
         send_backward_s: until the stage before has this stage's input gradients; 0 for the first stage.
         first_forward_s: what the step's first forward takes longer.
-        waits_s: of ``forward_s`` and of ``backward_s`` each, what messages hold up the rank.
+        schedule_s: of ``forward_s`` and ``backward_s`` together, what the schedule and its messages take of the rank.
     """
 
     forward_s: float
@@ -33,7 +33,7 @@ class StageTimes:
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
     first_forward_s: float = 0.0
-    waits_s: float = 0.0
+    schedule_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
