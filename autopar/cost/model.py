@@ -15,7 +15,7 @@ from autopar.cost.gradients import Bucket, beside_backward, buckets, late_sums
 from autopar.cost.measured import Measured
 from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
-from autopar.cost.pipeline import PipelineTimes, simulate
+from autopar.cost.pipeline import PipelineTimes, shared_time_s, simulate
 from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
 from autopar.cost.stages import StageKey, StageSums, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
@@ -297,7 +297,11 @@ class CostModel:
             if best is None or found.total_s > best[0]:
                 best = (found.total_s, found)
         assert best is not None
-        return _shared(best[1], pipeline, self.device.core_share), sums
+        if step.mesh.pp == 1 or self.device.core_share == 1.0:
+            return best[1], sums
+        share = self.device.core_share
+        time_s = shared_time_s(step.schedule, step.mesh.pp, step.num_micro_batches, times, share)
+        return _shared(best[1], min(time_s / pipeline.time_s, 1.0)), sums
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -513,16 +517,8 @@ def _owner(axes: tuple[str, ...]) -> str:
     return "cp" if "cp" in axes else "tp"
 
 
-def _shared(parts: Breakdown, pipeline: PipelineTimes, core_share: float) -> Breakdown:
-    """The parts of a step whose ranks share cores: who works while others wait has more than its share of them.
-
-    Times are those at ``core_share`` of a core for each rank, as if all worked all the time. A pipeline takes as long as on
-    cores of its own at least, and as long as its cores need for the work of all its ranks; the larger of the two is taken.
-    """
-    longest = max(pipeline.finish_s)
-    factor = max(core_share, sum(pipeline.busy_s) / len(pipeline.busy_s) / longest) if longest else 1.0
-    if core_share == 1.0 or factor >= 1.0:
-        return parts
+def _shared(parts: Breakdown, factor: float) -> Breakdown:
+    """The parts of a step whose pipeline takes ``factor`` of the time that it takes if all ranks work all the time."""
     return replace(
         parts,
         compute_s=parts.compute_s * factor,
