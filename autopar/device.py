@@ -168,7 +168,11 @@ class Overheads:
         gather_s, gather_parameter_s: of one gather of a unit besides collective and copies, and more for each parameter.
         reduce_s, reduce_parameter_s: of one reduction of a unit's gradients, likewise.
         collective_s: of calling a collective from emitted code, besides the collective.
-        action_s: of one action of a pipeline schedule, its messages' posting included.
+        action_s: of one action of a pipeline schedule where each rank has one stage, posting its messages included.
+        message_s: what other threads of the process do for each tensor that such a rank sends or receives; gloo's wake up
+            several times for each, and spin while the calling thread holds their lock.
+        interleaved_action_s, interleaved_message_s: likewise where ranks have several stages, which torch runs by another
+            engine; 0: as ``action_s``.
         layers_s: of one pass of ``autopar.profile.measure.Layers``: how fast the machine was when it was measured.
     """
 
@@ -185,12 +189,21 @@ class Overheads:
     reduce_parameter_s: float = 0.0
     collective_s: float = 0.0
     action_s: float = 0.0
+    message_s: float = 0.0
+    interleaved_action_s: float = 0.0
+    interleaved_message_s: float = 0.0
     layers_s: float = 0.0
     provenance: str = "not measured"
 
     def to_dict(self) -> dict[str, Any]:
         """The table ``[device.overheads]``."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+    def of_actions(self, virtual_stages: int) -> tuple[float, float]:
+        """Seconds of one action, and of each tensor that it sends or receives, where a rank has so many stages."""
+        if virtual_stages > 1 and self.interleaved_action_s:
+            return self.interleaved_action_s, self.interleaved_message_s
+        return self.action_s, self.message_s
 
     def scaled(self, factor: float, note: str) -> Overheads:
         """All of them times ``factor``."""

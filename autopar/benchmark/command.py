@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -16,12 +17,14 @@ from autopar.benchmark.session import Launch, Outcome, benchmark, local_ranks
 from autopar.cluster import Cluster
 from autopar.errors import UsageError
 from autopar.models import ModelSource, resolve_model
-from autopar.profile.detect import default_cache_dir, fingerprint, machine_profile
+from autopar.profile.detect import default_cache_dir, fingerprint, machine_profile, profile_path
 from autopar.search.pins import Pins
 from autopar.search.planner import Task
 from autopar.search.space import Space, load_space
 
 GPU_PRECISIONS = ("fp32", "bf16")
+MAX_AGE_S = 6 * 3600.0
+"""How long a measured speed of this machine is believed: a shared one is a third faster at one time than at another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Wish:
     timeout_s: float = 300.0
     slowest: float | None = None
     """Plans that are predicted to take more than so many times the picked one's step are not run."""
+    fresh: bool = False
+    """The machine's speed is measured although it was a short time ago."""
     as_rank: int | None = None
     """Plans for ``num_ranks`` ranks are run as this one of them, alone: see ``autopar.benchmark.ranks.Job``."""
 
@@ -67,18 +72,55 @@ def run_local(
         InfeasibleError: no plan fits.
         UsageError: there is no such rank.
     """
+    _check_rank(wish)
+    profile = profile_path(cache_dir)
+    again, note = whether_again(profile, fresh=wish.fresh)
+    if again and advance is not None:
+        advance(note, 0, 1)
+    machine = machine_profile(cache_dir=cache_dir, refresh=again)
     if wish.as_rank is not None:
-        return _as_rank(wish, results=results, cache_dir=cache_dir, advance=advance)
-    if torch.cuda.is_available():
-        return _on_gpu(wish, results=results, cache_dir=cache_dir, advance=advance)
-    machine = machine_profile(cache_dir=cache_dir)
-    kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{wish.num_ranks}.json"
-    with local_ranks(wish.num_ranks, timeout_s=wish.timeout_s) as launch:
-        if wish.num_ranks > 1:
-            cluster = measured_cluster("local", machine, (1, wish.num_ranks), launch, kept=kept)
-        else:
-            cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
-        return on_cluster(wish, cluster, launch, results=results, advance=advance)
+        outcome = _as_rank(wish, results=results, cache_dir=cache_dir, advance=advance)
+    elif torch.cuda.is_available():
+        outcome = _on_gpu(wish, results=results, cache_dir=cache_dir, advance=advance)
+    else:
+        kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{wish.num_ranks}.json"
+        with local_ranks(wish.num_ranks, timeout_s=wish.timeout_s) as launch:
+            if wish.num_ranks > 1:
+                again, note = whether_again(kept, fresh=wish.fresh or again)
+                if again and advance is not None:
+                    advance(note, 0, 1)
+                cluster = measured_cluster("local", machine, (1, wish.num_ranks), launch, kept=kept, again=again)
+            else:
+                cluster = Cluster.parse("local?ranks=1", cache_dir=cache_dir)
+            outcome = on_cluster(wish, cluster, launch, results=results, advance=advance)
+    return replace(outcome, machine=note)
+
+
+def _check_rank(wish: Wish) -> None:
+    if not 0 <= (wish.as_rank or 0) < wish.num_ranks:
+        raise UsageError(
+            "the rank that is run is one of the plans'",
+            value=f"{wish.as_rank} of {wish.num_ranks}",
+            place="--as-rank",
+            remedy="state how many ranks the plans are for with --ranks",
+        )
+
+
+def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:
+    """Whether this machine is measured now, and a line that says so, or how old the measurement is that is kept.
+
+    Args:
+        kept: file of an earlier measurement; None: a shipped profile, never measured.
+    """
+    if kept is None:
+        return False, "speed of this machine: a shipped profile, not measured here"
+    if not kept.is_file():
+        return True, "speed of this machine: measured now, for the first time"
+    age_s = max(time.time() - kept.stat().st_mtime, 0.0)
+    age = f"{age_s / 3600:.1f} hours" if age_s >= 3600 else f"{age_s / 60:.0f} minutes"
+    if fresh or age_s > MAX_AGE_S:
+        return True, f"speed of this machine: measured now, the one before was {age} old"
+    return False, f"speed of this machine: measured {age} ago (--fresh measures it again)"
 
 
 def on_cluster(
@@ -96,13 +138,6 @@ def _as_rank(wish: Wish, *, results: Path | None, cache_dir: Path | None, advanc
 
     Without a pipeline: neighbours that are not there send no shapes.
     """
-    if not 0 <= (wish.as_rank or 0) < wish.num_ranks:
-        raise UsageError(
-            "the rank that is run is one of the plans'",
-            value=f"{wish.as_rank} of {wish.num_ranks}",
-            place="--as-rank",
-            remedy="state how many ranks the plans are for with --ranks",
-        )
     is_gpu = torch.cuda.is_available()
     cores = "" if is_gpu else f"&cores={wish.num_ranks}"
     cluster = Cluster.parse(f"local?ranks={wish.num_ranks}{cores}", cache_dir=cache_dir)

@@ -25,7 +25,7 @@ from autopar.profile.links import COLLECTIVES, Limits, LinkJob, LinkPoints, meas
 from autopar.profile.measure import Layers
 from autopar.profile.store import MachineProfile, at_speed, load_library
 
-CROWD_REPEATS, CROWD_S = 7, 0.06
+CROWD_REPEATS, CROWD_S = 15, 0.06
 WORK_S, BATCH_S = 1e-3, 10e-3
 KINDS = tuple(kind for kind in COLLECTIVES if kind != "broadcast")
 """What plans use."""
@@ -128,7 +128,8 @@ def crowding() -> float:
     """Wall time of computation while all ranks compute, over the time of the calling thread: 1 on a core of one's own.
 
     Of the slowest rank, as a step ends with it. Two ranks on a core take a little more than twice as long: the scheduler
-    moves them late, and what one leaves in the caches the other one evicts.
+    moves them late, and what one leaves in the caches the other one evicts. The lower quartile of several moments: work of
+    others that comes by only makes it longer.
     """
     work, found = Layers(), list[float]()
     for _ in range(CROWD_REPEATS):
@@ -139,7 +140,7 @@ def crowding() -> float:
         everyone = [torch.empty_like(times) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, times)
         found.append(max(float(wall / own) for wall, own in everyone))
-    return max(statistics.median(found), 1.0)
+    return max(statistics.quantiles(found, n=4)[0], 1.0)
 
 
 def measured_cluster(
@@ -149,19 +150,21 @@ def measured_cluster(
     launch: Callable[[LinkTask], Sequence[Mapping[str, Mapping[str, Any]]]],
     *,
     kept: Path | None = None,
+    again: bool = False,
 ) -> Cluster:
     """A cluster of nodes that all lie on this machine, as its ranks measure them, or measured before and kept in a file.
 
     Args:
         nodes: how many, and ranks on each.
         launch: runs a task on all these ranks.
+        again: measures although there is a kept file, and writes it anew.
 
     Raises:
         AutoparError: nothing could be measured.
     """
     num_nodes, per_node = nodes
     task = LinkTask(nodes=tuple(rank // per_node for rank in range(num_nodes * per_node)))
-    if kept is not None and kept.is_file():
+    if kept is not None and kept.is_file() and not again:
         found = load_json(kept)
     else:
         found = {"when": time.strftime("%Y-%m-%d"), **launch(task)[0]["links"]}

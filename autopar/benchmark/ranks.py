@@ -24,6 +24,7 @@ import torch.distributed as dist
 from autopar.benchmark.links import LinkTask
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
+from autopar.mesh import Mesh
 from autopar.models import ModelSource
 from autopar.plan import Plan
 from autopar.profile.measure import Layers
@@ -95,9 +96,12 @@ def _run(job: Job) -> dict[str, dict[str, Any]]:
     model = job.source.build()
     runners: dict[str, _Runner] = {}
     results: dict[str, dict[str, Any]] = {}
+    worlds: dict[Mesh, World] = {}  # plans of a mesh share its groups: the threads of each keep waking up
     for key, plan in job.plans.items():
         try:
-            runners[key] = _Runner(job, plan, model)
+            if plan.mesh not in worlds:
+                worlds[plan.mesh] = World(plan.mesh, job.device_type)
+            runners[key] = _Runner(job, plan, model, worlds[plan.mesh])
             runners[key].steps(job.warm_up)
         except Exception:  # noqa: BLE001  one plan's failure, equal on all ranks, is a result
             runners.pop(key, None)
@@ -125,8 +129,7 @@ def _run(job: Job) -> dict[str, dict[str, Any]]:
 class _Runner:
     """One plan's model and optimizer on this rank."""
 
-    def __init__(self, job: Job, plan: Plan, model: torch.nn.Module) -> None:
-        world = World(plan.mesh, job.device_type)
+    def __init__(self, job: Job, plan: Plan, model: torch.nn.Module, world: World) -> None:
         graph = job.graphs[plan.precision.name]
         program = lower(plan, graph, device=world.device)
         self.parallel = Parallel(program, world, ModelWeights(model, 0))

@@ -12,7 +12,8 @@ def render(outcome: Outcome, *, most: int = 40) -> str:
     """The score, then plans by measured time."""
     rows = [_cells(row, outcome.score.picked) for row in outcome.rows[:most]]
     head = ("plan", "predicted", "measured", "off", "spread", "memory", "measured", "off")
-    lines = [outcome.title, score_line(outcome), "", plain_table(head, rows, left=("plan",), width=130, indent=0)]
+    lines = [outcome.title, *filter(None, [outcome.machine]), score_line(outcome), ""]
+    lines += [plain_table(head, rows, left=("plan",), width=130, indent=0)]
     if len(outcome.rows) > most:
         lines.append(f"and {len(outcome.rows) - most} more: see --json")
     lines += [f"failed: {row.name}: {_last_line(row.failure)}" for row in outcome.rows if row.failure]

@@ -30,18 +30,23 @@ Launch = Callable[[Job | LinkTask], Sequence[Mapping[str, Mapping[str, Any]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Rows in order of the measured time (failures last), and their score; ``title`` says what of."""
+    """Rows in order of the measured time (failures last), and their score; ``title`` says what of.
+
+    ``machine``: when the speed of the machine was measured that predictions are for.
+    """
 
     title: str
     rows: tuple[Row, ...]
     score: Score
     num_candidates: int
     misfits: tuple[tuple[str, str], ...]
+    machine: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return {
             "title": self.title,
+            "machine": self.machine,
             "score": self.score.to_dict(),
             "num_candidates": self.num_candidates,
             "plans": [asdict(row) for row in self.rows],
@@ -51,9 +56,20 @@ class Outcome:
 
 @contextmanager
 def local_ranks(num_ranks: int, *, timeout_s: float) -> Iterator[Launch]:
-    """A pool of worker processes on this machine; a job that takes longer than ``timeout_s`` is killed."""
+    """Worker processes on this machine, new ones for each job; one that takes longer than ``timeout_s`` is killed.
+
+    Torch's caches hold on to groups of earlier jobs, whose threads wake up a hundred times a second each: in its third
+    job of nine plans a rank was seen to spend 8 % of a core while it slept.
+    """
     with WorkerPool(num_ranks, preload=PRELOAD) as pool:
-        yield lambda job: pool.run(ranks.run, job, timeout_s=timeout_s)
+
+        def launch(job: Job | LinkTask) -> Sequence[Mapping[str, Mapping[str, Any]]]:
+            try:
+                return pool.run(ranks.run, job, timeout_s=timeout_s)
+            finally:
+                pool.close()
+
+        yield launch
 
 
 def benchmark(

@@ -49,6 +49,10 @@ def local(
     pin: Pin = None,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each plan.")] = 3,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of a turn.")] = 3,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Measure this machine's speed now; without it, when that was over 6 hours ago."),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=1, metavar="S", help="A batch of plans is killed after it.")] = 300,
     output: Annotated[
         Path | None,
@@ -79,6 +83,7 @@ def local(
         rounds=rounds,
         steps=steps,
         timeout_s=timeout,
+        fresh=fresh,
         as_rank=as_rank,
     )
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler, which counts memory, talks on stderr

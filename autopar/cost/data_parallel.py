@@ -229,6 +229,24 @@ def _beside(gathers: Sequence[float], times: Sequence[float], interference: floa
     return total
 
 
+def shared_sums_s(blocks: Sequence[BlockCost], num_bytes: int, device: Device) -> float:
+    """What autograd takes for each micro-batch to sum the gradients of parameters that several blocks of a stage use.
+
+    Each further use reads two gradients and writes their sum to a tensor of its own.
+
+    Args:
+        num_bytes: of one element.
+    """
+    again = [
+        p.numel
+        for block, own in zip(blocks, own_parameters(blocks), strict=True)
+        if len(own) < len(block.parameters)
+        for p in block.parameters
+        if p.trained and p not in own
+    ]
+    return sum(3 * numel * num_bytes / device.memory_bandwidth_bytes_per_s + device.launch_s for numel in again)
+
+
 def own_parameters(blocks: Sequence[BlockCost]) -> Iterator[tuple[ParameterCost, ...]]:
     """For each block of a stage the parameters that no earlier block of it has."""
     seen: set[str] = set()

@@ -10,17 +10,18 @@ from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, op_time
-from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters
+from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
 from autopar.cost.known import OfStep
 from autopar.cost.measured import Measured
 from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
 from autopar.cost.optimizer import optimizer_cost
-from autopar.cost.pipeline import PipelineTimes, simulate
+from autopar.cost.pipeline import PipelineTimes, shared_time_s, simulate
 from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
 from autopar.cost.stages import StageSums, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
+from autopar.device import Device
 from autopar.errors import UsageError
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.host import HostLink
@@ -307,7 +308,8 @@ class CostModel:
         data, count, parts = self._data(step), step.num_micro_batches, self.parts(step.mesh)
         units = self._all_units(stages, step, parts)
         sums = self._all_sums(stages, units, data, step)
-        times = stage_times(stages, sums, step, self.collectives, by_hop=self.is_mixed)
+        overheads = [part.device.overheads for part in parts]
+        times = stage_times(stages, sums, step, self.collectives, overheads, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         of_step = self._of_step(step)
         if of_step.once_s is None:
@@ -323,12 +325,16 @@ class CostModel:
             sent = dict(of_step.gradients_s[own])
             sent["data"] += self._ties_s(ties, step, rank)
             sent["data"] += once
-            sent["pipeline"] = 2 * count * sum(stage.waits_s for stage in times[rank :: step.mesh.pp])
+            sent["pipeline"] = count * sum(stage.schedule_s for stage in times[rank :: step.mesh.pp])
             found = parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
             if best is None or found.total_s > best[0]:
                 best = (found.total_s, found)
         assert best is not None
-        return _shared(best[1], pipeline, self.device.core_share), sums
+        if step.mesh.pp == 1 or self.device.core_share == 1.0:
+            return best[1], sums
+        share = self.device.core_share
+        time_s = shared_time_s(step.schedule, step.mesh.pp, step.num_micro_batches, times, share)
+        return _shared(best[1], min(time_s / pipeline.time_s, 1.0)), sums
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -472,11 +478,17 @@ class CostModel:
                     share=share,
                     interference=device.interference,
                     prelude_s=prelude_s,
-                    action_s=device.overheads.action_s if step.mesh.pp > 1 else 0.0,
-                    adding_s=data.adding_s(own, step.num_micro_batches, device) if step.adds_gradients else 0.0,
+                    adding_s=self._adding_s(stage, own, data, step, device) if step.adds_gradients else 0.0,
                 )
             sums.append(known[key])
         return sums
+
+    def _adding_s(
+        self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step, device: Device
+    ) -> float:
+        """Sums of gradients in one backward: with those of earlier micro-batches, and of several uses of a parameter."""
+        earlier = data.adding_s(units, step.num_micro_batches, device)
+        return earlier + shared_sums_s(stage.blocks, itemsize(self.precision.compute), device)
 
     # --- once a step
 
@@ -557,16 +569,8 @@ def _owner(axes: tuple[str, ...]) -> str:
     return "cp" if "cp" in axes else "tp"
 
 
-def _shared(parts: Breakdown, pipeline: PipelineTimes, core_share: float) -> Breakdown:
-    """The parts of a step whose ranks share cores: who works while others wait has more than its share of them.
-
-    Times are those at ``core_share`` of a core for each rank, as if all worked all the time. A pipeline takes as long as on
-    cores of its own at least, and as long as its cores need for the work of all its ranks; the larger of the two is taken.
-    """
-    longest = max(pipeline.finish_s)
-    factor = max(core_share, sum(pipeline.busy_s) / len(pipeline.busy_s) / longest) if longest else 1.0
-    if core_share == 1.0 or factor >= 1.0:
-        return parts
+def _shared(parts: Breakdown, factor: float) -> Breakdown:
+    """The parts of a step whose pipeline takes ``factor`` of the time that it takes if all ranks work all the time."""
     return replace(
         parts,
         compute_s=parts.compute_s * factor,

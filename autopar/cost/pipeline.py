@@ -6,6 +6,7 @@ Sends do not occupy the sender; a receiver waits for them. The schedule's depend
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +26,7 @@ class StageTimes:
         send_forward_s: until the next stage has this stage's outputs; 0 for the last stage.
         send_backward_s: until the stage before has this stage's input gradients; 0 for the first stage.
         first_forward_s: what the step's first forward takes longer.
-        waits_s: of ``forward_s`` and of ``backward_s`` each, what messages hold up the rank.
+        schedule_s: of ``forward_s`` and ``backward_s`` together, what the schedule and its messages take of the rank.
     """
 
     forward_s: float
@@ -33,7 +34,7 @@ class StageTimes:
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
     first_forward_s: float = 0.0
-    waits_s: float = 0.0
+    schedule_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +159,46 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
         free[rank] = end
         ends.append(end)
     return PipelineTimes(finish_s=tuple(free), busy_s=tuple(busy_s), exposed_send_s=tuple(exposed))
+
+
+def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], core_share: float) -> float:
+    """When the last rank has finished where ranks share cores: who works while others wait has more than its share of them.
+
+    All ranks that work at a moment divide the cores among them evenly, none has more than a core of its own. Messages are
+    under way for as long as ever.
+
+    Args:
+        stages: as :func:`simulate` takes them, with times as they are while all ranks work.
+        core_share: cores for each rank, below 1.
+    """
+    compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
+    durations = [t for s in stages for t in (s.forward_s, s.backward_s, s.forward_s + s.first_forward_s)]
+    sends = [*(t for s in stages for t in (s.send_forward_s, s.send_backward_s)), 0.0]
+    waiting: list[list[int]] = [[] for _ in range(pp)]  # actions of each rank, the next one last
+    for action in reversed(range(len(compiled.rank))):
+        waiting[compiled.rank[action]].append(action)
+    ends = [-1.0] * (len(compiled.rank) + 1)  # one more for what actions need that need nothing
+    ends[-1] = 0.0
+    left: dict[int, float] = {}  # work of the ranks that work
+    now = 0.0
+    while left or any(waiting):
+        arrives = math.inf
+        for rank in range(pp):
+            if rank in left or not waiting[rank]:
+                continue
+            action = waiting[rank][-1]
+            if ends[compiled.need[action]] < 0.0:
+                continue
+            ready = ends[compiled.need[action]] + sends[compiled.message[action]]
+            if ready <= now:
+                left[rank] = durations[compiled.duration[action]]
+            else:
+                arrives = min(arrives, ready)
+        speed = min(pp / len(left), 1.0 / core_share) if left else 1.0
+        until = min(now + min(left.values(), default=math.inf) / speed, arrives)
+        done = [rank for rank, work in left.items() if now + work / speed <= until]
+        left = {rank: work - (until - now) * speed for rank, work in left.items() if rank not in done}
+        now = until
+        for rank in done:
+            ends[waiting[rank].pop()] = now
+    return now

@@ -12,6 +12,7 @@ from autopar.cost.data_parallel import DataParallel, Unit
 from autopar.cost.memory import StageCost
 from autopar.cost.pipeline import StageTimes
 from autopar.cost.step import Step
+from autopar.device import Overheads
 
 StageKey: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]
 
@@ -52,7 +53,6 @@ def stage_sums(
     share: float,
     interference: float,
     prelude_s: float,
-    action_s: float = 0.0,
     adding_s: float = 0.0,
 ) -> StageSums:
     """What a stage spends on one micro-batch.
@@ -64,7 +64,6 @@ def stage_sums(
         share: of the forwards that gather parameters anew.
         interference: of the device.
         prelude_s: of the operators that every stage repeats.
-        action_s: host time of one action of a pipeline.
         adding_s: of gradients to those of the micro-batches before.
     """
     forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
@@ -77,7 +76,7 @@ def stage_sums(
     data_forward = share * data.every_forward_s(units, forward, interference)
     data_backward = data.backward_s(units, backward, interference, is_last=False)
     return StageSums(
-        compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + prelude_s + 2 * action_s + adding_s,
+        compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + prelude_s + adding_s,
         recompute_s=sum(b.forward_s for b in again),
         tensor_parallel_s=max(sent - context, 0.0),
         context_parallel_s=context,
@@ -85,8 +84,8 @@ def stage_sums(
         data_backward_s=data_backward,
         data_first_s=data.first_forward_s(units, forward, interference),
         data_last_s=data.backward_s(units, backward, interference, is_last=True) - data_backward,
-        forward_s=sum(forward) + data_forward + prelude_s + action_s,
-        backward_s=sum(backward) + data_backward + action_s + adding_s,
+        forward_s=sum(forward) + data_forward + prelude_s,
+        backward_s=sum(backward) + data_backward + adding_s,
     )
 
 
@@ -95,12 +94,14 @@ def stage_times(
     sums: Sequence[StageSums],
     step: Step,
     collectives: CollectiveModel,
+    overheads: Sequence[Overheads],
     *,
     by_hop: bool = False,
 ) -> list[StageTimes]:
     """What the pipeline simulates of each stage, in order of the model.
 
     Args:
+        overheads: of each pipeline rank's devices.
         by_hop: messages are priced on the link between the two pipeline ranks, not on the slowest of all such links.
     """
     times = []
@@ -120,17 +121,29 @@ def stage_times(
         sent, sent_back = send_s(forward_send, i), send_s(backward_send, i - 1)
         waits = sent + received if step.blocking_sends else 0.0
         received = sent
+        forward_host, backward_host = _host_s(stages, i, pp, overheads[i % pp])
         times.append(
             StageTimes(
-                forward_s=own.forward_s + waits,
-                backward_s=own.backward_s + waits,
+                forward_s=own.forward_s + waits + forward_host,
+                backward_s=own.backward_s + waits + backward_host,
                 send_forward_s=0.0 if step.blocking_sends else sent,
                 send_backward_s=0.0 if step.blocking_sends else sent_back,
                 first_forward_s=0.0 if step.gathers_after_step else own.data_first_s,
-                waits_s=waits,
+                schedule_s=2 * waits + forward_host + backward_host,
             )
         )
     return times
+
+
+def _host_s(stages: Sequence[StageCost], i: int, pp: int, overheads: Overheads) -> tuple[float, float]:
+    """What the schedule and its messages take of the cores for one forward and one backward of stage ``i``."""
+    if pp == 1:
+        return 0.0, 0.0
+    action_s, message_s = overheads.of_actions(len(stages) // pp)
+    neighbours = [stages[j].blocks[-1] for j in (i - 1, i) if 0 <= j < len(stages) - 1 and stages[j].blocks]
+    tensors = sum(len(block.sends) for block in neighbours)
+    gradients = sum(len(block.send_gradients) for block in neighbours)
+    return action_s + message_s * tensors, action_s + message_s * gradients
 
 
 def _send_s(num_bytes: int, step: Step, collectives: CollectiveModel, hop: int | None) -> float:

@@ -22,7 +22,7 @@ from autopar.profile.store import MachineProfile, known_devices, load_library, l
 from autopar.table import Table
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 
 
 def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
@@ -38,13 +38,25 @@ def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refre
 
 def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> MachineProfile:
     """The profile of this machine: kept, or measured now; a GPU that has a shipped profile is not measured."""
-    shipped = shipped_profile_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    shipped = _shipped_here()
     if shipped is not None:
         return load_profile(shipped)
-    path = (cache_dir or default_cache_dir()) / f"machine-{fingerprint()}.toml"
+    path = profile_path(cache_dir)
+    assert path is not None
     if refresh or not path.is_file():
         write_toml(path, profile_dict(_measure()))
     return profile_from_table(Table.load(path))
+
+
+def profile_path(cache_dir: Path | None = None) -> Path | None:
+    """Where :func:`machine_profile` keeps what it measures; None where it takes a shipped profile."""
+    if _shipped_here() is not None:
+        return None
+    return (cache_dir or default_cache_dir()) / f"machine-{fingerprint()}.toml"
+
+
+def _shipped_here() -> str | None:
+    return shipped_profile_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def default_cache_dir() -> Path:

@@ -1,7 +1,8 @@
 """Host time around operators, between two processes: optimizers on DTensors, FSDP's units, collectives, pipeline actions.
 
 Times are those of the calling thread, which sleeps while it waits: what collectives take is not in them, and other
-processes disturb little. Every rank of a job of two calls these functions in the same order.
+processes disturb little. What other threads of the process do for a pipeline's messages is a time of its own: they take
+it from the same cores. Every rank of a job of two calls these functions in the same order.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar import ops
@@ -49,7 +51,7 @@ def _measured_once(mesh: DeviceMesh) -> dict[str, float]:
     return {
         "sharded_launch_s": sharded_launch_s(mesh),
         "collective_s": collective_s(mesh),
-        "action_s": action_s(mesh),
+        **action_times(mesh),
         **unit_times(mesh),
     }
 
@@ -112,17 +114,47 @@ def unit_times(mesh: DeviceMesh) -> dict[str, float]:
     return times
 
 
-def action_s(mesh: DeviceMesh) -> float:
-    """One action of a pipeline: a linear layer a stage under 1F1B, beyond the layers' own forward and backward."""
-    rank, count = dist.get_rank(), 8
-    layer = nn.Linear(_SIZE, _SIZE)
-    batch = torch.ones(count, _SIZE)
+def action_times(mesh: DeviceMesh) -> dict[str, float]:
+    """Pipelines of linear layers, beyond the layers' own forward and backward: under 1F1B, and with two stages a rank.
+
+    For each action the time of the calling thread; for each tensor sent or received that of all other threads. The
+    latter has a mean: most messages take little, and some a time slice of the scheduler.
+    """
+    found = {}
+    for prefix, virtual_stages in (("", 1), ("interleaved_", 2)):
+        count = 8
+        pipelined, alone = _pipeline(mesh, virtual_stages, count)
+        own = [_used_s(pipelined) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+        base_s = _median_s(alone)
+        actions = 2 * count * virtual_stages
+        ends = 2 * count * (2 * virtual_stages - 1)  # one stage of all the ranks' has one neighbour, the others two
+        found[f"{prefix}action_s"] = max(statistics.median(thread for thread, _ in own) - base_s, 0.0) / actions
+        found[f"{prefix}message_s"] = statistics.mean(others for _, others in own) / ends
+    return found
+
+
+def _pipeline(
+    mesh: DeviceMesh, virtual_stages: int, num_micro_batches: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A step of this rank's stages by a schedule of torch's, and the same layers without one."""
+    rank, last = dist.get_rank(), 2 * virtual_stages - 1
+    batch = torch.ones(num_micro_batches, _SIZE)
     example = batch[:1].to("meta")
-    stage = PipelineStage(
-        layer, rank, 2, torch.device("cpu"), input_args=(example.requires_grad_(rank > 0),),
-        output_args=(example.clone().requires_grad_(),), group=mesh.get_group(),
-    )  # fmt: skip
-    schedule = Schedule1F1B(stage, count, loss_fn=lambda output, _: output.sum(), scale_grads=False)
+    numbers = range(rank, 2 * virtual_stages, 2)
+    layers = [nn.Linear(_SIZE, _SIZE) for _ in numbers]
+    stages = [
+        PipelineStage(
+            layer, number, last + 1, torch.device("cpu"), input_args=(example.clone().requires_grad_(number > 0),),
+            output_args=(example.clone().requires_grad_(),), group=mesh.get_group(),
+        )
+        for number, layer in zip(numbers, layers, strict=True)
+    ]  # fmt: skip
+    options: dict[str, Any] = {"loss_fn": lambda output, _: output.sum(), "scale_grads": False}
+    schedule: Any = (
+        Schedule1F1B(stages[0], num_micro_batches, **options)
+        if virtual_stages == 1
+        else ScheduleInterleaved1F1B(list(stages), num_micro_batches, **options)
+    )
 
     def pipelined() -> None:
         if rank == 0:
@@ -131,10 +163,11 @@ def action_s(mesh: DeviceMesh) -> float:
             schedule.step(target=batch, losses=[])
 
     def alone() -> None:
-        for row in torch.split(batch, 1):
-            layer(row.requires_grad_(rank > 0)).sum().backward()
+        for number, layer in zip(numbers, layers, strict=True):
+            for row in torch.split(batch, 1):
+                layer(row.detach().requires_grad_(number > 0)).sum().backward()
 
-    return max(_median_s(pipelined) - _median_s(alone), 0.0) / (2 * count)
+    return pipelined, alone
 
 
 def _units(num_parameters: int) -> nn.Sequential:
@@ -169,7 +202,13 @@ def _median_s(function: Callable[[], object]) -> float:
 
 
 def _once_s(function: Callable[[], object]) -> float:
+    return _used_s(function)[0]
+
+
+def _used_s(function: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the calling thread, and of all others of the process together."""
     dist.barrier()
-    start = time.thread_time()
+    start, all_start = time.thread_time(), time.process_time()
     function()
-    return time.thread_time() - start
+    thread_s = time.thread_time() - start
+    return thread_s, max(time.process_time() - all_start - thread_s, 0.0)

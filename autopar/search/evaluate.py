@@ -345,16 +345,11 @@ class Evaluator:
             return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
         if self.rows.tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
-        ways: list[list[NDArray[np.bool_]] | None] = [None]
-        if self.space.equal_stages:
-            ways = [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
-        elif candidate.virtual_stages > 1 and not self.placed.has(candidate):
-            ways = [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or ways
         pp, count, speed = candidate.mesh.pp, candidate.num_micro_batches, self._speed(candidate)
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
         best: tuple[Prediction, Cut] | None = None
         failures: list[Failure] = []
-        for way in ways:
+        for way in self._ways(candidate, option):
             found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way)
             if isinstance(found, Failure):
                 failures.append(found)
@@ -373,6 +368,14 @@ class Evaluator:
         if best is not None:
             return self._bucketed(candidate, option, best[1], step, best[0])
         return next((f for f in failures if f.is_slow), failures[0])
+
+    def _ways(self, candidate: Candidate, option: Option) -> list[list[NDArray[np.bool_]] | None]:
+        """How its blocks may be told apart by stages; None: as they are quickest."""
+        if self.space.equal_stages:
+            return [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
+        if candidate.virtual_stages > 1 and not self.placed.has(candidate):
+            return [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
+        return [None]
 
     def _bucketed(
         self, candidate: Candidate, option: Option, cut: Cut, step: Step, prediction: Prediction

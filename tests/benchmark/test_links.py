@@ -38,6 +38,9 @@ def test_a_cluster_is_as_its_ranks_measured_it(tmp_path: Path) -> None:
     ]
     assert [task.nodes for task in tasks] == [(0, 0, 0, 0)]  # the second one reads the file
     assert clusters[0] == clusters[1]
+    kept = tmp_path / "ranks.json"
+    measured_cluster("two", machine, (1, 4), lambda task: launched(task, tasks), kept=kept, again=True)
+    assert len(tasks) == 2
     device = clusters[0].devices[0]
     assert device.core_share == pytest.approx(1 / 2.5)
     assert device.launch_s == pytest.approx(machine.device.launch_s * 2 * 2.5)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost
+from autopar.cost.block import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
+from autopar.device import Overheads
 from autopar.errors import UsageError
 from autopar.graph.ir import TensorSpec
 from autopar.layout import I, P, R, S
@@ -177,6 +178,38 @@ def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> No
     kernels = sum(len(b.parameters) for b in blocks)
     once = 3 * 4 * numel / model.device.memory_bandwidth_bytes_per_s + kernels * model.device.launch_s
     assert added.step_time_s - plain.step_time_s == pytest.approx((count - 1) * once)
+
+
+def test_gradients_of_a_parameter_that_two_blocks_use_are_summed_for_every_micro_batch() -> None:
+    weight = ParameterCost(name="embedding", shape=(1024, 64), num_bytes=1024 * 64 * 4, shared=True)
+    model, count = CostModel(H100, FP32, "sgd"), 5
+    how = replace(step(Mesh(), count=count), adds_gradients=True)
+    blocks = [block("first", parameters=(weight,)), *layers(2), block("last", parameters=(weight,))]
+    without = [*blocks[:-1], block("last", parameters=())]
+    tied, once = (model.predict([stage(*some)], how) for some in (blocks, without))
+    each = 3 * 4 * weight.numel / model.device.memory_bandwidth_bytes_per_s + model.device.launch_s
+    assert tied.step_time_s - once.step_time_s == pytest.approx(count * each)
+
+
+def test_actions_and_messages_take_their_time_of_the_cores() -> None:
+    """By the engine that runs them: another one where a rank has several stages."""
+    around = Overheads(action_s=1e-3, message_s=1e-4, interleaved_action_s=3e-3, interleaved_message_s=5e-4)
+    group = H100.groups[0]
+    cluster = replace(H100, groups=(replace(group, device=replace(group.device, overheads=around)),))
+    count, sends = 8, {"sends": (1, 1), "send_gradients": (1,)}
+
+    def busy_s(name: str, virtual_stages: int) -> float:
+        stages = [stage(b) for b in layers(2 * virtual_stages, **sends, **SMALL)]
+        plain, found = (
+            predict(stages, Mesh(pp=2), cluster=c, schedule=name, count=count).breakdown for c in (H100, cluster)
+        )
+        assert found.compute_s == plain.compute_s
+        return found.pipeline_s - plain.pipeline_s
+
+    # each rank is at one end of every cut; two tensors pass it forward, one backward
+    assert busy_s("1F1B", 1) == pytest.approx(count * (2 * 1e-3 + 3 * 1e-4), rel=1e-3)
+    assert busy_s("Interleaved1F1B", 2) == pytest.approx(count * (4 * 3e-3 + 3 * 3 * 5e-4), rel=1e-3)
+    assert Overheads(action_s=1e-3).of_actions(2) == (1e-3, 0.0)  # a profile that knows one engine alone
 
 
 def test_replicas_sum_their_gradients_once() -> None:

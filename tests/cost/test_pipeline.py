@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.pipeline import StageTimes, simulate
+from autopar.cost.pipeline import StageTimes, shared_time_s, simulate
 from autopar.schedule import dependencies, schedule_actions
 
 F, B = 1.0, 2.0
@@ -136,3 +138,37 @@ def test_a_longer_first_forward_delays_everything_behind_it() -> None:
     stages = [StageTimes(forward_s=F, backward_s=B, first_forward_s=0.5), *equal(3)]
     assert simulate("1F1B", 4, 8, stages).time_s == pytest.approx((8 + 3) * (F + B) + 0.5)
     assert simulate("none", 1, 3, stages[:1]).time_s == pytest.approx(3 * (F + B) + 0.5)
+
+
+@given(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]), st.integers(2, 4), st.integers(1, 2), st.randoms())
+def test_ranks_on_shared_cores_take_as_long_as_cores_and_dependencies_allow(
+    name: str, pp: int, rounds: int, random: Random
+) -> None:
+    """With the cores that all need it is the plain simulation, with fewer at least as long, and long enough for all work."""
+    count = pp * rounds
+    stages = [
+        StageTimes(
+            forward_s=random.uniform(1, 2),
+            backward_s=random.uniform(1, 3),
+            send_forward_s=random.uniform(0, 1),
+            send_backward_s=random.uniform(0, 1),
+            first_forward_s=random.uniform(0, 1),
+        )
+        for _ in range(pp * (2 if name == "Interleaved1F1B" else 1))
+    ]
+    own = simulate(name, pp, count, stages)
+    assert shared_time_s(name, pp, count, stages, 1.0) == pytest.approx(own.time_s)
+    slowed = [
+        replace(s, forward_s=2 * s.forward_s, backward_s=2 * s.backward_s, first_forward_s=2 * s.first_forward_s)
+        for s in stages
+    ]
+    found = shared_time_s(name, pp, count, slowed, 0.5)
+    least = max(own.time_s, sum(own.busy_s) / (pp / 2))
+    assert least * (1 - 1e-9) <= found <= simulate(name, pp, count, slowed).time_s * (1 + 1e-9)
+
+
+def test_one_micro_batch_has_a_core_of_its_own_wherever_it_is() -> None:
+    stages = [StageTimes(forward_s=2 * F, backward_s=2 * B) for _ in range(4)]
+    assert shared_time_s("GPipe", 4, 1, stages, 0.5) == pytest.approx(4 * (F + B))
+    # two micro-batches: a core for each but where both are between the same two ends
+    assert shared_time_s("GPipe", 4, 2, stages, 0.5) == pytest.approx(simulate("GPipe", 4, 2, equal(4)).time_s)

@@ -180,7 +180,7 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
                         send_forward_s=hop,
                         send_backward_s=back,
                         first_forward_s=gathers,
-                        waits_s=0.0,
+                        schedule_s=0.0,
                     )
                 )
                 used[r] += sum(
