@@ -315,7 +315,7 @@ class CostModel:
         if of_step.once_s is None:
             of_step.once_s = self._once_s(data, step)
         once = of_step.once_s
-        best: tuple[float, Breakdown] | None = None
+        best: tuple[float, Breakdown, int] | None = None
         ties = tied(stages, data)
         keys = [stage_key(stage) for stage in stages]
         for rank in range(step.mesh.pp):
@@ -328,13 +328,13 @@ class CostModel:
             sent["pipeline"] = count * sum(stage.schedule_s for stage in times[rank :: step.mesh.pp])
             found = parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
             if best is None or found.total_s > best[0]:
-                best = (found.total_s, found)
+                best = (found.total_s, found, rank)
         assert best is not None
         if step.mesh.pp == 1 or self.device.core_share == 1.0:
             return best[1], sums
-        share = self.device.core_share
-        time_s = shared_time_s(step.schedule, step.mesh.pp, step.num_micro_batches, times, share)
-        return _shared(best[1], min(time_s / pipeline.time_s, 1.0)), sums
+        time_s = shared_time_s(step.schedule, step.mesh.pp, count, times, self.device.core_share)
+        inside_s = sum(_data_inside_s(own, step) for own in sums[best[2] :: step.mesh.pp])
+        return _shared(best[1], min(time_s / pipeline.time_s, 1.0), inside_s), sums
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -569,7 +569,13 @@ def _owner(axes: tuple[str, ...]) -> str:
     return "cp" if "cp" in axes else "tp"
 
 
-def _shared(parts: Breakdown, factor: float) -> Breakdown:
+def _data_inside_s(sums: StageSums, step: Step) -> float:
+    """What the data axes add to the forwards and backwards of a stage: a part of the pipeline's own time."""
+    first = 0.0 if step.gathers_after_step else sums.data_first_s
+    return step.num_micro_batches * (sums.data_forward_s + sums.data_backward_s) + first
+
+
+def _shared(parts: Breakdown, factor: float, data_inside_s: float) -> Breakdown:
     """The parts of a step whose pipeline takes ``factor`` of the time that it takes if all ranks work all the time."""
     return replace(
         parts,
@@ -577,6 +583,7 @@ def _shared(parts: Breakdown, factor: float) -> Breakdown:
         recompute_s=parts.recompute_s * factor,
         tensor_parallel_s=parts.tensor_parallel_s * factor,
         context_parallel_s=parts.context_parallel_s * factor,
+        data_parallel_s=parts.data_parallel_s - (1.0 - factor) * data_inside_s,
         pipeline_s=parts.pipeline_s * factor,
         bubble_s=parts.bubble_s * factor,
     )

@@ -328,6 +328,22 @@ def test_a_prediction_takes_about_a_millisecond() -> None:
     assert min(times) < 0.004
 
 
+def test_gathers_in_a_pipeline_on_shared_cores_are_as_fast_as_the_rest_of_it() -> None:
+    """One micro-batch: one rank works at a time, with a core of its own; reductions at the end meet all at half a core."""
+    own, shared = (CostModel(Cluster.parse(f"cpu:1x4{cores}"), FP32, "sgd") for cores in ("", "?cores=2"))
+    how = step(Mesh(pp=2, dp_shard=2), schedule="GPipe", count=1, zero=3)
+    pipelines, tails = [], []
+    for model, scale in ((own, 1e-3), (shared, 2e-3)):
+        stages = [stage(block(forward_s=scale, backward_s=2 * scale, sends=(), send_gradients=())) for _ in range(2)]
+        parts, sums = model._timed(stages, how)
+        gathers_s = sum(s.data_forward_s + s.data_backward_s + s.data_first_s for s in sums)
+        assert gathers_s > scale  # a matter of weight
+        pipelines.append(sum(s.forward_s + s.backward_s + s.data_first_s for s in sums) * 1e-3 / scale)
+        tails.append(parts.total_s - parts.optimizer_s - pipelines[-1])
+    assert pipelines[1] == pytest.approx(pipelines[0], rel=1e-2)
+    assert tails[1] == pytest.approx(2 * tails[0], rel=1e-2)
+
+
 def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:
     """At half a core each: a pipeline of one micro-batch works on one rank at a time, and so at full speed."""
     own, shared = (CostModel(Cluster.parse(f"cpu:1x4{cores}"), FP32, "adamw") for cores in ("", "?cores=2"))
