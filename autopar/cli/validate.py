@@ -34,6 +34,12 @@ def validate(
     ] = Path("profiles"),
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a scatter of all runs.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the figures.")] = None,
+    before: Annotated[
+        Path | None,
+        typer.Option(
+            "--before", metavar="JSON", help="With --markdown: the page of a blind test, beside an earlier --json."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict measured runs and print how far off: error, rank, interval, memory, by source."""
@@ -42,6 +48,13 @@ def validate(
         return
     if not files:
         raise UsageError("validate has runs to read", value="none", remedy="give RUNS.csv files, or --from-run DIR")
+    if before is not None and (markdown is None or leave_one_out or calibrate):
+        raise UsageError(
+            "--before compares the profiles as they are with an earlier release, on a page",
+            value=f"--before {before} without --markdown, or with --leave-one-out or --calibrate",
+            remedy="give --before and --markdown alone",
+        )
+    from autopar.validate.blind import page, read_before
     from autopar.validate.command import calibrate as fit_profiles
     from autopar.validate.command import evaluate, write_profile
     from autopar.validate.document import document
@@ -50,6 +63,7 @@ def validate(
     from autopar.validate.runs import read_runs
     from autopar.validate.session import Session
 
+    earlier = None if before is None else read_before(before)
     runs = tuple(run for path in files for run in read_runs(path))
     place = ", ".join(str(path) for path in files)
     with progress("reading runs") as advance:
@@ -64,20 +78,22 @@ def validate(
             session = session.under({run.device: profiles[session.profiles[run.device].device.name] for i, run in
                                      enumerate(runs) if i in set(rows)})  # fmt: skip
         outcome = evaluate(session, leave_one_out=leave_one_out)
+        compared = None if earlier is None else page(session, outcome, earlier, advance)
     if html is not None:
         html.write_text(render_html(outcome.scores, runs, outcome.predictions), encoding="utf-8")
         warn(f"wrote {html}")
     if markdown is not None:
-        markdown.write_text(document(session, outcome, leave_one_out=leave_one_out), encoding="utf-8")
+        text = compared or document(session, outcome, leave_one_out=leave_one_out)
+        markdown.write_text(text, encoding="utf-8")
         warn(f"wrote {markdown}")
     if as_json:
         print_json(outcome.to_dict(session))
         return
-    text = [table(outcome.scores)]
+    shown = [table(outcome.scores)]
     if fitted is not None:
-        text.append(parameters_table(fitted.values, session.start, fitted.num_seen))
-    text.append("missed most:\n" + "\n".join(worst(runs, outcome.predictions)))
-    print_text("\n\n".join(text))
+        shown.append(parameters_table(fitted.values, session.start, fitted.num_seen))
+    shown.append("missed most:\n" + "\n".join(worst(runs, outcome.predictions)))
+    print_text("\n\n".join(shown))
 
 
 def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:

@@ -82,8 +82,9 @@ class DataParallel:
         mesh: its axes ``dp_shard`` and ``dp_replicate``.
         zero_stage: 0 to 3.
         precision: dtypes of parameters and reductions.
-        is_pipelined: more than one pipeline rank.
+        is_pipelined: more than one pipeline rank, or sums wait for the last backward as they do there.
         all_reduces: gradients are summed whole on every rank of dp_shard, of which each then steps its part.
+        quantized_gathers: parameters are gathered in one byte an element.
     """
 
     mesh: Mesh
@@ -91,6 +92,7 @@ class DataParallel:
     precision: Precision
     is_pipelined: bool
     all_reduces: bool = False
+    quantized_gathers: bool = False
 
     @property
     def uses_fsdp(self) -> bool:
@@ -124,7 +126,7 @@ class DataParallel:
         bandwidth = device.memory_bandwidth_bytes_per_s
         if self.uses_fsdp:
             compute, reduced = itemsize(self.precision.compute), itemsize(self.precision.reduce)
-            whole = self._padded(parameters) * compute
+            whole = self._padded(parameters) * (1 if self.quantized_gathers else compute)
             # the gathered buffer is copied into the parameters, gradients into the buffer that is reduced
             gather_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",)) + 2 * whole / bandwidth
             padded = self._padded(trained)

@@ -72,7 +72,7 @@ class CostModel:
         self._orders: dict[tuple[int, ...], CostModel] = {(): self, tuple(range(len(cluster.groups))): self}
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
-        self._datas: dict[tuple[Mesh, int, bool], DataParallel] = {}
+        self._datas: dict[tuple[Mesh, int, bool, bool, bool], DataParallel] = {}
         self._last: OfStep | None = None
         self._summed: dict[int, Summed] = {}
         # blocks and data axes are kept too, so that their ids stay their own
@@ -414,10 +414,15 @@ class CostModel:
     def _of_step(self, step: Step) -> OfStep:
         """What is known of a step that is asked for again and again."""
         if self._last is None or self._last.step is not step:
-            key = step.mesh, step.zero_stage, step.all_reduces
+            key = step.mesh, step.zero_stage, step.all_reduces, step.late_reductions, step.quantized_gathers
             if key not in self._datas:
                 self._datas[key] = DataParallel(
-                    step.mesh, step.zero_stage, self.precision, step.mesh.pp > 1, step.all_reduces
+                    step.mesh,
+                    step.zero_stage,
+                    self.precision,
+                    step.mesh.pp > 1 or step.late_reductions,
+                    step.all_reduces,
+                    step.quantized_gathers,
                 )
             self._last = OfStep(step=step, data=self._datas[key])
         return self._last
@@ -428,7 +433,7 @@ class CostModel:
             mesh = data.mesh  # neither ZeRO stage nor, where all nodes are equal, pipeline changes what a unit costs
             where = None if self.places is None else mesh
             degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
-            place = (id(block), *degrees, data.precision, data.all_reduces, where)
+            place = (id(block), *degrees, data.precision, data.all_reduces, data.quantized_gathers, where)
             if place not in self._placed_units:
                 self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
             found = self._units[id(block), id(data)] = (block, data, self._placed_units[place][1])

@@ -26,6 +26,10 @@ class Step:
             (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
         partitioned_sends: each rank of ``tp`` sends its part of a message that all of them hold, and the receivers gather
             it (DeepSpeed's ``is_pipe_partitioned``, Megatron's scatter and gather); the runtime of autopar sends it whole.
+        late_reductions: gradients are summed over the data axes after the last backward, nothing beside them (Megatron until
+            2022); the runtime of autopar sums them beside it.
+        quantized_gathers: parameters are gathered in the byte an element that fp8 products take (torchtitan's and Megatron's
+            float8 gathers); the runtime of autopar gathers the compute dtype.
         totals: bytes of each count of the global batch that the loss divides by.
         clips: the norm of all gradients is taken in the step; training does so by a call of its own.
         overlapped_reductions: those after a pipeline's last backward run beside it and the next step's forwards (Megatron's
@@ -56,6 +60,8 @@ class Step:
     gathers_after_step: bool = False
     adds_gradients: bool = False
     all_reduces: bool = False
+    late_reductions: bool = False
+    quantized_gathers: bool = False
     totals: tuple[int, ...] = ()
     clips: bool = False
     bucket_bytes: int = BUCKET_BYTES

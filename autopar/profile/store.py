@@ -31,6 +31,7 @@ class MachineProfile:
 
     Attributes:
         num_devices: devices of the node that ``num_nics`` cards belong to.
+        link_domain: devices that the node's links join, where they reach over several nodes (NVL72); 0: one node's.
         num_cores: ranks that run at full speed; more of them share it. ``None`` where every rank has its own device.
         shares_memory: whether ``device.memory_bytes`` is the node's, divided among its ranks.
     """
@@ -43,17 +44,20 @@ class MachineProfile:
     num_cores: int | None
     shares_memory: bool
     library: str
+    link_domain: int = 0
     node_provenance: str = "stated by the caller"
 
     def group(
         self, num_nodes: int, devices_per_node: int, *, num_cores: float | None = None, memory_bytes: int | None = None
     ) -> NodeGroup:
-        """Equal nodes of this machine.
+        """Equal nodes of this machine; nodes that its links join count as one, in equal domains.
 
         Args:
             num_cores: overrides the profile's; a fraction where ranks were measured to get less than their share.
             memory_bytes: of one device; overrides the profile's and its division.
         """
+        joined = _joined(num_nodes, devices_per_node, self.link_domain)
+        num_nodes, devices_per_node = num_nodes // joined, devices_per_node * joined
         cores = num_cores or self.num_cores or devices_per_node
         share = min(1.0, cores / devices_per_node)
         device = _slowed(self.device, share)
@@ -74,6 +78,15 @@ class MachineProfile:
         )
 
 
+def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
+    """Nodes of one domain of links: as many as fit and divide all.
+
+    >>> _joined(16, 4, 72), _joined(64, 4, 72), _joined(20, 4, 72), _joined(4, 8, 0)
+    (16, 16, 10, 1)
+    """
+    return max((n for n in range(1, link_domain // devices_per_node + 1) if num_nodes % n == 0), default=1)
+
+
 def at_speed(profile: MachineProfile, factor: float, note: str) -> MachineProfile:
     """The machine as it is while all its computation takes ``factor`` times as long as when it was measured."""
     device = replace(_slowed(profile.device, 1.0 / factor, note), core_share=profile.device.core_share)
@@ -91,6 +104,7 @@ def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
         "node": {
             "num_devices": profile.num_devices,
             "num_nics": profile.num_nics,
+            **({"link_domain": profile.link_domain} if profile.link_domain else {}),
             **cores,
             "shares_memory": profile.shares_memory,
             "provenance": profile.node_provenance,
@@ -192,6 +206,7 @@ def profile_from_table(table: Table) -> MachineProfile:
         nic=Link.from_table(table.table("nic")),
         num_devices=node.integer("num_devices"),
         num_nics=node.integer("num_nics"),
+        link_domain=node.integer("link_domain", 0, positive=False),
         num_cores=node.integer("num_cores") if node.has("num_cores") else None,
         shares_memory=node.flag("shares_memory", False),
         library=table.text("library"),

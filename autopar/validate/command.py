@@ -11,7 +11,7 @@ from typing import Any
 from autopar.device import Device
 from autopar.errors import UsageError
 from autopar.plan import Prediction
-from autopar.profile.store import MachineProfile, profile_to_dict
+from autopar.profile.store import MachineProfile, known_devices, load_profile, profile_to_dict
 from autopar.validate import parameters as free
 from autopar.validate.fit import Fit
 from autopar.validate.runs import Run
@@ -89,7 +89,8 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
     """Profiles of the devices that the runs of ``sources`` ran on, with parameters fitted to these runs.
 
     Args:
-        sources: parts of the column ``source``; ``all`` for every run.
+        sources: parts of the column ``source``; ``all`` for every run: shipped profiles of devices that none of them ran
+            on then get what is told of all devices, or of their chip.
 
     Returns:
         Profiles by name, the fit, and the runs that it was made of.
@@ -121,7 +122,21 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
         made = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
         made = replace(made, device=_with_width(made.device, width, len(read)))
         profiles[made.device.name] = made
+    if "all" in sources:
+        profiles |= others(profiles, values, f"{text}; none on this device; by autopar validate --calibrate")
     return profiles, found, rows
+
+
+def others(
+    fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
+) -> dict[str, MachineProfile]:
+    """Shipped profiles of accelerators without runs, with those of ``values`` that all devices or their chip share."""
+    shipped = (load_profile(name) for name in known_devices() if name not in fitted)
+    return {
+        profile.device.name: free.write(profile, values, provenance=provenance)
+        for profile in shipped
+        if profile.device.kind == "cuda"
+    }
 
 
 def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:

@@ -309,6 +309,8 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         overlapped_reductions=site.overlapped_reductions,
         gathers_after_step=site.gathers_after_step,
         adds_gradients=not site.adds_in_products,
+        late_reductions=site.late_reductions,
+        quantized_gathers=site.quantized_gathers and run.precision == "fp8",
         all_reduces=site.all_reduces_sums and model.precision.reduce == "float32",
     )
     return stages, step

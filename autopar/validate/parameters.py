@@ -50,7 +50,6 @@ _SHARED = (
     ("wave_loss", 0.3, 0.02, 3.0, "of one wave of tiles that stands idle on average"),
     ("interference", 0.15, 0.02, 1.0, "compute lost to communication beside it"),
     ("nic_fraction", 1.0, 0.7, 1.0, "of a network card's benchmark bandwidth, in a step"),
-    ("link_fraction", 1.0, 0.4, 1.0, "of a node link's benchmark bandwidth, in a step"),
 )
 _BY_ARCHITECTURE = (
     (
@@ -65,6 +64,7 @@ _BY_ARCHITECTURE = (
     ("attention_backward", (0.65, 0.575, 0.5), 0.15, 1.0, "and backward"),
     ("triton", (0.41, 0.36, 0.33), 0.1, 1.0, "of the ceiling that the first fused attention in Triton reaches forward"),
     ("triton_backward", (0.36, 0.3, 0.28), 0.08, 1.0, "and backward"),
+    ("link_fraction", (1.0, 1.0, 1.0), 0.4, 1.0, "of a node link's benchmark bandwidth, in a step"),
 )
 PARAMETERS = (
     *(Parameter(name=n, architecture="", prior=x, lower=a, upper=b, meaning=m) for n, x, a, b, m in _SHARED),
@@ -133,7 +133,7 @@ def read(profile: MachineProfile) -> dict[str, float]:
 
 def _read(profile: MachineProfile, name: str) -> float:
     device = profile.device
-    half = device.rate(HALVES[0])
+    half = next(rate for rate in device.matmul if rate.dtype in HALVES)
     readers: dict[str, Callable[[], float]] = {
         "launch_s": lambda: device.launch_s,
         "blocking_launch_s": lambda: device.blocking_launch_s or device.launch_s,

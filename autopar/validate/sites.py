@@ -14,7 +14,8 @@ from autopar.device import Device, MatmulRate
 from autopar.links import CollectiveLibrary
 from autopar.profile.store import MachineProfile, load_library
 from autopar.table import Table
-from autopar.validate.runs import Run
+from autopar.validate.families import ATTENTIONS, FAMILIES
+from autopar.validate.runs import PRECISIONS, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class Site:
     Attributes:
         source: part of the column ``source`` of the runs that it is for.
         names: of these runs, where it is not for all of them.
+        family, attention, precision: the only ones that it is for; empty: any.
+        layout: ``megatron``: only for rows that split layers or stages and shard at most optimizer states, as Megatron does;
+            empty: any.
         release: what tells these runs of a source from its others, where the source says that they do not compare.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
@@ -47,11 +51,17 @@ class Site:
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
         all_reduces_sums: gradients that accumulate in single precision are summed whole on every data rank (DeepSpeed's
             BF16_Optimizer).
+        late_reductions: gradients are summed over data ranks after the last backward (Megatron until 2022).
+        quantized_gathers: runs in fp8 gather parameters in one byte an element.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
     """
 
     source: str
     names: tuple[str, ...] = ()
+    family: str = ""
+    attention: str = ""
+    precision: str = ""
+    layout: str = ""
     release: str = ""
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
@@ -76,10 +86,13 @@ class Site:
     shards_over_context: bool = False
     all_reduces_sums: bool = False
     fixed_segments: bool = False
+    late_reductions: bool = False
+    quantized_gathers: bool = False
     provenance: str = ""
 
 
 PLAIN = Site(source="")
+LAYOUTS = ("", "megatron")
 FLAGS = tuple(f.name for f in fields(Site) if f.type == "bool")
 
 
@@ -98,12 +111,22 @@ def _site(table: Table) -> Site:
     site = Site(
         source=table.text("source"),
         names=tuple(table.text("names", "").split()),
+        family=table.text("family", ""),
+        attention=table.text("attention", ""),
+        precision=table.text("precision", ""),
+        layout=table.text("layout", ""),
         release=table.text("release", ""),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
         provenance=table.text("provenance"),
         **{flag: table.flag(flag, False) for flag in FLAGS},
     )
+    for key, value, known in (
+        ("family", site.family, FAMILIES), ("attention", site.attention, ATTENTIONS),
+        ("precision", site.precision, PRECISIONS), ("layout", site.layout, LAYOUTS),
+    ):  # fmt: skip
+        if value and value not in known:
+            raise table.fault(key, f"the key is left out or one of {', '.join(filter(None, known))}", value=repr(value))
     table.finish()
     return site
 
@@ -117,9 +140,20 @@ def released(run: Run, site: Site) -> Run:
 
 
 def site_of(run: Run, sites: tuple[Site, ...]) -> Site:
-    """The first site that is for the run, by its source and name; a plain one where there is none."""
-    found = (s for s in sites if s.source in run.source and (not s.names or run.name in s.names))
-    return next(found, PLAIN)
+    """The first site that is for the run, by source, name and columns; a plain one, eager PyTorch, where there is none."""
+    return next((s for s in sites if _is_for(s, run)), PLAIN)
+
+
+def _is_for(site: Site, run: Run) -> bool:
+    named = site.source.lower() in run.source.lower() and (not site.names or run.name in site.names)
+    is_megatron = run.tp * run.pp > 1 and run.zero in (None, 0, 1)
+    return (
+        named
+        and site.family in ("", run.family)
+        and site.attention in ("", run.attention)
+        and site.precision in ("", run.precision)
+        and (is_megatron or not site.layout)
+    )
 
 
 def cluster_of(run: Run, profile: MachineProfile, site: Site, library: CollectiveLibrary | None = None) -> Cluster:

@@ -25,7 +25,7 @@ from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
 from autopar.validate.sites import Site
 
-B, S, H, A, T = 2, 128, 512, 8, 4
+B, S, H, A, T = 2, 512, 1024, 8, 4  # so large that splitting rows between blocks pays for its launches
 SBH, SCORES = S * B * H, A * S * S * B
 
 SITES = [Site(source="megatron", regathers=True), Site(source="runtime")]

@@ -1,0 +1,129 @@
+"""Runs that no fit has seen: their file, what is assumed of sources that nobody described, and the page about them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.profile.store import known_devices, load_profile
+from autopar.validate import parameters as free
+from autopar.validate.blind import hidden, page, read_before
+from autopar.validate.command import evaluate
+from autopar.validate.express import predict
+from autopar.validate.runs import Run, read_runs
+from autopar.validate.session import Session
+from autopar.validate.sites import PLAIN, cluster_of, load_sites, site_of
+
+DATA = Path(__file__).parents[1] / "data"
+OWN = Path(__file__).parent / "runs.csv"
+CALIBRATION = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
+
+
+@pytest.fixture(scope="module")
+def blind() -> tuple[Run, ...]:
+    return read_runs(DATA / "blind_runs.csv")
+
+
+def test_every_blind_row_has_a_device_and_was_predicted_before(blind: tuple[Run, ...]) -> None:
+    known = {name: load_profile(name) for name in {run.device for run in blind}}
+    for run in blind:
+        assert known[run.device].device.rate("float16" if run.precision == "fp16" else "bfloat16")
+    before = json.loads((DATA / "blind_before.json").read_text())
+    assert [(r["row"], r["name"]) for r in before["runs"]] == [(run.line, run.name) for run in blind]
+    assert all(r["step_time_s"] == pytest.approx(run.step_time_s, rel=1e-3) for r, run in zip(before["runs"], blind))  # noqa: B905
+
+
+@pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
+def test_no_blind_row_is_in_the_calibration_table(blind: tuple[Run, ...]) -> None:
+    def facts(run: Run) -> tuple[object, ...]:
+        return (run.family, run.layers, run.hidden, run.seq, run.device.lower(), run.devices, run.tp, run.pp,
+                run.global_batch, run.precision, run.step_time_s)  # fmt: skip
+
+    assert {facts(run) for run in blind}.isdisjoint(facts(run) for run in read_runs(CALIBRATION))
+
+
+def test_shipped_profiles_agree_on_what_all_devices_or_a_chip_share() -> None:
+    values: dict[str, float] = {}
+    for name in known_devices():
+        profile = load_profile(name)
+        if profile.device.kind == "cuda":
+            for key, value in free.read(profile).items():
+                if not key.startswith("float8"):
+                    assert values.setdefault(key, value) == value, f"{name}: {key}"
+    assert {"launch_s", "kernel_fraction", "wave_loss", "attention@ampere", "fill_depth@hopper"} <= set(values)
+
+
+def test_what_no_run_saw_stands_at_its_prior() -> None:
+    own = free.read(load_profile("a100-sxm4-80gb"))
+    priors = {p.key: p.prior for p in free.PARAMETERS}
+    for key in ("attention@ampere", "attention_backward@ampere"):
+        assert own[key] == priors[key]
+    own = free.read(load_profile("gb200"))
+    assert own["link_fraction@blackwell"] == priors["link_fraction@blackwell"]
+
+
+def _unnamed(**columns: object) -> Run:
+    return replace(read_runs(OWN)[0], source="nobody's runs", **columns)  # type: ignore[arg-type]
+
+
+def test_columns_tell_what_software_an_unknown_source_ran() -> None:
+    sites = load_sites()
+    old = site_of(_unnamed(tp=4, pp=2, zero=1, attention="scores", family="gpt"), sites)
+    assert old.late_reductions and old.dropout and not old.overlapped_reductions
+    new = site_of(_unnamed(tp=4, pp=2, zero=None, attention="flash", family="llama", precision="bf16"), sites)
+    assert new.overlapped_reductions and new.fused_projections and not new.dropout
+    sharded = _unnamed(tp=8, pp=1, zero=3, attention="flash", family="llama", precision="bf16")
+    assert site_of(sharded, sites) == PLAIN
+    assert site_of(replace(sharded, precision="fp8"), sites).fused_elementwise
+    assert site_of(_unnamed(tp=1, pp=1, zero=3, attention="flash", family="mpt"), sites).triton_attention
+
+
+def test_a_source_is_known_by_its_name_whatever_its_letters() -> None:
+    sites = load_sites()
+    run = replace(_unnamed(tp=1, pp=1, zero=1, attention="flash"), source="runs of NVIDIA NEMO (1.0); somewhere")
+    assert site_of(run, sites).overlapped_tensor_parallel
+    assert site_of(replace(run, source="BigScience BLOOM A100, nemo"), sites).blocking_launches
+
+
+def test_nodes_of_one_link_domain_are_one(blind: tuple[Run, ...]) -> None:
+    rack = load_profile("gb200")
+    assert (rack.group(16, 4).num_nodes, rack.group(16, 4).devices_per_node) == (1, 64)
+    assert (rack.group(64, 4).num_nodes, rack.group(64, 4).nics_per_node) == (4, 64)
+    assert load_profile("h100-sxm5-80gb").group(16, 8).num_nodes == 16
+
+
+def test_late_sums_cost_time_and_gathers_in_fp8_save_it() -> None:
+    run = replace(read_runs(OWN)[3], recompute="none", precision="fp8", device="h100-sxm5-80gb", zero=3, source="x")
+    plain = replace(PLAIN, source="x")
+    session = Session([run], sites=[plain])
+    cluster = cluster_of(run, session.profiles[run.device], plain)
+    times = [
+        predict(run, session.structures[0], cluster, site).step_time_s
+        for site in (plain, replace(plain, late_reductions=True), replace(plain, quantized_gathers=True))
+    ]
+    assert times[1] > times[0] > times[2]
+
+
+def test_the_page_has_both_tables_and_one_with_names_hidden() -> None:
+    runs = read_runs(OWN)[3:4]
+    session = Session(runs, place="runs.csv")
+    outcome = evaluate(session)
+    text = page(session, outcome, read_before(DATA / "blind_before.json"))
+    assert text.count("## ") == 5
+    assert "| all, names hidden" in text
+    assert [run.source for run in hidden([*runs, runs[0]])] == [
+        "unnamed 1",
+        *[h.source for h in hidden(runs)][1:],
+        "unnamed 1",
+    ]
+
+
+def test_a_file_without_scores_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "before.json"
+    path.write_text('{"runs": []}')
+    with pytest.raises(UsageError, match=r"before\.json"):
+        read_before(path)
