@@ -135,13 +135,7 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
         busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
         return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
     compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
-    durations = [
-        time
-        for stage in stages
-        for time in (stage.forward_s, stage.backward_s, stage.forward_s + stage.first_forward_s)
-    ]
-    # one more for the message -1 that nobody sends
-    sends = [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]
+    durations, sends = _durations(stages), _sends(stages)
     ends: list[float] = []
     free, busy_s, exposed = [0.0] * pp, [0.0] * pp, [0.0] * pp
     for rank, need, duration, message in zip(
@@ -172,8 +166,7 @@ def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[S
         core_share: cores for each rank, below 1.
     """
     compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
-    durations = [t for s in stages for t in (s.forward_s, s.backward_s, s.forward_s + s.first_forward_s)]
-    sends = [*(t for s in stages for t in (s.send_forward_s, s.send_backward_s)), 0.0]
+    durations, sends = _durations(stages), _sends(stages)
     waiting: list[list[int]] = [[] for _ in range(pp)]  # actions of each rank, the next one last
     for action in reversed(range(len(compiled.rank))):
         waiting[compiled.rank[action]].append(action)
@@ -202,3 +195,59 @@ def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[S
         for rank in done:
             ends[waiting[rank].pop()] = now
     return now
+
+
+def _durations(stages: Sequence[StageTimes]) -> list[float]:
+    return [
+        time
+        for stage in stages
+        for time in (stage.forward_s, stage.backward_s, stage.forward_s + stage.first_forward_s)
+    ]
+
+
+def _sends(stages: Sequence[StageTimes]) -> list[float]:
+    """One more for the message -1 that nobody sends."""
+    return [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]
+
+
+def longest_chain(
+    name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], once_s: Sequence[float]
+) -> tuple[float, list[list[int]], int]:
+    """The actions that a simulated step consists of, one waiting for the other from its begin to its end.
+
+    Args:
+        name, pp, num_micro_batches, stages: as for :func:`simulate`.
+        once_s: of each rank after its last action.
+
+    Returns:
+        The step's seconds; for each stage how many of its forwards, backwards, first forwards, messages and messages back
+        are in the chain; the rank on which it ends.
+    """
+    compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
+    durations, sends = _durations(stages), _sends(stages)
+    ends: list[float] = []
+    behind: list[int] = []  # the action that each one waited for
+    free, before = [0.0] * pp, [-1] * pp
+    actions = zip(compiled.rank, compiled.need, compiled.duration, compiled.message, strict=True)
+    for i, (rank, need, duration, message) in enumerate(actions):
+        start, waited = free[rank], before[rank]
+        if need >= 0:
+            arrives = ends[need] + sends[message]
+            if arrives > start:
+                start, waited = arrives, need
+        free[rank] = start + durations[duration]
+        before[rank] = i
+        ends.append(free[rank])
+        behind.append(waited)
+    last = max(range(pp), key=lambda rank: free[rank] + once_s[rank])
+    counts = [[0] * 5 for _ in stages]
+    i = before[last]
+    while i >= 0:
+        stage, kind = divmod(compiled.duration[i], 3)
+        counts[stage][kind == 1] += 1
+        counts[stage][2] += kind == 2
+        waited, message = behind[i], compiled.message[i]
+        if message >= 0 and waited == compiled.need[i]:
+            counts[message // 2][3 + message % 2] += 1
+        i = waited
+    return free[last] + once_s[last], counts, last

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
+from autopar.search.mixed_chains import adds_s
 from autopar.search.mixed_polish import polished
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
@@ -92,6 +94,13 @@ class Evaluator:
         """What stepping on the host takes longer, of all blocks whole."""
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
         """Of a candidate in a layout, and whether it is of its priced blocks."""
+        self._closest: dict[tuple[Candidate, int], tuple[float, float]] = {}
+        """Closest bounds, and the time that they were asked to be above."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether pipeline ranks may have different devices."""
+        return self.model.is_mixed
 
     # --- bounds
 
@@ -138,7 +147,7 @@ class Evaluator:
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
             rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
         at_most_s /= self._least_speed(candidates)
-        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True)
+        mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
         found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
         return self._at_speed(candidates, found, rows)
 
@@ -221,7 +230,8 @@ class Evaluator:
                 asked.append((candidate, draft, self.layouts.option(draft)))
         makers = [self.placed if self.placed.has(c) else self.rows for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
-        for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s), strict=True):
+        mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
+        for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s, mixed=mixed), strict=True):
             known, _ = self._bounds[candidate, id(draft)]
             self._bounds[candidate, id(draft)] = (max(bound, known), True)
 
@@ -245,6 +255,48 @@ class Evaluator:
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
         return self.rows.draft_s(candidate, draft, whole, step)
 
+    # --- bounds where pipeline ranks differ
+
+    def _mixed_bounds(self, rows: list[MixedRow], at_most_s: float, *, only_test: bool = False) -> NDArray[np.float64]:
+        """With weighed chains that are known already, where they tell that a row takes longer than ``at_most_s``."""
+        known_s = np.zeros(len(rows))
+        if math.isfinite(at_most_s):
+            known_s = np.array([self.placed.chains.known_s(row, at_most_s) for row in rows])
+        # what they do not tell is left out: bounds must not depend on what was looked at before
+        left = np.flatnonzero(known_s < at_most_s)
+        known_s[left] = mixed_bounds([rows[i] for i in left], at_most_s, only_test=only_test)
+        return known_s
+
+    def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
+        """The closest bound that is known where pipeline ranks differ, of :mod:`autopar.search.mixed_chains`; else 0.
+
+        Args:
+            at_most_s: layouts are looked at until one is found that may take less.
+            precision: of the bound, if it is to be found whether a layout takes less or not.
+        """
+        if not self.placed.has(candidate):
+            return 0.0
+        speed = self._speed(candidate)
+        drafts, at_most_s = self._least_first(candidate), at_most_s / speed
+        found = [self._bounds[candidate, id(draft)][0] for draft in drafts]
+        for i, draft in enumerate(drafts):
+            found[i] = self._closest_s(candidate, draft, at_most_s, precision)
+            if found[i] < at_most_s and precision is None:
+                break
+        return speed * min(found, default=0.0)
+
+    def _closest_s(self, candidate: Candidate, draft: Draft, at_most_s: float, precision: float | None) -> float:
+        """Of stated times in one layout."""
+        bound = self._bound(candidate, draft, at_most_s)[0]
+        key = candidate, id(draft)
+        found, asked_s = self._closest.get(key, (0.0, math.inf))
+        if max(bound, found) < at_most_s and self.placed.has(candidate) and (precision or at_most_s < asked_s):
+            option = self.layouts.option(draft)
+            row = self.placed.exact(candidate, option, self.step(candidate, option))
+            found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=precision))
+            self._closest[key] = found, at_most_s
+        return max(bound, found)
+
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""
         return self.bounds_s([candidate])[0]
@@ -267,7 +319,7 @@ class Evaluator:
             self._price([(candidate, draft) for draft in drafts], at_most_s / speed)
             for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
-                bound = self._bound(candidate, draft, least)[0]
+                bound = self._closest_s(candidate, draft, least, None)
                 # one that cannot fit says how much it needs where there is nothing else to say
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
@@ -465,8 +517,15 @@ class Evaluator:
             memory = model.memory(stages, step)
             return time_s if _fit(memory, limits) else float("inf")
 
+        row = self.placed.exact(candidate, option, step)
+
+        def adding(sizes: Sequence[int]) -> list[float]:
+            stops = tuple(accumulate(sizes))
+            again = [found.modes[i:j].count("full") for i, j in zip((0, *stops), stops, strict=False)]
+            return adds_s(row, sizes, again)
+
         sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
-        stops = polished(sizes, found.prediction.step_time_s, priced)
+        stops = polished(sizes, found.prediction.step_time_s, priced, adding)
         if stops == found.stops:
             return found
         return replace(found, stops=stops, prediction=model.predict(made(stops), step))

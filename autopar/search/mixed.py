@@ -26,6 +26,7 @@ from autopar.search.classes import Compact
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
+from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
 from autopar.search.options import Draft, Option
 from autopar.search.pins import Pins
@@ -110,6 +111,7 @@ class _Rows(RowMaker):
             before_forward_s=tuple(accumulate((price.forward_s for price in before), initial=0.0)),
             every_s=every_s,
             limit_bytes=self.limit_bytes,
+            schedule=candidate.schedule,
             virtual_stages=candidate.virtual_stages,
             num_micro_batches=candidate.num_micro_batches,
             waits=candidate.virtual_stages == 1,
@@ -132,6 +134,7 @@ class Placed:
     ) -> None:
         self.layouts, self.model, self.modes, self.pinned = layouts, model, modes, pinned
         self.compact: Compact = layouts.compact
+        self.chains = Chains()
         self._rows: dict[frozenset[int], _Rows] = {}
         self._origins: dict[tuple[object, ...], tuple[frozenset[int], ...]] = {}
         self._known: dict[tuple[object, ...], list[BlockPrice]] = {}
@@ -166,7 +169,9 @@ class Placed:
         return tuple((limit - p.device.reserved_bytes) / (1 + p.device.fragmentation) for p, limit in parts)
 
     def option(self, candidate: Candidate, option: Option) -> Option:
-        """A layout with its prices on each pipeline rank."""
+        """A layout with its prices on each pipeline rank; as it is where it has them."""
+        if option.ranks:
+            return option
         places = self.places(candidate)
         if (id(option), places) not in self._options:
             ranks = tuple(self.layouts.priced(option, self.model.part(own)) for own in places)

@@ -28,7 +28,8 @@ devices that are fastest for each block; its own devices take at least s_r w_r. 
     sum over q before r of s_q w_q  +  m s_r w_r  <=  T,        sum of w_r = W.
 
 Weights y_r >= 0 with m s_r y_r + s_r * (sum of y after r) >= 1 add these up to T * (sum of y) >= W: a bound for any such y,
-and the best one where all inequalities can be equalities. Without the first term, as with virtual stages, y_r = 1 / (m s_r).
+and the best one where all inequalities can be equalities. Without the first term, as with virtual stages, y_r = 1 / (m s_r);
+there the inequalities of the stages, each as if its rank had no other, give a second bound, the larger one of few micro-batches.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class PlaceRow:
             first on, and of their forwards.
         every_s: of each stage and micro-batch beside its blocks.
         limit_bytes: for tensors.
-        virtual_stages, num_micro_batches: of the pipeline.
+        schedule, virtual_stages, num_micro_batches: of the pipeline.
         waits: whether a rank's stages follow each other (every schedule but the interleaved ones).
         in_flight, most_done: micro-batches whose forward a stage of each pipeline rank has done when the rank's first
             backward begins, at least and at most.
@@ -85,6 +86,7 @@ class PlaceRow:
     before_forward_s: tuple[float, ...]
     every_s: float
     limit_bytes: float
+    schedule: str
     virtual_stages: int
     num_micro_batches: int
     waits: bool
@@ -142,12 +144,20 @@ def _holds(row: MixedRow) -> bool:
 
 
 def work_bound_s(row: MixedRow) -> float:
-    """Total work over total speed, with what each stage does beside its blocks."""
-    m, waits, after = row.ranks[0].num_micro_batches, row.ranks[0].waits, 0.0
-    weighted_s = 0.0
-    for own, slowness, before_s in zip(row.ranks[::-1], row.slowness[::-1], row.before_s[::-1], strict=True):
+    """Total work over total speed, with what each stage does beside its blocks; and as if each stage had a rank of its own."""
+    own = row.ranks[0]
+    found = _flow_s(row, own.waits, own.virtual_stages, 1)
+    return found if own.waits else max(found, _flow_s(row, True, 1, own.virtual_stages))
+
+
+def _flow_s(row: MixedRow, waits: bool, each: int, times: int) -> float:
+    """The bound by weights for ranks of ``each`` stages, ``times`` as many as there are."""
+    m, after, weighted_s = row.ranks[0].num_micro_batches, 0.0, 0.0
+    for own, slowness, before_s in zip(
+        row.ranks[::-1] * times, row.slowness[::-1] * times, row.before_s[::-1] * times, strict=True
+    ):
         weight = max(1 / slowness - waits * after, 0.0) / m
-        weighted_s += weight * (before_s + m * own.virtual_stages * own.every_s)
+        weighted_s += weight * (before_s + m * each * own.every_s)
         after += weight
     return (row.work_s + weighted_s) / after
 

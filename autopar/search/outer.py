@@ -23,6 +23,7 @@ from autopar.errors import UsageError
 from autopar.schedule import SCHEDULES
 from autopar.search.candidates import Candidate
 from autopar.search.collection import seldom_collected
+from autopar.search.closest import Closest
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
 from autopar.search.ledger import Ledger, OwnLedger, Told
 
@@ -34,6 +35,9 @@ LEVELS = 2
 
 FAR = 3.0
 """Times the least bound of all from which on layouts that need no solving are not looked at first."""
+
+FEW_SAMPLES = 2
+"""Of a micro-batch, up to which all layouts are looked at first where pipeline ranks differ."""
 
 PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed and not told of: without the
@@ -114,6 +118,7 @@ class OuterSearch:
         self.trials = limits.trials or (len(self.pool) if on_device <= exhaustive else trials)
         self.start = time.monotonic()
         self.bounds: dict[Candidate, float] = {}
+        self.closest = Closest(evaluator, self.pool)
         self.order: list[int] = []  # positions in the pool, as the search came to them
         self.finished = True
         self._plans: dict[int, Evaluation] = {}
@@ -131,6 +136,8 @@ class OuterSearch:
         interrupted = False
         try:
             self.work()
+            if self.finished:
+                self.closest.raise_least(self.bounds, self.ledger.found, self._best_s())
             if math.isinf(self.ledger.least_s) and self.finished and self.limits.max_step_time_s is None:
                 self._explain_misfits()
         except KeyboardInterrupt:
@@ -141,7 +148,7 @@ class OuterSearch:
             best=self._best(),
             candidates=len(self.pool),
             evaluated=len(self.ledger.found),
-            lower_bound_s=min(self.bounds.values(), default=0.0),
+            lower_bound_s=self.closest.least_s(self.bounds, self.ledger.found),
             misfits=(*self._misfits(), *self._hopeless),
             finished=self.finished,
             interrupted=interrupted,
@@ -194,9 +201,11 @@ class OuterSearch:
             alike.setdefault(_split(self.pool[i]), []).append(i)
         given = set[int]()
         far_s = FAR * min((bound for bound, _, _ in heap), default=0.0)
-        for split, own in alike.items():
+        for split, own in sorted(alike.items(), key=lambda pair: pair[0][2:] != (1, 1)):
             near = split[2:] == (1, 1) and min(self.bounds[self.pool[k]] for k in own) < far_s
-            if near:  # nothing to solve: a first plan to be faster than costs little
+            # nothing to solve: a first plan to be faster than costs little; where ranks differ, first bounds tell too
+            # little, and the pipelines with the most micro-batches give a good one
+            if near or (split[0] <= FEW_SAMPLES and self.evaluator.differs):
                 self._raise(own, 0, level, heap)
                 self._raise(own, 1, level, heap)
                 yield from self._dive(own, given)
@@ -208,7 +217,8 @@ class OuterSearch:
                 continue
             if made == LEVELS:
                 given.add(i)
-                yield i
+                if not self.closest.is_slow(i, self._best_s()):
+                    yield i
                 continue
             mine = alike[_split(self.pool[i])]
             self._raise(mine, made, level, heap)
@@ -235,7 +245,8 @@ class OuterSearch:
         first = min(places, key=lambda k: (self.bounds[self.pool[k]], k))
         if not self.ledger.is_shared and first not in given and self.bounds[self.pool[first]] < self._best_s():
             given.add(first)
-            yield first
+            if not self.closest.is_slow(first, self._best_s()):
+                yield first
 
     def _catch_up(self, patience: int) -> Iterator[None]:
         """Evaluate what was passed over and still has no outcome ``patience`` evaluations later."""

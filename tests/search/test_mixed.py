@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from autopar import api
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
-from autopar.cost.pipeline import StageTimes, simulate
+from autopar.cost.pipeline import StageTimes, longest_chain, simulate
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32
@@ -23,6 +24,7 @@ from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.inter import BlockOption, CutBlock, StageCutter
 from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_bounds, quick_bounds, work_and_slowness
+from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
 from autopar.search.mixed_polish import polished
 from autopar.search.outer import Limits, OuterSearch
@@ -143,6 +145,7 @@ def row_of(blocks: list[BlockPrice], limit: float, every_s: float, pp: int, m: i
         before_forward_s=tuple(sum(b.forward_s for b in blocks[:r]) for r in range(pp)),
         every_s=every_s,
         limit_bytes=limit,
+        schedule=schedule,
         virtual_stages=v,
         num_micro_batches=m,
         waits=v == 1,
@@ -196,6 +199,11 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
     row = MixedRow(ranks=tuple(rows), work_s=work_s, slowness=slowness, sends_s=tuple(sends), sends_back_s=tuple(sends))
     for bound in (quick_bounds([row])[0], mixed_bounds([row])[0], mixed_bounds([row], 30.0)[0]):
         assert bound <= best * (1 + 1e-9) or (bound == 30.0 and best > 30.0)
+    chains = Chains()
+    for at_most_s, precision in ((best, None), (float("inf"), 1e-6)):
+        if best < float("inf"):  # memory is left to the other bounds
+            assert chains.bound_s(row, at_most_s, precision=precision) <= best * (1 + 1e-9)
+            assert chains.known_s(row) <= best * (1 + 1e-9)
     if v == 1:
         tested = mixed_bounds([row], best, only_test=True)[0] if best < float("inf") else best
         assert tested <= best * (1 + 1e-9)
@@ -236,6 +244,43 @@ def test_no_block_moved_makes_the_cut_of_one_stage_a_rank_quicker(
     assert found[1] <= min(beside, default=found[1]) * (1 + 1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(chains(), st.integers(0, 2**32 - 1))
+def test_the_longest_chain_takes_as_long_as_the_simulated_step(
+    chain: tuple[list[list[BlockPrice]], list[float], list[float], list[float], int, str, int], seed: int
+) -> None:
+    """Its counts times the seconds of each action add up to the step; with any other seconds to no more."""
+    ranks, _, _, _, m, schedule, v = chain
+    pp, stages = len(ranks), len(ranks) * v
+
+    def step_and_parts(seed: int) -> tuple[float, list[list[float]], list[float], tuple[float, list[list[int]], int]]:
+        numbers = np.random.default_rng(seed)
+        forward, backward, first, send, back = numbers.uniform(0.0, 2.0, (5, stages)).tolist()
+        once = numbers.uniform(0.0, 5.0, pp).tolist()
+        times = [
+            StageTimes(
+                forward_s=forward[s],
+                backward_s=backward[s],
+                first_forward_s=first[s],
+                send_forward_s=send[s],
+                send_backward_s=back[s],
+            )
+            for s in range(stages)
+        ]
+        finish = simulate(schedule, pp, m, times).finish_s
+        found = longest_chain(schedule, pp, m, times, once)
+        parts = [list(own) for own in zip(forward, backward, first, send, back, strict=True)]
+        return max(f + o for f, o in zip(finish, once, strict=True)), parts, once, found
+
+    step_s, parts, once, (time_s, counts, rank) = step_and_parts(seed)
+    assert time_s == pytest.approx(step_s)
+    own = sum(n * s for ns, ss in zip(counts, parts, strict=True) for n, s in zip(ns, ss, strict=True))
+    assert own + once[rank] == pytest.approx(step_s)
+    other_s, others, once, _ = step_and_parts(seed + 1)
+    own = sum(n * s for ns, ss in zip(counts, others, strict=True) for n, s in zip(ns, ss, strict=True))
+    assert own + once[rank] <= other_s * (1 + 1e-9)
+
+
 # --- the search
 
 
@@ -268,6 +313,8 @@ def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memo
             times.append(one.prediction.step_time_s)
             for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
                 assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
+            for precision in (None, 1e-3):
+                assert alone.closest_s(candidate, times[-1], precision=precision) <= times[-1] * (1 + 1e-9)
     assert found.best.prediction.step_time_s == min(times)
     assert found.lower_bound_s <= min(times)
 
@@ -303,7 +350,13 @@ def test_moves_of_blocks_never_lengthen_a_step_and_keep_every_stage() -> None:
         assert min(sizes) >= 1
         return max(size * each for size, each in zip(sizes, work, strict=True))
 
-    assert slowest_s(polished([1, 5, 5], 15.0, slowest_s)) == 6.0
+    def adds_s(sizes: Sequence[int]) -> list[float]:
+        """The slowest stage is the longest chain."""
+        times = [size * each for size, each in zip(sizes, work, strict=True)]
+        return [each * (time_s == max(times)) for each, time_s in zip(work, times, strict=True)]
+
+    found = polished([1, 5, 5], 15.0, slowest_s, adds_s)
+    assert slowest_s(found) == 6.0
 
 
 def test_a_space_may_ask_for_equal_stages(graph: Graph) -> None:

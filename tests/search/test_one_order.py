@@ -52,6 +52,12 @@ class Known:
         """Worked out to the end below ``at_most_s`` alone."""
         return [min(self.bounds[self._index(c)], max(0.75 * self.bounds[self._index(c)], at_most_s)) for c in pool]
 
+    differs = False
+
+    def closest_s(self, found: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
+        """Closer bounds depend on what was asked, and decide on no order."""
+        return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], at_most_s)
+
     def hopeless(self, found: Candidate) -> None:
         return None
 

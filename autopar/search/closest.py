@@ -1,0 +1,68 @@
+"""Bounds that are worked out for one candidate at a time, beside those that decide the order of a search.
+
+They say of a candidate whose turn it is whether it has to be evaluated at all, and in the end how much faster than the best
+plan another may be. What they are depends on what was looked at before, so that they decide on no order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from autopar.search.candidates import Candidate
+from autopar.search.ledger import Told
+
+MOST = 16
+"""Candidates of which closer bounds are worked out in the end."""
+
+PRECISION = 0.02
+"""Of these bounds."""
+
+
+class Bounding(Protocol):
+    """What :class:`autopar.search.evaluate.Evaluator` has for it."""
+
+    def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float: ...
+
+
+class Closest:
+    """Closer bounds of the candidates of a search, by position."""
+
+    def __init__(self, evaluator: Bounding, pool: Sequence[Candidate]) -> None:
+        self.evaluator, self.pool = evaluator, pool
+        self._known: dict[int, float] = {}
+
+    def is_slow(self, index: int, best_s: float) -> bool:
+        """Whether a candidate takes no less than ``best_s``."""
+        if math.isfinite(best_s) and self._known.get(index, 0.0) < best_s:
+            self._raise(index, self.evaluator.closest_s(self.pool[index], best_s))
+        return self._known.get(index, 0.0) >= best_s
+
+    def least_s(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
+        """What no candidate goes below that may fit.
+
+        Args:
+            bounds: those that decided the order.
+            found: what came of those that were evaluated.
+        """
+        return min((self._lower_s(i, bounds, found) for i in range(len(self.pool))), default=0.0)
+
+    def raise_least(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told], best_s: float) -> None:
+        """Closer bounds for the candidates of the least ones, as long as these are below ``best_s`` and get closer."""
+        for _ in range(MOST if math.isfinite(best_s) else 0):
+            before_s, least = min((self._lower_s(i, bounds, found), i) for i in range(len(self.pool)))
+            if before_s >= best_s:
+                return
+            self._raise(least, self.evaluator.closest_s(self.pool[least], best_s, precision=PRECISION))
+            if self._lower_s(least, bounds, found) <= before_s:
+                return
+
+    def _raise(self, index: int, bound_s: float) -> None:
+        self._known[index] = max(self._known.get(index, 0.0), bound_s)
+
+    def _lower_s(self, index: int, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
+        candidate, told = self.pool[index], found.get(index)
+        if told is not None and told.needs_bytes and candidate.mesh.pp == 1:
+            return math.inf  # without stages there is nothing to cut: it was found that nothing fits
+        return max(bounds.get(candidate, 0.0), self._known.get(index, 0.0))
