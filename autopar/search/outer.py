@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from autopar.errors import UsageError
 from autopar.schedule import SCHEDULES
 from autopar.search.candidates import Candidate
-from autopar.search.collection import seldom_collected
 from autopar.search.closest import Closest
+from autopar.search.collection import seldom_collected
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
 from autopar.search.ledger import Ledger, OwnLedger, Told
 
