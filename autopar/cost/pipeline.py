@@ -63,7 +63,7 @@ class PipelineTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class Compiled:
     """Actions of all ranks in an order in which each stands behind what it needs.
 
     Attributes:
@@ -80,7 +80,8 @@ class _Compiled:
 
 
 @lru_cache(maxsize=64)
-def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> _Compiled:
+def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> Compiled:
+    """The actions of a schedule in an order in which they can be simulated."""
     numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
     stages, m = pp * virtual_stages, num_micro_batches
     place = [-1] * (2 * stages * m)
@@ -115,7 +116,7 @@ def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
     duration = 3 * stage + np.where(rest == 0, 2, is_backward)
     columns = (stage % pp, positions[needs], duration, message)
-    return _Compiled(*(tuple(column[took].tolist()) for column in columns))
+    return Compiled(*(tuple(column[took].tolist()) for column in columns))
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
@@ -133,7 +134,7 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
     if pp == 1 and len(stages) == 1:  # every schedule is the plain sum
         busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
         return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
-    compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
+    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations = [
         time
         for stage in stages
@@ -144,7 +145,7 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
     ends: list[float] = []
     free, busy_s, exposed = [0.0] * pp, [0.0] * pp, [0.0] * pp
     for rank, need, duration, message in zip(
-        compiled.rank, compiled.need, compiled.duration, compiled.message, strict=True
+        actions.rank, actions.need, actions.duration, actions.message, strict=True
     ):
         start = free[rank]
         if need >= 0:

@@ -28,6 +28,7 @@ from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
 from autopar.search.mixed_polish import polished
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
+from autopar.search.programs import program
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
 
@@ -36,6 +37,12 @@ ROUNDING = 1e-9
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
+
+AGAIN = (1.0, 1.02, 1.1)
+"""Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
+
+NEAR = 1.1
+"""Times the best plan that one may take for other blocks of its cut to be recomputed."""
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
@@ -153,6 +160,43 @@ class Evaluator:
             min((self._shared_s(c, self._bounds[c, id(draft)][0], draft.time_s) for draft in drafts), default=0.0)
             for c, drafts in zip(candidates, every, strict=True)
         ]
+
+    def known_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+        """For each candidate that was evaluated the bound of its layouts, each that is below ``at_most_s`` priced.
+
+        What is found here is not remembered: the order of later searches is that of the bounds that there were.
+        """
+        remembered = dict(self._bounds)
+        self._price([(c, draft) for c in candidates for draft in self._drafts(c)], at_most_s)
+        found = [
+            min((self._shared_s(c, self._bounds[c, id(d)][0], d.time_s) for d in self._drafts(c)), default=0.0)
+            for c in candidates
+        ]
+        self._bounds = remembered
+        return found
+
+    def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
+        """The bound of a candidate that was evaluated, by a linear program for each of its layouts that is below ``goal_s``.
+
+        As it is known where ranks differ or share cores, where there is one, or where pins or the space say what stages hold.
+        Likewise not remembered.
+        """
+        known_s = self.known_bounds_s([candidate], goal_s)[0]
+        is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
+        if candidate.mesh.pp == 1 or not is_alike or self.stages or self.space.equal_stages:
+            return known_s
+        found = math.inf
+        for draft in self._drafts(candidate):
+            bound_s = self._bounds.get((candidate, id(draft)), (0.0, False))[0]
+            if bound_s < min(goal_s, found):
+                option = self.layouts.option(draft)
+                made = program(self.rows, candidate, option, self.step(candidate, option))
+                for share in AGAIN:
+                    bound_s = max(bound_s, _bounds([made.row], share * goal_s)[0])
+                if bound_s < min(goal_s, found):
+                    bound_s = made.bound_s(bound_s, goal_s)
+            found = min(found, bound_s)
+        return max(found, known_s)
 
     def _speed(self, candidate: Candidate) -> float:
         """The least part of their stated times that a pipeline's ranks take, where they share cores.
@@ -331,8 +375,14 @@ class Evaluator:
         quick = [plan for plan in found if bound(plan.cut) < at_most_s]
         if not quick:
             return Failure(is_slow=True)
-        predicted = [(model.predict(p.made, step, memory=p.memory), p.cut) for p in quick]
-        prediction, cut = min(predicted, key=lambda pair: pair[0].step_time_s)
+        predicted = [(model.predict(p.made, step, memory=p.memory), p) for p in quick]
+        prediction, best = min(predicted, key=lambda pair: pair[0].step_time_s)
+        is_near = prediction.step_time_s < NEAR * at_most_s
+        if is_near and candidate.virtual_stages > 1 and not self.placed.has(candidate) and "full" in best.cut.modes:
+            turns = self.cuts.by_turns(candidate, best, option, step, cutters)
+            predicted += [(model.predict(p.made, step, memory=p.memory), p) for p in turns]
+            prediction, best = min(predicted, key=lambda pair: pair[0].step_time_s)
+        cut = best.cut
         return Evaluation(candidate=candidate, option=option, stops=cut.stops, modes=cut.modes, prediction=prediction)
 
     def _best_of_all(

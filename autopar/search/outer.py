@@ -38,6 +38,12 @@ PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed and not told of: without the
 time of the best candidate, which a dead search may have claimed, many worse ones would be evaluated."""
 
+CLOSE = 0.05
+"""Of a bound, up to which the best time above it is close enough: more costs as much as the search itself."""
+
+MAX_SHARPENED = 32
+"""Candidates whose bounds are raised one by one at the end."""
+
 ROUNDING = 1e-6
 """A bound is below the time of its plan up to rounding (1e-9 of it in the tests): the best time cuts off only what is above it
 by more than this part of it, so that ties do not depend on which was evaluated first."""
@@ -135,6 +141,8 @@ class OuterSearch:
             self.finished, interrupted = False, True
             if self._chosen() is None:
                 raise
+        if not interrupted:
+            self._sharpen()
         return Outcome(
             best=self._best(),
             candidates=len(self.pool),
@@ -265,6 +273,25 @@ class OuterSearch:
             self.ledger.release(index)
             raise
         self._report()
+
+    def _sharpen(self) -> None:
+        """The last bounds of what may be faster than the best, which were asked for before it was known.
+
+        Then better ones of those that hold the least bound, one after the other.
+        """
+        best_s = self._best_s()
+        asked = {self.pool[i]: i for i in self.order if self.bounds[self.pool[i]] < best_s}
+        if math.isinf(best_s) or not asked:
+            return
+        for c, bound in zip(asked, self.evaluator.known_bounds_s([*asked], best_s), strict=True):
+            self.bounds[c] = max(self.bounds[c], bound)
+        goal_s, done = best_s / (1 + CLOSE), set[Candidate]()
+        while len(done) < MAX_SHARPENED:
+            least = min(self.pool, key=lambda c: self.bounds[c])
+            if self.bounds[least] >= goal_s or least in done or least not in asked:
+                return
+            done.add(least)
+            self.bounds[least] = max(self.bounds[least], self.evaluator.sharper_bound_s(least, goal_s))
 
     def _explain_misfits(self) -> None:
         """What the least of the candidates that cannot fit would need."""

@@ -52,6 +52,12 @@ class Known:
         """Worked out to the end below ``at_most_s`` alone."""
         return [min(self.bounds[self._index(c)], max(0.75 * self.bounds[self._index(c)], at_most_s)) for c in pool]
 
+    def known_bounds_s(self, pool: Sequence[Candidate], at_most_s: float) -> list[float]:
+        return [self.bounds[self._index(c)] for c in pool]
+
+    def sharper_bound_s(self, found: Candidate, goal_s: float) -> float:
+        return self.bounds[self._index(found)]
+
     def hopeless(self, found: Candidate) -> None:
         return None
 
