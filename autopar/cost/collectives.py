@@ -262,6 +262,11 @@ class CollectiveModel:
             shapes = self._groups[mesh, axes] = self._placed[place]
         return max(self.shape_time_s(kind, num_bytes, shape) for shape in shapes)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether some times come from a table, and not from straight lines."""
+        return bool(self._measured)
+
     def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
         """Time of the slowest message between neighbouring pipeline ranks, all of them sending at once."""
         return self.pair_time_s("send", num_bytes, mesh)

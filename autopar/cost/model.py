@@ -186,6 +186,14 @@ class CostModel:
         unit = self._unit(block, data)
         return sum(self._stepped_s([unit], step)) + data.tail_s([unit])
 
+    def data_unit(self, block: BlockCost, step: Step) -> Unit:
+        """What a block costs on the data axes."""
+        return self._unit(block, self._data(step))
+
+    def scalars_s(self, step: Step) -> float:
+        """What every rank sums once a step, whatever its blocks."""
+        return self._once_s(self._data(step), step)
+
     def block_gather_s(self, block: BlockCost, step: Step) -> float:
         """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
         data = self._data(step)
@@ -323,7 +331,7 @@ class CostModel:
             if own not in of_step.gradients_s:
                 of_step.gradients_s[own] = parts[rank]._gradients_s(stages[rank :: step.mesh.pp], data, step)
             sent = dict(of_step.gradients_s[own])
-            sent["data"] += self._ties_s(ties, step, rank)
+            sent["data"] += self.ties_s(ties, step, rank)
             sent["data"] += once
             sent["pipeline"] = count * sum(stage.schedule_s for stage in times[rank :: step.mesh.pp])
             found = parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
@@ -406,6 +414,10 @@ class CostModel:
             raise UsageError("the stages are a multiple of the pipeline ranks", value=f"{len(stages)} for pp={pp}")
         check_schedule(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
         return len(stages) // pp
+
+    def data_parallel(self, step: Step) -> DataParallel:
+        """How a step runs the data axes."""
+        return self._data(step)
 
     def _data(self, step: Step) -> DataParallel:
         """Of a step; the same object for the same axes, as units are looked up by it again and again."""
@@ -512,17 +524,17 @@ class CostModel:
         for turn, some in leaving.items():
             stage = own[turn]
             times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
-            costs = [self._sum_s(b.axes, b.num_bytes, step.mesh, copied_bytes=b.copied_bytes) for b in some]
+            costs = [self.sum_s(b.axes, b.num_bytes, step.mesh, copied_bytes=b.copied_bytes) for b in some]
             total = sum(costs)
             after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
             rest = exposed * after + self.device.interference * (total - after)
             for bucket, cost in zip(some, costs, strict=True):
                 seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
         for axes, num_bytes in late_sums(blocks, self._summed_of(data), size).items():
-            seconds[_owner(axes)] += self._sum_s(axes, num_bytes, step.mesh, copied_bytes=num_bytes)
+            seconds[_owner(axes)] += self.sum_s(axes, num_bytes, step.mesh, copied_bytes=num_bytes)
         return seconds
 
-    def _ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
+    def ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
         """Sums of the gradients of parameters that several pipeline ranks have (:func:`tied`)."""
         seconds = 0.0
         for ranks, num_bytes in ties.items():
@@ -533,7 +545,7 @@ class CostModel:
                     seconds += self.collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
         return seconds
 
-    def _sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh, *, copied_bytes: int) -> float:
+    def sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh, *, copied_bytes: int) -> float:
         """One all-reduce of gradients, of which some are read into its buffer and written there."""
         copies = 2 * copied_bytes / self.device.memory_bandwidth_bytes_per_s
         return self.collectives.time_s("all_reduce", num_bytes, mesh, axes) + copies

@@ -64,7 +64,7 @@ class PipelineTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class Compiled:
     """Actions of all ranks in an order in which each stands behind what it needs.
 
     Attributes:
@@ -81,7 +81,8 @@ class _Compiled:
 
 
 @lru_cache(maxsize=64)
-def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> _Compiled:
+def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> Compiled:
+    """The actions of a schedule in an order in which they can be simulated."""
     numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
     stages, m = pp * virtual_stages, num_micro_batches
     place = [-1] * (2 * stages * m)
@@ -116,7 +117,7 @@ def _compile(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
     duration = 3 * stage + np.where(rest == 0, 2, is_backward)
     columns = (stage % pp, positions[needs], duration, message)
-    return _Compiled(*(tuple(column[took].tolist()) for column in columns))
+    return Compiled(*(tuple(column[took].tolist()) for column in columns))
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
@@ -134,12 +135,12 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
     if pp == 1 and len(stages) == 1:  # every schedule is the plain sum
         busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
         return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
-    compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
-    durations, sends = _durations(stages), _sends(stages)
+    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
+    durations, sends = durations_of(stages), sends_of(stages)
     ends: list[float] = []
     free, busy_s, exposed = [0.0] * pp, [0.0] * pp, [0.0] * pp
     for rank, need, duration, message in zip(
-        compiled.rank, compiled.need, compiled.duration, compiled.message, strict=True
+        actions.rank, actions.need, actions.duration, actions.message, strict=True
     ):
         start = free[rank]
         if need >= 0:
@@ -165,12 +166,12 @@ def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[S
         stages: as :func:`simulate` takes them, with times as they are while all ranks work.
         core_share: cores for each rank, below 1.
     """
-    compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
-    durations, sends = _durations(stages), _sends(stages)
+    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
+    durations, sends = durations_of(stages), sends_of(stages)
     waiting: list[list[int]] = [[] for _ in range(pp)]  # actions of each rank, the next one last
-    for action in reversed(range(len(compiled.rank))):
-        waiting[compiled.rank[action]].append(action)
-    ends = [-1.0] * (len(compiled.rank) + 1)  # one more for what actions need that need nothing
+    for action in reversed(range(len(actions.rank))):
+        waiting[actions.rank[action]].append(action)
+    ends = [-1.0] * (len(actions.rank) + 1)  # one more for what actions need that need nothing
     ends[-1] = 0.0
     left: dict[int, float] = {}  # work of the ranks that work
     now = 0.0
@@ -180,11 +181,11 @@ def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[S
             if rank in left or not waiting[rank]:
                 continue
             action = waiting[rank][-1]
-            if ends[compiled.need[action]] < 0.0:
+            if ends[actions.need[action]] < 0.0:
                 continue
-            ready = ends[compiled.need[action]] + sends[compiled.message[action]]
+            ready = ends[actions.need[action]] + sends[actions.message[action]]
             if ready <= now:
-                left[rank] = durations[compiled.duration[action]]
+                left[rank] = durations[actions.duration[action]]
             else:
                 arrives = min(arrives, ready)
         speed = min(pp / len(left), 1.0 / core_share) if left else 1.0
@@ -197,7 +198,8 @@ def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[S
     return now
 
 
-def _durations(stages: Sequence[StageTimes]) -> list[float]:
+def durations_of(stages: Sequence[StageTimes]) -> list[float]:
+    """Of the actions of each stage: forward, backward, first forward; ``Compiled.duration`` counts in it."""
     return [
         time
         for stage in stages
@@ -205,49 +207,6 @@ def _durations(stages: Sequence[StageTimes]) -> list[float]:
     ]
 
 
-def _sends(stages: Sequence[StageTimes]) -> list[float]:
-    """One more for the message -1 that nobody sends."""
+def sends_of(stages: Sequence[StageTimes]) -> list[float]:
+    """Of the messages of each stage, to the next one and back; one more for the message -1 that nobody sends."""
     return [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]
-
-
-def longest_chain(
-    name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], once_s: Sequence[float]
-) -> tuple[float, list[list[int]], int]:
-    """The actions that a simulated step consists of, one waiting for the other from its begin to its end.
-
-    Args:
-        name, pp, num_micro_batches, stages: as for :func:`simulate`.
-        once_s: of each rank after its last action.
-
-    Returns:
-        The step's seconds; for each stage how many of its forwards, backwards, first forwards, messages and messages back
-        are in the chain; the rank on which it ends.
-    """
-    compiled = _compile(name, pp, len(stages) // pp, num_micro_batches)
-    durations, sends = _durations(stages), _sends(stages)
-    ends: list[float] = []
-    behind: list[int] = []  # the action that each one waited for
-    free, before = [0.0] * pp, [-1] * pp
-    actions = zip(compiled.rank, compiled.need, compiled.duration, compiled.message, strict=True)
-    for i, (rank, need, duration, message) in enumerate(actions):
-        start, waited = free[rank], before[rank]
-        if need >= 0:
-            arrives = ends[need] + sends[message]
-            if arrives > start:
-                start, waited = arrives, need
-        free[rank] = start + durations[duration]
-        before[rank] = i
-        ends.append(free[rank])
-        behind.append(waited)
-    last = max(range(pp), key=lambda rank: free[rank] + once_s[rank])
-    counts = [[0] * 5 for _ in stages]
-    i = before[last]
-    while i >= 0:
-        stage, kind = divmod(compiled.duration[i], 3)
-        counts[stage][kind == 1] += 1
-        counts[stage][2] += kind == 2
-        waited, message = behind[i], compiled.message[i]
-        if message >= 0 and waited == compiled.need[i]:
-            counts[message // 2][3 + message % 2] += 1
-        i = waited
-    return free[last] + once_s[last], counts, last

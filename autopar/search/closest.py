@@ -13,8 +13,11 @@ from typing import Protocol
 from autopar.search.candidates import Candidate
 from autopar.search.ledger import Told
 
-MOST = 16
+MOST = 32
 """Candidates of which closer bounds are worked out in the end."""
+
+CLOSE = 0.05
+"""Of a bound, up to which the best time above it is close enough: more costs as much as the search itself."""
 
 PRECISION = 0.02
 """Of these bounds."""
@@ -49,12 +52,13 @@ class Closest:
         return min((self._lower_s(i, bounds, found) for i in range(len(self.pool))), default=0.0)
 
     def raise_least(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told], best_s: float) -> None:
-        """Closer bounds for the candidates of the least ones, as long as these are below ``best_s`` and get closer."""
+        """Closer bounds for the candidates of the least ones, until these are close to ``best_s`` or get no closer."""
+        goal_s = best_s / (1 + CLOSE)
         for _ in range(MOST if math.isfinite(best_s) else 0):
             before_s, least = min((self._lower_s(i, bounds, found), i) for i in range(len(self.pool)))
-            if before_s >= best_s:
+            if before_s >= goal_s:
                 return
-            self._raise(least, self.evaluator.closest_s(self.pool[least], best_s, precision=PRECISION))
+            self._raise(least, self.evaluator.closest_s(self.pool[least], goal_s, precision=PRECISION))
             if self._lower_s(least, bounds, found) <= before_s:
                 return
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.plan import Recompute
-from autopar.schedule import live_peaks
+from autopar.schedule import live_peaks, peak_table
 from autopar.search.candidates import Candidate
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
 from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
 from autopar.search.mixed import Placed
 from autopar.search.options import Option
 from autopar.search.rows import RowMaker
+from autopar.search.turns import by_turns
 
 MAX_KEPT = 20_000
 """Choices of recompute of all stages up to which a cutter is kept."""
@@ -98,6 +99,25 @@ class Cuts:
             needs = max(m.total for m in found.memory)
             limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
         return Failure(needs_bytes=needs)
+
+    def by_turns(
+        self, candidate: Candidate, first: Fitting, option: Option, step: Step, cutters: Sequence[StageCutter]
+    ) -> Iterator[Fitting]:
+        """A cut that fits with other blocks recomputed (:func:`autopar.search.turns.by_turns`); what fits of these."""
+        degrees = (candidate.schedule, candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
+        pp, last = candidate.mesh.pp, candidate.mesh.pp * candidate.virtual_stages - 1
+        ways = by_turns(
+            first,
+            cutters[0],
+            lambda stage, s: self.model.stage_kept_bytes(stage, receives=s > 0, sends=s < last),
+            [peak_table(*degrees, rank) for rank in range(pp)],
+            self.placed.tensor_limits(candidate),
+        )
+        room = self.placed.limits(candidate)
+        for cut in ways:
+            found = self.fitting(candidate, cut, option, step)
+            if all(m.total <= limit for m, limit in zip(found.memory, room, strict=True)):
+                yield found
 
     def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
         """Whether a cut takes too long, whatever memory it needs: quicker to find than what fits."""

@@ -21,7 +21,7 @@ from autopar.search.bounds import PRECISION, bounds
 from autopar.search.candidates import Candidate
 from autopar.search.cuts import Cuts, Failure
 from autopar.search.every import every_cut
-from autopar.search.fitting import busy_s
+from autopar.search.fitting import Fitting, busy_s
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed import Placed
@@ -31,6 +31,7 @@ from autopar.search.mixed_polish import polished
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
+from autopar.search.programs import program
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
 
@@ -39,6 +40,12 @@ ROUNDING = 1e-9
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
+
+AGAIN = (1.0, 1.02, 1.1)
+"""Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
+
+NEAR = 1.1
+"""Times the best plan that one may take for other blocks of its cut to be recomputed."""
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
@@ -182,6 +189,43 @@ class Evaluator:
             min((self._shared_s(c, self._bounds[c, id(draft)][0], draft.time_s) for draft in drafts), default=0.0)
             for c, drafts in zip(candidates, every, strict=True)
         ]
+
+    def known_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+        """For each candidate that was evaluated the bound of its layouts, each that is below ``at_most_s`` priced.
+
+        What is found here is not remembered: the order of later searches is that of the bounds that there were.
+        """
+        remembered = dict(self._bounds)
+        self._price([(c, draft) for c in candidates for draft in self._drafts(c)], at_most_s)
+        found = [
+            min((self._shared_s(c, self._bounds[c, id(d)][0], d.time_s) for d in self._drafts(c)), default=0.0)
+            for c in candidates
+        ]
+        self._bounds = remembered
+        return found
+
+    def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
+        """The bound of a candidate that was evaluated, by a linear program for each of its layouts that is below ``goal_s``.
+
+        As it is known where ranks differ or share cores, where there is one, or where pins or the space say what stages hold.
+        Likewise not remembered.
+        """
+        known_s = self.known_bounds_s([candidate], goal_s)[0]
+        is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
+        if candidate.mesh.pp == 1 or not is_alike or self.stages or self.space.equal_stages:
+            return known_s
+        found = math.inf
+        for draft in self._drafts(candidate):
+            bound_s = self._bounds.get((candidate, id(draft)), (0.0, False))[0]
+            if bound_s < min(goal_s, found):
+                option = self.layouts.option(draft)
+                made = program(self.rows, candidate, option, self.step(candidate, option))
+                for share in AGAIN:
+                    bound_s = max(bound_s, _bounds([made.row], share * goal_s)[0])
+                if bound_s < min(goal_s, found):
+                    bound_s = made.bound_s(bound_s, goal_s)
+            found = min(found, bound_s)
+        return max(found, known_s)
 
     def _speed(self, candidate: Candidate) -> float:
         """The least part of their stated times that a pipeline's ranks take, where they share cores.
@@ -388,7 +432,7 @@ class Evaluator:
 
     def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
-        step, model = self.step(candidate, option), self.placed.ordered(candidate)
+        step = self.step(candidate, option)
         if self.placed.has(candidate):
             option = self.placed.option(candidate, option)
             step = self.placed.step(step, option)
@@ -397,9 +441,21 @@ class Evaluator:
             return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
         if self.rows.tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
-        pp, count, speed = candidate.mesh.pp, candidate.num_micro_batches, self._speed(candidate)
+        best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
+        if best is None:
+            return next((f for f in failures if f.is_slow), failures[0])
+        if best[0].step_time_s < NEAR * at_most_s:
+            best = self._turned(candidate, option, step, cutters, best)
+        return self._bucketed(candidate, option, best[1].cut, step, best[0])
+
+    def _quickest(
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+    ) -> tuple[tuple[Prediction, Fitting] | None, list[Failure]]:
+        """Of the cuts of a layout the quickest that fits; and why others do not."""
+        model, speed = self.placed.ordered(candidate), self._speed(candidate)
+        pp, count = candidate.mesh.pp, candidate.num_micro_batches
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
-        best: tuple[Prediction, Cut] | None = None
+        best: tuple[Prediction, Fitting] | None = None
         failures: list[Failure] = []
         for way in self._ways(candidate, option):
             found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way)
@@ -414,12 +470,22 @@ class Evaluator:
                 else:
                     prediction = model.predict(plan.made, step, memory=plan.memory)
                     if best is None or prediction.step_time_s < best[0].step_time_s:
-                        best = prediction, plan.cut
+                        best = prediction, plan
             if best is not None:  # what follows has to be quicker still
                 at_most_s = min(at_most_s, best[0].step_time_s / speed * (1 + ROUNDING))
-        if best is not None:
-            return self._bucketed(candidate, option, best[1], step, best[0])
-        return next((f for f in failures if f.is_slow), failures[0])
+        return best, failures
+
+    def _turned(
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
+        found: tuple[Prediction, Fitting],
+    ) -> tuple[Prediction, Fitting]:  # fmt: skip
+        """A plan with the blocks of its virtual stages recomputed that take the least time."""
+        if candidate.virtual_stages == 1 or self.placed.has(candidate) or "full" not in found[1].cut.modes:
+            return found
+        turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)
+        model = self.placed.ordered(candidate)
+        predicted = [found, *((model.predict(p.made, step, memory=p.memory), p) for p in turns)]
+        return min(predicted, key=lambda pair: pair[0].step_time_s)
 
     def _ways(self, candidate: Candidate, option: Option) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""

@@ -287,7 +287,7 @@ class Placed:
 
     def _prices(self, option: Option, step: Step, places: frozenset[int], *, is_exact: bool) -> list[BlockPrice]:
         """Of the blocks on devices of ``places``; the same for all schedules and orders."""
-        key = (id(option), step.mesh, step.zero_stage, step.num_micro_batches, places, is_exact)
+        key = (id(option), step.mesh, step.zero_stage, step.num_micro_batches, step.offload, places, is_exact)
         if key not in self._known:
             maker = self._maker(places)
             if is_exact:

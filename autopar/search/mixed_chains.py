@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from autopar.cost.pipeline import StageTimes, longest_chain
+from autopar.cost.critical import longest_chains
+from autopar.cost.pipeline import StageTimes
 from autopar.search.bound_rows import Array, forwards_done
 from autopar.search.mixed_bounds import MixedRow, work_bound_s
 
@@ -125,7 +126,7 @@ class _Stages:
 
     def longest(self, schedule: str, blocks: Array, again: Array) -> tuple[float, Chain]:
         """Seconds of the step of a cut, and its longest chain."""
-        stages, pp = len(blocks), self.pp
+        pp = self.pp
         once_s = self.once0_s + np.bincount(self.rank, weights=self.once_s * blocks, minlength=pp)
         columns = (
             self.forward0_s + self.forward_s * blocks,
@@ -144,11 +145,12 @@ class _Stages:
             )
             for own in np.stack(columns, axis=1).tolist()
         ]
-        time_s, counts, rank = longest_chain(schedule, pp, self.m, times, once_s.tolist())
-        forwards, backwards, gathers, sends, back = np.array(counts, dtype=float).reshape(stages, 5).T
-        return time_s, Chain(
+        found = longest_chains(schedule, pp, self.m, times, once_s.tolist(), 1)[0]
+        counts = (found.forwards, found.backwards, found.firsts, found.sends, found.sends_back)
+        forwards, backwards, gathers, sends, back = (own.astype(float) for own in counts)
+        return found.time_s, Chain(
             forwards=forwards, backwards=backwards, gathers=gathers, sends=sends, sends_back=back,
-            ends=np.eye(pp)[rank], byte_s=np.zeros(pp),
+            ends=np.eye(pp)[found.rank], byte_s=np.zeros(pp),
         )  # fmt: skip
 
 

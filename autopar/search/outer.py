@@ -136,8 +136,7 @@ class OuterSearch:
         interrupted = False
         try:
             self.work()
-            if self.finished:
-                self.closest.raise_least(self.bounds, self.ledger.found, self._best_s())
+            self._sharpen()
             if math.isinf(self.ledger.least_s) and self.finished and self.limits.max_step_time_s is None:
                 self._explain_misfits()
         except KeyboardInterrupt:
@@ -279,6 +278,16 @@ class OuterSearch:
             self.ledger.release(index)
             raise
         self._report()
+
+    def _sharpen(self) -> None:
+        """The last bounds of what may be faster than the best, which were asked for before it was known; then closer ones."""
+        best_s = self._best_s()
+        if math.isinf(best_s):
+            return
+        asked = [c for i in self.order if self.bounds[c := self.pool[i]] < best_s]
+        for c, bound in zip(asked, self.evaluator.known_bounds_s(asked, best_s), strict=True):
+            self.bounds[c] = max(self.bounds[c], bound)
+        self.closest.raise_least(self.bounds, self.ledger.found, best_s)
 
     def _explain_misfits(self) -> None:
         """What the least of the candidates that cannot fit would need."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.block import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.stages import own_times
 from autopar.mesh import Mesh
@@ -19,6 +20,7 @@ from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.every import count_plans
+from autopar.search.once import at_both_ends, least_sums_s, tie_s
 from autopar.search.options import Draft, Option
 
 _PARTS = tuple(field.name for field in fields(BlockPrice))
@@ -64,10 +66,9 @@ class RowMaker:
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
         """A candidate in a layout."""
-        costs = self._private_costs(option)
-        prices, alone_s = self.exact_prices(option, step)
+        costs, prices, alone_s = self.priced(option, step)
         sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
-        row = self._row(candidate, prices, alone_s, self._largest(option), every_s=option.prelude_s)
+        row = self._row(candidate, prices, alone_s, self.largest(option), every_s=option.prelude_s)
         if not sends:
             return row
         sent, back = min(c.send_bytes for c in sends), min(c.send_gradient_bytes for c in sends)
@@ -79,15 +80,59 @@ class RowMaker:
             most=self.most_blocks(option, row.pp * row.virtual_stages) if row.virtual_stages > 1 else math.inf,
         )
 
+    def priced(self, option: Option, step: Step) -> tuple[list[BlockCost], list[BlockPrice], list[float]]:
+        """Blocks of the compact graph with the parameters that count for them, and their prices as in :meth:`exact_prices`.
+
+        With sums of gradients, and what both ends of a pipeline have.
+        """
+        shared = at_both_ends(option.costs) if step.mesh.pp > 1 else ()
+        costs = self._private_costs(option)
+        if shared:  # the rank of the last block has no other that brings these
+            costs[-1] = option.costs[-1]
+        prices, alone_s = self._known_prices(
+            option, step, "summed", lambda: self._summed_prices(option, costs, shared, step)
+        )
+        return costs, prices, alone_s
+
+    def _summed_prices(
+        self, option: Option, costs: Sequence[BlockCost], shared: Sequence[ParameterCost], step: Step
+    ) -> tuple[list[BlockPrice], list[float]]:
+        prices, alone_s = self._exact_prices(costs, step)
+        sums_s = self._sums_s(costs, prices, self.largest(option), step)
+        both_s = tie_s(self.model, shared, step)
+        for k, more_s in enumerate(sums_s):
+            more_s += both_s * (k in (0, len(prices) - 1))
+            if more_s:
+                prices[k] = replace(prices[k], once_s=prices[k].once_s + more_s)
+        return prices, alone_s
+
+    def _sums_s(
+        self, costs: Sequence[BlockCost], prices: Sequence[BlockPrice], largest: Sequence[int], step: Step
+    ) -> list[float]:
+        """What sums of gradients add to the prices of blocks, none of which is negative then."""
+        others = sum(self.counts) - sum(self.counts[k] for k in largest) > 2
+        found = least_sums_s(self.model, costs, self.counts, step, others=others)
+        if any(price.once_s + more_s < 0 for price, more_s in zip(prices, found, strict=True)):
+            return least_sums_s(self.model, costs, self.counts, step, others=True)
+        return found
+
     def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
         """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""
-        key = (id(option), step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients)
-        if key not in self._prices:  # whatever the schedule
-            self._prices[key] = (option, *self._exact_prices(option, step))
+        return self._known_prices(option, step, "alone", lambda: self._exact_prices(self._private_costs(option), step))
+
+    def _known_prices(
+        self, option: Option, step: Step, kind: str, made: Callable[[], tuple[list[BlockPrice], list[float]]]
+    ) -> tuple[list[BlockPrice], list[float]]:
+        """Prices that were made before: they are the same whatever the schedule."""
+        key = (
+            kind, id(option), step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients,
+            step.offload,
+        )  # fmt: skip
+        if key not in self._prices:
+            self._prices[key] = (option, *made())
         return self._prices[key][1:]
 
-    def _exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
-        costs = self._private_costs(option)
+    def _exact_prices(self, costs: Sequence[BlockCost], step: Step) -> tuple[list[BlockPrice], list[float]]:
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
         known: dict[tuple[int, tuple[Recompute, ...]], tuple[BlockPrice, float]] = {}
         prices, alone_s = [], []
@@ -109,7 +154,7 @@ class RowMaker:
             whole: the layout of the same micro-batch with neither axis.
         """
         prices = self.ideal_prices(candidate.mesh, whole, step)
-        return self._row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+        return self._row(candidate, prices, [0.0] * len(prices), self.largest(whole), every_s=0.0)
 
     def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
         """Prices of the blocks of the compact graph as in :meth:`ideal`."""
@@ -150,7 +195,7 @@ class RowMaker:
             total_s: of all blocks.
             least_s: of each block of the compact graph.
         """
-        places = self._largest(option)
+        places = self.largest(option)
         first, last, group = (
             replace(price, time_s=max(price.time_s, time_s))
             for price, time_s in (
@@ -282,7 +327,7 @@ class RowMaker:
         every = sorted((time_s, n) for time_s, n in zip(alone_s, self.counts, strict=True))
         return _sums([time_s for time_s, n in every for _ in range(n)][:stages])
 
-    def _largest(self, option: Option) -> tuple[int, ...]:
+    def largest(self, option: Option) -> tuple[int, ...]:
         """The blocks of the compact graph that are the group of equal operators that takes longest.
 
         The first and the last block of all are no part of it, unless they stand for others too.
@@ -307,7 +352,7 @@ class RowMaker:
 
         No law with one stage a rank, where pins say what stages hold, or where all cuts are tried.
         """
-        places = self._largest(option)
+        places = self.largest(option)
         if self.is_pinned or not places or self.tries_all(stages):
             return math.inf
         times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
@@ -330,7 +375,7 @@ class RowMaker:
         most = self.most_blocks(option, stages)
         if most == math.inf:
             return []
-        places = set(self._largest(option))
+        places = set(self.largest(option))
         counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
         held = counted[None, :] - counted[:, None]
         each, rest = divmod(int(counted[-1]), stages)
@@ -348,7 +393,7 @@ class RowMaker:
 
     def equal_stages(self, option: Option, stages: int) -> list[list[NDArray[np.bool_]]]:
         """The way to cut stages that hold equal numbers of blocks of the largest group, or one more; as in :meth:`even_stages`."""
-        places = set(self._largest(option))
+        places = set(self.largest(option))
         counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
         each, rest = divmod(int(counted[-1]), stages)
         held = counted[None, :] - counted[:, None]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from autopar import api
 from autopar.cluster import Cluster
+from autopar.cost.critical import longest_chains
 from autopar.cost.model import CostModel
-from autopar.cost.pipeline import StageTimes, longest_chain, simulate
+from autopar.cost.pipeline import StageTimes, simulate
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32
@@ -268,7 +269,9 @@ def test_the_longest_chain_takes_as_long_as_the_simulated_step(
             for s in range(stages)
         ]
         finish = simulate(schedule, pp, m, times).finish_s
-        found = longest_chain(schedule, pp, m, times, once)
+        (chain,) = longest_chains(schedule, pp, m, times, once, 1)
+        columns = (chain.forwards, chain.backwards, chain.firsts, chain.sends, chain.sends_back)
+        found = chain.time_s, np.stack(columns, axis=1).tolist(), chain.rank
         parts = [list(own) for own in zip(forward, backward, first, send, back, strict=True)]
         return max(f + o for f, o in zip(finish, once, strict=True)), parts, once, found
 

@@ -58,6 +58,9 @@ class Known:
         """Closer bounds depend on what was asked, and decide on no order."""
         return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], at_most_s)
 
+    def known_bounds_s(self, pool: Sequence[Candidate], at_most_s: float) -> list[float]:
+        return [self.bounds[self._index(c)] for c in pool]
+
     def hopeless(self, found: Candidate) -> None:
         return None
 

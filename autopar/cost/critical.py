@@ -1,0 +1,83 @@
+"""The longest chains of actions of a simulated step: what its time is made of, as numbers of actions of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.pipeline import StageTimes, compiled, durations_of, sends_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """Actions that follow each other up to the end of a rank: with any stage times the rank ends no sooner than they take.
+
+    Attributes:
+        rank: at whose end it ends.
+        time_s: what they take with the messages between them, and what follows on the rank.
+        sends_s: of the messages.
+        forwards, backwards, firsts: actions of each stage; the first forward of a step is among both ``forwards`` and ``firsts``.
+        sends, sends_back: messages of each stage to the next one and to the one before.
+    """
+
+    rank: int
+    time_s: float
+    sends_s: float
+    forwards: NDArray[np.int64]
+    backwards: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    sends: NDArray[np.int64]
+    sends_back: NDArray[np.int64]
+
+
+def longest_chains(
+    name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], after_s: Sequence[float], most: int
+) -> list[Chain]:
+    """The longest chain up to the end of each rank, of the ``most`` ranks that end last; the longest of all first.
+
+    Args:
+        name, pp, num_micro_batches, stages: as :func:`autopar.cost.pipeline.simulate` takes them.
+        after_s: what follows on each rank.
+    """
+    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
+    durations, sends = durations_of(stages), sends_of(stages)
+    ends: list[float] = []
+    before: list[int] = []
+    waited: list[int] = []  # messages
+    free, last = [0.0] * pp, [-1] * pp
+    columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
+    for i, (rank, need, duration, message) in enumerate(columns):
+        start, behind, sent = free[rank], last[rank], -1
+        if need >= 0 and ends[need] + sends[message] > start:
+            behind, sent = need, message
+            start = ends[need] + sends[message]
+        ends.append(start + durations[duration])
+        before.append(behind)
+        waited.append(sent)
+        free[rank], last[rank] = ends[i], i
+    found = []
+    for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
+        own, sent_on, i = [], [], last[rank]
+        while i >= 0:
+            own.append(actions.duration[i])
+            sent_on.append(waited[i])
+            i = before[i]
+        count = np.bincount(own, minlength=3 * len(stages)).reshape(-1, 3)
+        messages = [message for message in sent_on if message >= 0]
+        sent_count = np.bincount(messages, minlength=2 * len(stages)).reshape(-1, 2)
+        found.append(
+            Chain(
+                rank=rank,
+                time_s=free[rank] + after_s[rank],
+                sends_s=sum(sends[message] for message in messages),
+                forwards=count[:, 0] + count[:, 2],
+                backwards=count[:, 1],
+                firsts=count[:, 2],
+                sends=sent_count[:, 0],
+                sends_back=sent_count[:, 1],
+            )
+        )
+    return found
