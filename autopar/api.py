@@ -15,6 +15,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
 from autopar.plan import BF16, FP8, FP16, FP32, FP64, Plan, Precision
 from autopar.plan_io import load_plan
+from autopar.search.collection import seldom_collected
 from autopar.search.outer import Limits, Progress
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
@@ -94,7 +95,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
     """
     sharing = shared(storage, study_name, workers)
-    planner = _planner(
+    task = _task(
         model,
         cluster,
         _Wish(
@@ -112,7 +113,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         progress,
     )
     limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
-    return planner.search(limits=limits, sharing=sharing, progress=progress)
+    with seldom_collected():
+        return Planner(task).search(limits=limits, sharing=sharing, progress=progress)
 
 
 def estimate(  # noqa: PLR0913  keywords of the public call
@@ -397,6 +399,10 @@ class _Wish:
 
 
 def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Planner:
+    return Planner(_task(model, cluster, wish, progress))
+
+
+def _task(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Task:
     pins, space, recipe = Pins.parse(wish.pins), load_space(wish.space), wish.recipe
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(model, Graph):
@@ -405,7 +411,7 @@ def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish
         model = wish.trace(model)
     if progress is not None:
         progress("laying out blocks", 0, 0)
-    task = Task(
+    return Task(
         graph=model,
         cluster=where,
         global_batch_size=wish.global_batch_size,
@@ -416,4 +422,3 @@ def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish
         cache_dir=wish.cache_dir,
         opaque=wish.modules,
     )
-    return Planner(task)

@@ -158,6 +158,11 @@ def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches:
     return ranks
 
 
+@lru_cache(maxsize=8)  # asked for rank by rank
+def _numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[int]]:
+    return schedule_numbers(name, pp, virtual_stages, num_micro_batches)
+
+
 def _one_stage(stage: int, warm: int, num_micro_batches: int) -> list[Action]:
     """``warm`` forwards, then backward and forward in turn, then the backwards that are left."""
     actions = [Action(stage, "F", i) for i in range(warm)]
@@ -222,12 +227,11 @@ def live_peaks(
         return ((min(num_micro_batches, pp - rank),),)
     elif name != "Interleaved1F1B":
         return ((num_micro_batches if name == "GPipe" else 1,),)
-    live = [0] * virtual_stages
-    moments = set()
-    actions = schedule_actions(name, pp, virtual_stages, num_micro_batches)[rank]
-    for action, after in zip(actions, (*actions[1:], None), strict=True):
-        live[action.stage // pp] += 1 if action.kind == "F" else -1
-        if action.kind == "F" and (after is None or after.kind == "B"):  # a forward after it would be fuller
+    m, live, moments = num_micro_batches, [0] * virtual_stages, set()
+    rows = [number // m for number in _numbers(name, pp, virtual_stages, m)[rank]]  # twice the stage, one more backward
+    for row, after in zip(rows, (*rows[1:], 1), strict=True):
+        live[row // 2 // pp] += -1 if row % 2 else 1
+        if not row % 2 and after % 2:  # a forward after it would be fuller
             moments.add(tuple(live))
     return tuple(
         sorted(

@@ -83,7 +83,7 @@ class Storages:
                 last[self.root(ref)] = i
         outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
         alive: dict[Ref, int] = {}
-        kept = peak = 0
+        kept = peak = now = 0  # ``now``: bytes of ``alive``
         keeps: dict[int, int] = {}
         position = {op.name: i for i, op in enumerate(self.ops)}
         for ref, i in self.saved.items():
@@ -91,19 +91,21 @@ class Storages:
             keeps[made_at] = keeps.get(made_at, 0) + self.size(ref)
         for i, op in enumerate(self.ops):
             if op.target not in VIEWS or self.copies(op):
-                made = (Ref(op.name, k) for k in range(len(op.outputs)))
-                alive |= {ref: self.size(ref) for ref in made if ref not in self.saved}
+                for ref in (Ref(op.name, k) for k in range(len(op.outputs))):
+                    if ref not in self.saved:
+                        alive[ref] = self.size(ref)
+                        now += alive[ref]
             kept += keeps.get(i, 0) + self._inner[i]
-            peak = max(peak, kept + sum(alive.values()) + self.works[i].workspace_bytes)
+            peak = max(peak, kept + now + self.works[i].workspace_bytes)
             for ref in [ref for ref in alive if last[ref] <= i and ref not in outputs]:
-                del alive[ref]
+                now -= alive.pop(ref)
         return peak
 
     def backward_peak(self) -> int:
         """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
         outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
         gradients = {root: self.size(root) for root in outputs if self.graph.spec(root).requires_grad}
-        kept, peak = self.saved_bytes, 0
+        kept, peak, now = self.saved_bytes, 0, sum(gradients.values())  # ``now``: bytes of ``gradients``
         frees: dict[int, int] = {}
         for ref, first in self.saved.items():
             frees[first] = frees.get(first, 0) + self.size(ref)
@@ -111,10 +113,15 @@ class Storages:
             op = self.ops[i]
             if op.target not in VIEWS or self.copies(op):
                 for root in map(self.root, self.operands[i]):
-                    if self.graph.spec(root).requires_grad and not self.graph.is_parameter(root):
-                        gradients.setdefault(root, self.size(root))
-                peak = max(peak, kept + sum(gradients.values()) + self.works[i].backward_workspace_bytes)
+                    if (
+                        root not in gradients
+                        and self.graph.spec(root).requires_grad
+                        and not self.graph.is_parameter(root)
+                    ):
+                        gradients[root] = self.size(root)
+                        now += gradients[root]
+                peak = max(peak, kept + now + self.works[i].backward_workspace_bytes)
                 for k in range(len(op.outputs)):
-                    gradients.pop(Ref(op.name, k), None)
+                    now -= gradients.pop(Ref(op.name, k), 0)
             kept -= frees.get(i, 0) + self._inner[i]
         return peak

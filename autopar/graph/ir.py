@@ -327,12 +327,7 @@ class Graph:
 
         What a stage that ends at ``stop`` sends to the next one; skip connections included.
         """
-        return tuple(
-            ref
-            for op in self.ops[:stop]
-            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
-            if self._index.last_use(ref) >= stop
-        )
+        return tuple(ref for made, last, ref in self._index.crossing(self.ops) if made < stop <= last)
 
     @property
     def num_parameters(self) -> int:
@@ -346,7 +341,7 @@ class Graph:
 class _Index:
     """Look-ups over one graph, made once."""
 
-    __slots__ = ("block_of", "free", "of_block", "parameters", "producers", "specs", "users")
+    __slots__ = ("_crossing", "block_of", "free", "of_block", "parameters", "producers", "specs", "users")
 
     def __init__(self, graph: Graph) -> None:
         self.specs: dict[Ref, TensorSpec] = {}
@@ -366,8 +361,20 @@ class _Index:
                 users.setdefault(ref, []).append(position)
         self.users = {ref: tuple(positions) for ref, positions in users.items()}
         self.block_of = {op.name: b.index for b in graph.blocks for op in graph.block_ops(b)}
+        self._crossing: list[tuple[int, int, Ref]] | None = None
         self.of_block: dict[tuple[str, int, int], Any] = {}
         """What was asked for of the operators between two positions."""
+
+    def crossing(self, ops: tuple[Op, ...]) -> list[tuple[int, int, Ref]]:
+        """Of the live values that some operator reads: where each is made, where it is read last; in order of making."""
+        if self._crossing is None:
+            self._crossing = [
+                (position, last, ref)
+                for position, op in enumerate(ops)
+                for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+                if (last := self.last_use(ref)) >= 0
+            ]
+        return self._crossing
 
     def last_use(self, ref: Ref) -> int:
         """Position of the last live operator that reads ``ref``; -1 for none."""

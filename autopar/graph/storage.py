@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.graph.ir import Argument, Op, Ref, TensorSpec
 
 _RESTRIDED = frozenset(
     {
@@ -110,16 +111,28 @@ _KEEPS_ORDER = frozenset(
 
 
 def _viewed(op: Op, shape: tuple[int, ...], place: _Place) -> _Place:
-    fresh = _Place(Ref(op.name), contiguous(op.spec.shape))
-    source = torch.empty_strided(shape, place.strides, device="meta")
-    args = op.args[1:]
-    if op.target == "aten.view.default":
+    strides = _strides(op.target, op.args[1:], op.spec.shape, shape, place.strides)
+    if strides is None:
+        return _Place(Ref(op.name), contiguous(op.spec.shape))
+    return _Place(place.root, strides)
+
+
+@lru_cache(maxsize=4096)
+def _strides(
+    target: str,
+    args: tuple[Argument, ...],
+    made: tuple[int, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> tuple[int, ...] | None:
+    """Strides of a view of shape ``made``; None where these strides have no such view, so that it copies."""
+    source = torch.empty_strided(shape, strides, device="meta")
+    if target == "aten.view.default":
         try:
-            return _Place(place.root, source.view(op.spec.shape).stride())
-        except RuntimeError:  # torch's way to say that these strides have no such view
-            return fresh
-    view = _APPLY[op.target](source, *args)
-    return _Place(place.root, view.stride())
+            return tuple(source.view(made).stride())
+        except RuntimeError:  # torch's way to say so
+            return None
+    return tuple(_APPLY[target](source, *args).stride())
 
 
 _APPLY = {

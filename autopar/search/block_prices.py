@@ -81,7 +81,8 @@ class BlockPrices:
         reads = frame.prelude_reads(solution.typing)
         if missing or reads not in frame.preludes:
             local = shard(frame.graph, solution.typing, only=frozenset(missing.values()))
-            frame.preludes.setdefault(reads, (local, self.model.prelude_time_s(local)))
+            if reads not in frame.preludes:
+                frame.preludes[reads] = local, self.model.prelude_time_s(local)
             for own, i in missing.items():
                 frame.known[own] = self._priced(local, local.blocks[i])
         prelude, prelude_s = frame.preludes[reads]

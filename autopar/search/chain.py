@@ -34,7 +34,7 @@ from autopar.search.intra import (
     boundary_of,
     crossing_types,
 )
-from autopar.search.problem import Weights, rests_of
+from autopar.search.problem import Choice, Weights, rests_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,7 @@ class AxisSolver:
         self._made: _Chain | None = None
         self._least: dict[object, float] | None = None
         self._known: dict[tuple[tuple[int, ...], ...], AxisSolution] = {}
+        self._chosen: dict[tuple[object, tuple[int, ...]], tuple[Choice, float]] = {}
 
     def _untie(self) -> list[tuple[int, int]]:
         """Blocks that are one module called again, where its parameters are too many to have a table over their types.
@@ -165,17 +166,20 @@ class AxisSolver:
         counts = [len(members) for members in self.compact.members]
         stacked = [np.stack([m.table for m in own]) * n for own, n in zip(of_block, counts, strict=True)]
         chain = self._chain([table[0] for table in stacked])
+        decoded: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         found = []
         for i, best in enumerate(chain.prepared.solve_all([*stacked, *(t[None] for t in chain.equal)], len(weights))):
             if np.isinf(best.table):
                 law = f"the blocks have typings on axis {self.axis} that fit together"
                 raise InfeasibleError(law, value=self.compact.graph.name)
             chosen = best.decode(())
-            assignments = tuple(
-                own[i].decode(tuple(chosen[chain.variables[k]] for k in _keys(boundary)))
-                for own, boundary in zip(of_block, self.boundaries, strict=True)
-            )
-            found.append(replace(self.solution(assignments), value=float(best.table)))
+            assignments = []
+            for own, boundary in zip(of_block, self.boundaries, strict=True):
+                asked = id(own[i]), tuple(chosen[chain.variables[k]] for k in _keys(boundary))
+                if asked not in decoded:  # equal blocks mostly have equal types at their boundaries
+                    decoded[asked] = own[i].decode(asked[1])
+                assignments.append(decoded[asked])
+            found.append(replace(self.solution(tuple(assignments)), value=float(best.table)))
         return found
 
     def solution(self, assignments: tuple[tuple[int, ...], ...]) -> AxisSolution:
@@ -247,8 +251,14 @@ class AxisSolver:
         blocks = []
         for i, block in enumerate(graph.blocks):
             solved = self.problems[self.keys[i]]
-            model, choice = solved.block, solved.problem.choice(assignments[i], 0.0)
-            time_s += len(self.compact.members[i]) * solved.problem.time_s(assignments[i])
+            chosen = self.keys[i], assignments[i]
+            if chosen not in self._chosen:
+                self._chosen[chosen] = (
+                    solved.problem.choice(assignments[i], 0.0),
+                    solved.problem.time_s(assignments[i]),
+                )
+            model, (choice, own_s) = solved.block, self._chosen[chosen]
+            time_s += len(self.compact.members[i]) * own_s
             pairs = zip(graph.block_ops(block), graph.block_ops(model), strict=True)
             mine = [(op.name, choice.strategies[other.name]) for op, other in pairs]
             owned = zip(graph.block_parameters(block), graph.block_parameters(model), strict=True)

@@ -267,12 +267,22 @@ def _greedy(
 def _sum(parts: Sequence[tuple[tuple[int, ...], Table]], scope: Sequence[int], sizes: Sequence[int]) -> Table:
     """The sum of tables over ``scope``, the energies side by side in front."""
     position = {v: i for i, v in enumerate(scope)}
-    total = np.zeros([max((len(t) for _, t in parts), default=1), *(sizes[v] for v in scope)])
+    full = (max((len(t) for _, t in parts), default=1), *(sizes[v] for v in scope))
+    total: Table | None = None
+    is_own = False  # else it is a view of a part
     for own, table in parts:
         axes = [0, *(1 + i for i in sorted(range(len(own)), key=lambda i: position[own[i]]))]
         mine = set(own)
-        total += table.transpose(axes).reshape([len(table), *(sizes[v] if v in mine else 1 for v in scope)])
-    return total
+        part = table.transpose(axes).reshape([len(table), *(sizes[v] if v in mine else 1 for v in scope)])
+        if total is None:
+            total = part
+        elif is_own and total.shape == full:
+            total += part
+        else:
+            total, is_own = total + part, True
+    if total is None:
+        return np.zeros(full)
+    return total if total.shape == full else np.broadcast_to(total, full).copy()
 
 
 def _eliminate(

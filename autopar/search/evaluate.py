@@ -457,22 +457,23 @@ class Evaluator:
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
         best: tuple[Prediction, Fitting] | None = None
         failures: list[Failure] = []
+        late_s = at_most_s
         for way in self._ways(candidate, option):
-            found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way)
+            found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
             if isinstance(found, Failure):
                 failures.append(found)
                 continue
             for plan in found:
                 if not self._host_fits(candidate, plan.memory):
                     failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
-                elif bound(plan.cut) >= at_most_s:
+                elif bound(plan.cut) >= late_s:
                     failures.append(Failure(is_slow=True))
                 else:
                     prediction = model.predict(plan.made, step, memory=plan.memory)
                     if best is None or prediction.step_time_s < best[0].step_time_s:
                         best = prediction, plan
             if best is not None:  # what follows has to be quicker still
-                at_most_s = min(at_most_s, best[0].step_time_s / speed * (1 + ROUNDING))
+                late_s = min(late_s, best[0].step_time_s / speed * (1 + ROUNDING))
         return best, failures
 
     def _turned(

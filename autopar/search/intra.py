@@ -30,7 +30,13 @@ Narrow = Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]
 
 
 class Pricing(Protocol):
-    """What the layout search asks the cost model."""
+    """What the layout search asks the cost model.
+
+    ``changes_by_bytes``: changes of type cost the same for tensors of the same bytes, whatever their shapes.
+    """
+
+    @property
+    def changes_by_bytes(self) -> bool: ...
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
@@ -64,10 +70,16 @@ class AxisCosts:
     pricing: Pricing
     owners: Mapping[str, int] = field(default_factory=dict)
     narrow: Narrow | None = None
-    _changes: dict[tuple[TensorSpec, Type, Type], Cost | None] = field(default_factory=dict)
+    _changes: dict[tuple[object, ...], Cost | None] = field(default_factory=dict)
     edges: dict[object, Any] = field(default_factory=dict)
     prepared: dict[object, Prepared] | None = None
     _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
+    parts: Fraction = field(init=False)
+    _by_bytes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = Fraction(self.size)
+        self._by_bytes = self.pricing.changes_by_bytes
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
@@ -104,7 +116,7 @@ class AxisCosts:
         specs = [self.graph.spec(ref) for ref in op.operands]
         operands = tuple(self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True))
         outputs = tuple(self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True))
-        local = Local(axis=self.axis, size=Fraction(self.size), operands=operands, outputs=outputs)
+        local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
         one = rules.localize(op, strategy, local)
         cost = self.pricing.op_cost(one, operands)
         time_s = cost.time_s
@@ -117,7 +129,8 @@ class AxisCosts:
 
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         """A change of type, forward and backward; None where there is none."""
-        key = (spec, source, target)
+        kept: TensorSpec | int = spec.num_bytes if self._by_bytes else spec
+        key = (kept, spec.requires_grad, source, target)
         if key not in self._changes:
             self._changes[key] = self._change(spec, source, target)
         return self._changes[key]
@@ -239,7 +252,7 @@ class BlockProblem:
 
     def _offered(self, op: Op) -> tuple[Strategy, ...]:
         operands = tuple(self.graph.spec(ref) for ref in op.operands)
-        size, narrow = Fraction(self.costs.size), self.costs.narrow
+        size, narrow = self.costs.parts, self.costs.narrow
         offered = rules.strategies(op, operands, axis=self.costs.axis, size=size, fallback=True)
         kept = offered if narrow is None else narrow(op, offered)
         if not kept:

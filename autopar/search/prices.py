@@ -33,6 +33,11 @@ class AxisPricing:
     collective_weight: float = 1.0
     measured: OperatorTimes | None = None
 
+    @property
+    def changes_by_bytes(self) -> bool:
+        """See :class:`autopar.search.intra.Pricing`; what was measured, was measured at a shape."""
+        return self.measured is None
+
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """See :class:`autopar.search.intra.Pricing`."""
         done = work(op, operands, self.device.kind)

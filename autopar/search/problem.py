@@ -193,7 +193,11 @@ class Problem:
     def operator(self, op: Op) -> None:
         """An operator; a value that several operators save for backward is charged to the first."""
         strategies = self.offered(op)
-        v = self.ops[op.name] = self._shared((self.alike.get(op.name, op.name), tuple(strategies)), strategies)
+        if op.name in self.alike:
+            v = self._shared((self.alike[op.name], tuple(strategies)), strategies)
+        else:
+            v = self._variable(strategies)
+        self.ops[op.name] = v
         first = [ref for ref in self.costs.saves(op) if ref not in self._saved]
         self._saved.update(first)
         self._add((v,), self.costs.operators(op, strategies, first))
@@ -241,7 +245,11 @@ class Problem:
 
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
-            self._prepared = prepare(self.energy(Weights()), keep, known=self.shared.prepared)
+            factors = tuple(
+                Factor(scope=f.scope, table=f.parts[0]) for f in self.factors
+            )  # what is forbidden is so at every price
+            energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
+            self._prepared = prepare(energy, keep, known=self.shared.prepared)
             self._left = [factor.within(self._prepared) for factor in self.factors]
         return self._prepared
 
@@ -309,20 +317,44 @@ class Problem:
                 self.shared.tables[key] = found
         states, own, from_source, to_readers = found
         source = self._variable_of(ref)
+        if not self.alike:
+            value = self._variable(states)
+            self._connect(
+                value,
+                source,
+                own,
+                from_source,
+                ((self.ops[op.name], a) for (op, _), (_, a) in zip(readers, to_readers, strict=True)),
+            )
+            return
         pairs = {
             (self.ops[op.name], tuple(types)): allowed
             for (op, _), (types, allowed) in zip(readers, to_readers, strict=True)
         }
-        spec = self._specs[ref] if self.alike and ref.name in self.ops else ref  # what changes of type cost
+        spec = self._specs[ref] if ref.name in self.ops else ref  # what changes of type cost
         place = (source, ref.index, spec, frozenset(pairs))
         is_new = place not in self._classes
         value = self._shared(place, states)
+        if is_new:
+            self._connect(
+                value, source, own, from_source, ((reader, allowed) for (reader, _), allowed in pairs.items())
+            )
+        elif own:
+            self._append((value,), own)
+
+    def _connect(
+        self,
+        value: int,
+        source: int,
+        own: tuple[Table, ...],
+        from_source: NDArray[np.bool_],
+        readers: Iterable[tuple[int, NDArray[np.bool_]]],
+    ) -> None:
+        """The tables of the variable of a value that several operators read."""
         if own:
             self._append((value,), own)
-        if not is_new:
-            return
         self._add_allowed((source, value), from_source)
-        for (reader, _), allowed in pairs.items():
+        for reader, allowed in readers:
             self._add_allowed((reader, value), allowed)
 
     def _edge_key(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> object:
@@ -444,14 +476,17 @@ def _parts(
         else:
             shape = [len(costs), len(entry)]
             flat += entry
-    table = np.array(
-        [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in flat],
-        dtype=np.float64,
-    ).reshape(-1, 4)
-    used = table.any(axis=0)
-    if not used.any():
-        return ()
-    parts = [table[:, i].reshape(shape) for i in range(1 + int(np.flatnonzero(used)[-1]))]
+    others = any(c is not None and (c.step_s or c.saved_bytes or c.state_bytes) for c in flat)
+    if not others:
+        times = np.array([np.inf if c is None else c.time_s for c in flat], dtype=np.float64)
+        parts = [times.reshape(shape)] if times.any() else []
+    else:
+        table = np.array(
+            [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in flat],
+            dtype=np.float64,
+        ).reshape(-1, 4)
+        used = table.any(axis=0)
+        parts = [table[:, i].reshape(shape) for i in range(1 + int(np.flatnonzero(used)[-1]))]
     return tuple(part[np.ix_(*places)] if places else part for part in parts)
 
 

@@ -38,22 +38,30 @@ _PARTS = (
 def explain(evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation) -> tuple[str, ...]:
     """One sentence for each neighbour: a candidate with another value of one choice and as little else changed as can be."""
     sentences = []
+    mine = [value(best.candidate) for _, value in _CHOICES]
+    far = [
+        sum(value(c) != own for (_, value), own in zip(_CHOICES, mine, strict=True)) + _spread(c, best.candidate)
+        for c in pool
+    ]
     for name, value in _CHOICES:
-        near = _neighbours(pool, best.candidate, value)
+        near = _neighbours(pool, far, best.candidate, value)
         sentences += [f"{name}={value(other)}: {_compare(evaluator, best, other)}" for other in near]
     return tuple(sentences[:MAX_REASONS])
 
 
-def _neighbours(pool: Sequence[Candidate], best: Candidate, value: Callable[[Candidate], object]) -> list[Candidate]:
-    """For the values below and above (or beside) that of ``best`` the candidate that differs least."""
+def _neighbours(
+    pool: Sequence[Candidate], far: Sequence[float], best: Candidate, value: Callable[[Candidate], object]
+) -> list[Candidate]:
+    """For the values below and above (or beside) that of ``best`` the candidate that differs least.
+
+    ``far``: how much each of the pool differs.
+    """
     mine = value(best)
     nearest: dict[object, tuple[float, Candidate]] = {}
-    for candidate in pool:
-        if value(candidate) != mine:
-            far = sum(v(candidate) != v(best) for _, v in _CHOICES) + _spread(candidate, best)
-            key = value(candidate)
-            if key not in nearest or far < nearest[key][0]:
-                nearest[key] = (far, candidate)
+    for candidate, differs in zip(pool, far, strict=True):
+        key = value(candidate)
+        if key != mine and (key not in nearest or differs < nearest[key][0]):
+            nearest[key] = (differs, candidate)
     numbers = sorted(k for k in nearest if isinstance(k, int))
     if isinstance(mine, int):
         beside = [k for k in numbers if k < mine][-1:] + [k for k in numbers if k > mine][:1]
