@@ -254,11 +254,20 @@ class LinearProgram:
                 beside[turns.index(s)] += min(kind.held_bytes)
                 fixed += kind.static_bytes
         used = (live @ ((choices * held).sum(axis=2) + beside).T).max(axis=0)
-        used += fixed + static * choices.sum(axis=(1, 2)) + min(min(kind.passing_bytes) for kind in self.kinds)
+        used += fixed + static * choices.sum(axis=(1, 2)) + self._passing(group, turns, choices)
         fits = used <= row.limit_bytes * (1 + SLACK / 100)
         least_s = np.full(most * row.virtual_stages + 1, np.inf)
         np.minimum.at(least_s, choices.sum(axis=(1, 2))[fits], (choices * more_s).sum(axis=(1, 2))[fits])
         return [(n, float(least_s[n])) for n in range(each, len(least_s))]
+
+    def _passing(self, group: Sequence[Kind], turns: range, choices: NDArray[np.int64]) -> Array:
+        """Bytes in passing at least: a stage's last block is in one of the modes that the stage has."""
+        sizes = np.min([kind.passing_bytes for kind in group], axis=0)
+        is_alone = [bool(self.grouped[self.stage == s].all()) for s in turns]  # no other kind may be the last one
+        last = np.where(choices > 0, sizes, np.inf).min(axis=2)
+        last = np.where(np.isfinite(last) & is_alone, last, 0.0).max(axis=1)
+        found: Array = np.maximum(last, min(min(kind.passing_bytes) for kind in self.kinds))
+        return found
 
     # --- solving
 
