@@ -134,14 +134,13 @@ class LinearProgram:
         self.static, self.held = each("static_bytes"), each("held_bytes")
         self.more_s = each("forward_s") + each("backward_s")
         for i, kind in enumerate(kinds):  # over the quickest mode
-            self.more_s[self.kind == i] -= min(f + b for f, b in zip(kind.forward_s, kind.backward_s, strict=True))
+            self.more_s[self.kind == i] -= _least_s(kind)
         self.grouped = np.array([kinds[i].in_group for i in self.kind])
         self.rows: list[Array] = []
         self.low: list[float] = []
         self.high: list[float] = []
         self._blocks()
         self._memory()
-        self._whole()
 
     def _add(self, row: Array, low: float, high: float, *, passing: int = -1, step: float = 0.0) -> None:
         """A row over the columns, the bytes in passing of each rank and the step time."""
@@ -184,38 +183,63 @@ class LinearProgram:
                     less = (self.stage == s) * (sizes.max() - sizes[np.minimum(self.mode, len(sizes) - 1)])
                     self._add(less, sizes.max(), np.inf, passing=rank)
 
-    def _whole(self) -> None:
-        """What modes take on each rank at least, by how many blocks of the group it has, as these are whole."""
-        row = self.row
-        if row.virtual_stages == 1 or not math.isfinite(row.most):
-            return
-        group = [kind for kind in self.kinds if kind.in_group]
-        count = sum(kind.count for kind in group)
-        each = count - int(row.most) * (self.stages - row.virtual_stages)
-        if any(len(kind.forward_s) < 2 for kind in group):
-            return
+    def _whole(self, goal_s: float) -> bool:
+        """Rows of whole blocks of the group, for steps that take less than ``goal_s``; False where there is none.
+
+        How many a rank has time for, and what their modes take on each rank at least, by how many they are.
+        """
+        row, group = self.row, [kind for kind in self.kinds if kind.in_group]
+        if not group:
+            return True
+        m, block_s, once_s = row.num_micro_batches, min(map(_least_s, group)), min(kind.once_s for kind in group)
+        room_s, most = [], []
         for rank in range(self.pp):
-            own = (self.rank == rank) * self.grouped
-            points = [(n, s) for n, s in self._least_again_s(group, rank, max(each, 0)) if math.isfinite(s)]
-            if not points:
+            own = range(rank, self.stages, self.pp)
+            beside_s = sum(self.every.forward_s[s] + self.every.backward_s for s in own)
+            for kind, s in ((self.kinds[0], 0), (self.kinds[-1], self.stages - 1)):
+                beside_s += _least_s(kind) * (s in own and not kind.in_group)
+            room_s.append(goal_s - m * beside_s - self.every.once_s)
+            longest = math.floor(room_s[-1] / (m * block_s + once_s) + SLACK) if block_s > 0 else math.inf
+            most.append(min(longest, row.most * row.virtual_stages, sum(kind.count for kind in group)))
+        each = sum(kind.count for kind in group) - sum(most)
+        if each > 0 or min(most) < 0:
+            return False
+        for rank in range(self.pp):
+            own_columns = (self.rank == rank) * self.grouped
+            self._add(own_columns.astype(float), -np.inf, most[rank])
+            of_stage = row.most if row.virtual_stages > 1 else most[rank]
+            if not math.isfinite(of_stage) or any(len(kind.forward_s) < 2 for kind in group):
                 continue
-            self._add(own.astype(float), -np.inf, points[-1][0])
+            found = self._least_again_s(group, rank, int(max(each + most[rank], 0)), int(of_stage))
+            points = [
+                (n, s) for n, s in found
+                if n <= most[rank] and m * (n * block_s + s) + n * once_s <= room_s[rank] * (1 + SLACK)
+            ]  # fmt: skip
+            if found and not points:
+                return False
+            if points:
+                self._add(own_columns.astype(float), -np.inf, points[-1][0])
             for (n, least_s), (more, most_s) in pairwise(_below(points)):
                 slope_s = (most_s - least_s) / (more - n)
-                self._add(own * (self.more_s - slope_s), least_s - slope_s * n - SLACK * most_s, np.inf)
+                self._add(own_columns * (self.more_s - slope_s), least_s - slope_s * n - SLACK * most_s, np.inf)
+            if len(points) == 1:
+                self._add(own_columns * self.more_s, points[0][1] * (1 - SLACK), np.inf)
+        return True
 
-    def _least_again_s(self, group: Sequence[Kind], rank: int, each: int) -> list[tuple[int, float]]:
-        """For ``each`` blocks of the group on a rank's stages, and more, what their modes take over the quickest at least."""
+    def _least_again_s(self, group: Sequence[Kind], rank: int, each: int, most: int) -> list[tuple[int, float]]:
+        """For ``each`` blocks of the group on a rank's stages, and more, what their modes take over the quickest at least.
+
+        Infinite where they do not fit; nothing where there are too many choices. ``most``: of a stage.
+        """
         row, modes = self.row, range(min(len(kind.forward_s) for kind in group))
         if any(len(kind.forward_s) != len(modes) for kind in group):
             return []
-        least = [min(f + b for f, b in zip(kind.forward_s, kind.backward_s, strict=True)) for kind in group]
+        least = [_least_s(kind) for kind in group]
         more_s = np.array([
             min(kind.forward_s[j] + kind.backward_s[j] - own for kind, own in zip(group, least, strict=True)) for j in modes
         ])  # fmt: skip
         held = np.array([min(kind.held_bytes[j] for kind in group) for j in modes])
         static = min(kind.static_bytes for kind in group)
-        most = int(row.most)
         stage = np.array([own for own in product(range(most + 1), repeat=len(modes)) if sum(own) <= most])
         if len(stage) ** row.virtual_stages > MAX_CHOICES:
             return []
@@ -230,26 +254,37 @@ class LinearProgram:
                 beside[turns.index(s)] += min(kind.held_bytes)
                 fixed += kind.static_bytes
         used = (live @ ((choices * held).sum(axis=2) + beside).T).max(axis=0)
-        used += fixed + static * choices.sum(axis=(1, 2)) + min(min(kind.passing_bytes) for kind in self.kinds)
+        used += fixed + static * choices.sum(axis=(1, 2)) + self._passing(group, turns, choices)
         fits = used <= row.limit_bytes * (1 + SLACK / 100)
         least_s = np.full(most * row.virtual_stages + 1, np.inf)
         np.minimum.at(least_s, choices.sum(axis=(1, 2))[fits], (choices * more_s).sum(axis=(1, 2))[fits])
         return [(n, float(least_s[n])) for n in range(each, len(least_s))]
 
+    def _passing(self, group: Sequence[Kind], turns: range, choices: NDArray[np.int64]) -> Array:
+        """Bytes in passing at least: a stage's last block is in one of the modes that the stage has."""
+        sizes = np.min([kind.passing_bytes for kind in group], axis=0)
+        is_alone = [bool(self.grouped[self.stage == s].all()) for s in turns]  # no other kind may be the last one
+        last = np.where(choices > 0, sizes, np.inf).min(axis=2)
+        last = np.where(np.isfinite(last) & is_alone, last, 0.0).max(axis=1)
+        found: Array = np.maximum(last, min(min(kind.passing_bytes) for kind in self.kinds))
+        return found
+
     # --- solving
 
     def bound_s(self, known_s: float, goal_s: float) -> float:
-        """A bound, in seconds; at least ``known_s``, infinite where nothing fits.
+        """A bound, in seconds, from ``known_s`` to ``goal_s``: once only.
 
         Args:
             known_s: a bound.
-            goal_s: from which on it is not raised any more.
+            goal_s: what is not possible in less is not looked at more closely.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # as large to import as a search is long
 
         row, count = self.row, len(self.kind)
         if 2 * self.stages * row.num_micro_batches > MAX_ACTIONS or count > MAX_COLUMNS:
             return known_s
+        if not self._whole(goal_s):
+            return goal_s
         size = count + self.pp + 1
         aim = np.zeros(size)
         aim[-1] = 1.0
@@ -260,7 +295,7 @@ class LinearProgram:
             laws = LinearConstraint(np.array(self.rows), self.low, self.high)
             result = milp(aim, bounds=Bounds(np.zeros(size), upper), constraints=laws)
             if result.status == 2:
-                return math.inf
+                return goal_s
             if result.x is None:
                 break
             stalled = stalled + 1 if result.fun < solved * (1 + STEP) else 0
@@ -276,7 +311,7 @@ class LinearProgram:
                 break
             for chain in chains:
                 self._cut(chain, goal_s)
-        return found * goal_s
+        return min(found, 1.0) * goal_s
 
     def _chains(self, taken: Array) -> list[Chain]:
         row, every = self.row, self.every
@@ -312,6 +347,11 @@ class LinearProgram:
         fixed = float(chain.forwards @ np.array(every.forward_s)) + float(chain.backwards.sum()) * every.backward_s
         fixed += float(chain.firsts.sum()) * every.first_s + chain.sends_s + every.once_s
         self._add(-seconds / unit_s, fixed / unit_s, np.inf, step=1.0)
+
+
+def _least_s(kind: Kind) -> float:
+    """Forward and backward of one of these in the quickest mode."""
+    return min(forward_s + backward_s for forward_s, backward_s in zip(kind.forward_s, kind.backward_s, strict=True))
 
 
 def _below(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
