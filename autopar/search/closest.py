@@ -13,7 +13,7 @@ from typing import Protocol
 from autopar.search.candidates import Candidate
 from autopar.search.ledger import Told
 
-MOST = 16
+MOST = 32
 """Candidates of which closer bounds are worked out in the end."""
 
 PRECISION = 0.02
@@ -49,14 +49,14 @@ class Closest:
         return min((self._lower_s(i, bounds, found) for i in range(len(self.pool))), default=0.0)
 
     def raise_least(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told], best_s: float) -> None:
-        """Closer bounds for the candidates of the least ones, as long as these are below ``best_s`` and get closer."""
-        for _ in range(MOST if math.isfinite(best_s) else 0):
+        """Closer bounds for the candidates of the least ones, as long as these are below ``best_s``."""
+        raised = set[int]()
+        while math.isfinite(best_s) and len(raised) < MOST:
             before_s, least = min((self._lower_s(i, bounds, found), i) for i in range(len(self.pool)))
-            if before_s >= best_s:
+            if before_s >= best_s or least in raised:
                 return
+            raised.add(least)
             self._raise(least, self.evaluator.closest_s(self.pool[least], best_s, precision=PRECISION))
-            if self._lower_s(least, bounds, found) <= before_s:
-                return
 
     def _raise(self, index: int, bound_s: float) -> None:
         self._known[index] = max(self._known.get(index, 0.0), bound_s)
