@@ -52,15 +52,18 @@ class Closest:
         return min((self._lower_s(i, bounds, found) for i in range(len(self.pool))), default=0.0)
 
     def raise_least(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told], best_s: float) -> None:
-        """Closer bounds for the candidates of the least ones, until these are close to ``best_s`` or get no closer."""
-        goal_s = best_s / (1 + CLOSE)
-        for _ in range(MOST if math.isfinite(best_s) else 0):
+        """Closer bounds for the candidates of the least ones, until these are close to ``best_s``.
+
+        Without stages they cost little, and are asked up to ``best_s`` itself.
+        """
+        raised = set[int]()
+        while math.isfinite(best_s) and len(raised) < MOST:
             before_s, least = min((self._lower_s(i, bounds, found), i) for i in range(len(self.pool)))
-            if before_s >= goal_s:
+            goal_s = best_s / (1 + CLOSE * (self.pool[least].mesh.pp > 1))
+            if before_s >= goal_s or least in raised:
                 return
+            raised.add(least)
             self._raise(least, self.evaluator.closest_s(self.pool[least], goal_s, precision=PRECISION))
-            if self._lower_s(least, bounds, found) <= before_s:
-                return
 
     def _raise(self, index: int, bound_s: float) -> None:
         self._known[index] = max(self._known.get(index, 0.0), bound_s)

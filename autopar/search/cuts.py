@@ -176,6 +176,11 @@ class Cuts:
         made = self.stages(stops, modes, option, candidate.mesh.pp)
         return max(m.total for m in self.placed.ordered(candidate).memory(made, step))
 
+    def fastest_modes(self) -> tuple[Recompute, ...]:
+        """Of each block the one that takes the least time."""
+        free: Recompute = "none" if "none" in self.space_modes else self.space_modes[0]
+        return tuple(self.recompute.get(index, free) for index in range(len(self.class_of)))
+
     def stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option, pp: int) -> list[StageCost]:
         class_of = self.class_of
         costs = [[own.costs[k] for k in class_of] for own in option.ranks or (option,)]

@@ -92,7 +92,9 @@ class Evaluator:
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
             is_pinned=bool(self.stages), every=0 if space.equal_stages else space.every,
         )  # fmt: skip
-        self.placed = Placed(self.layouts, model, modes=space.recompute, pinned=self.recompute)
+        self.placed = Placed(
+            self.layouts, model, modes=space.recompute, pinned=self.recompute, is_even=space.equal_stages
+        )
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages
         )
@@ -312,13 +314,16 @@ class Evaluator:
         return known_s
 
     def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
-        """The closest bound that is known where pipeline ranks differ, of :mod:`autopar.search.mixed_chains`; else 0.
+        """The closest bound that is known, else 0.
+
+        Without stages it is the step itself, whatever memory it needs; where pipeline ranks differ that of
+        :mod:`autopar.search.mixed_chains`.
 
         Args:
             at_most_s: layouts are looked at until one is found that may take less.
             precision: of the bound, if it is to be found whether a layout takes less or not.
         """
-        if not self.placed.has(candidate):
+        if candidate.mesh.pp > 1 and not self.placed.has(candidate):
             return 0.0
         speed = self._speed(candidate)
         drafts, at_most_s = self._least_first(candidate), at_most_s / speed
@@ -334,12 +339,22 @@ class Evaluator:
         bound = self._bound(candidate, draft, at_most_s)[0]
         key = candidate, id(draft)
         found, asked_s = self._closest.get(key, (0.0, math.inf))
-        if max(bound, found) < at_most_s and self.placed.has(candidate) and (precision or at_most_s < asked_s):
+        if max(bound, found) < at_most_s and (precision or at_most_s < asked_s):
             option = self.layouts.option(draft)
-            row = self.placed.exact(candidate, option, self.step(candidate, option))
-            found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=precision))
+            step = self.step(candidate, option)
+            if candidate.mesh.pp == 1:
+                found = self._unstaged_s(option, step)
+            elif self.placed.has(candidate):
+                row = self.placed.exact(candidate, option, step)
+                found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=precision))
             self._closest[key] = found, at_most_s
         return max(bound, found)
+
+    def _unstaged_s(self, option: Option, step: Step) -> float:
+        """Without a pipeline: the step with as little recompute as there may be."""
+        modes = self.cuts.fastest_modes()
+        (stage,) = self.cuts.stages((len(modes),), modes, option, 1)
+        return self.model.breakdown([stage], step).total_s * (1 - ROUNDING)
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""

@@ -93,11 +93,19 @@ def mixed_notes(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
 class _Rows(RowMaker):
     """Rows of one part of a mixed cluster: every part takes the same group of equal blocks, the one with the most."""
 
-    def place_row(self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float) -> PlaceRow:
-        """A candidate whose blocks have these prices; ``every_s``: of each stage and micro-batch besides."""
+    def place_row(
+        self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float, is_even: bool
+    ) -> PlaceRow:
+        """A candidate whose blocks have these prices.
+
+        Args:
+            every_s: of each stage and micro-batch besides.
+            is_even: stages have equal numbers of blocks of the group, or one more.
+        """
         groups, inner = self.groups()
         own = max(groups, key=lambda ks: sum(inner[k] for k in ks), default=[])
         count, mesh = sum(inner[k] for k in own), candidate.mesh
+        is_sure = is_even and len(groups) == 1 and not {self.class_of[0], self.class_of[-1]} & set(own)
         done = forwards_done(candidate.schedule, mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
         before = [prices[k] for k in self.class_of[: mesh.pp - 1]]
         return PlaceRow(
@@ -109,6 +117,7 @@ class _Rows(RowMaker):
             others=max(sum(self.counts) - 2 - count, 0),
             before_s=tuple(accumulate((price.time_s for price in before), initial=0.0)),
             before_forward_s=tuple(accumulate((price.forward_s for price in before), initial=0.0)),
+            least=count // (mesh.pp * candidate.virtual_stages) if is_sure else 0,
             every_s=every_s,
             limit_bytes=self.limit_bytes,
             schedule=candidate.schedule,
@@ -127,12 +136,20 @@ class Placed:
         layouts: of the model on all node groups.
         model: of all node groups.
         modes, pinned: as for :class:`RowMaker`.
+        is_even: the space has equal stages.
     """
 
     def __init__(
-        self, layouts: Layouts, model: CostModel, *, modes: Sequence[Recompute], pinned: Mapping[int, Recompute]
+        self,
+        layouts: Layouts,
+        model: CostModel,
+        *,
+        modes: Sequence[Recompute],
+        pinned: Mapping[int, Recompute],
+        is_even: bool = False,
     ) -> None:
         self.layouts, self.model, self.modes, self.pinned = layouts, model, modes, pinned
+        self.is_even = is_even
         self.compact: Compact = layouts.compact
         self.chains = Chains()
         self._rows: dict[frozenset[int], _Rows] = {}
@@ -269,7 +286,9 @@ class Placed:
                 )  # other orders have the same rows
                 if same not in self._made:
                     every_s = option.ranks[rank].prelude_s if is_exact else 0.0
-                    self._made[same] = self._maker(own).place_row(candidate, prices[own], every_s=every_s)
+                    self._made[same] = self._maker(own).place_row(
+                        candidate, prices[own], every_s=every_s, is_even=self.is_even
+                    )
                 rows[own] = self._made[same]
         sends, back = self._sends_s(candidate, option, step) if is_exact else ((), ())
         key = (places, *(id(own) for own in prices.values()))

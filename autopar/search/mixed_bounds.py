@@ -64,6 +64,7 @@ class PlaceRow:
     Attributes:
         first, last, group: prices of the first block, the last one, and of each of the group of equal ones.
         count: blocks of that group, the first and last of all not counted.
+        least: blocks of it that each stage has for sure.
         alone: there is one block, which is both first and last.
         others: blocks that are neither in the group nor first or last.
         before_s, before_forward_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the
@@ -80,6 +81,7 @@ class PlaceRow:
     last: BlockPrice
     group: BlockPrice
     count: int
+    least: int
     alone: bool
     others: int
     before_s: tuple[float, ...]

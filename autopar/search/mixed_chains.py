@@ -92,9 +92,10 @@ class _Stages:
             self.backward0_s[stage] += max(block.time_s - block.forward_s, 0.0)
             self.gather0_s[stage] += block.gather_s
             self.once0_s[rank] += block.once_s
-            self.least[stage] = 0.0
+            self.least[stage] = 0.0  # it may have no other
             limit[rank] -= block.static_bytes + done[stage] * min(block.held_bytes, block.held_again_bytes)
             passing[rank] = max(passing[rank], block.passing_bytes)
+        self.least = np.maximum(self.least, own.least)
         sure = np.bincount(self.rank, weights=self.least, minlength=pp) > 0
         self.room = limit - np.where(sure, np.maximum(passing, by_rank[:, 8]), passing)
         self.bytes, self.freed = static + done * full, done * (full - again)

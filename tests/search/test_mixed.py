@@ -140,6 +140,7 @@ def row_of(blocks: list[BlockPrice], limit: float, every_s: float, pp: int, m: i
         last=blocks[-1],
         group=blocks[1],
         count=len(blocks) - 2,
+        least=0,
         alone=False,
         others=0,
         before_s=tuple(sum(b.time_s for b in blocks[:r]) for r in range(pp)),
@@ -292,8 +293,8 @@ def graph() -> Graph:
     return mlp(layers=6, batch=2, width=64, hidden=256)
 
 
-def outer(graph: Graph, cluster: Cluster) -> OuterSearch:
-    space = load_space("quick")
+def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> OuterSearch:
+    space = load_space(space_name)
     problem = Problem(
         world_size=4, devices_per_node=2, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
@@ -302,13 +303,13 @@ def outer(graph: Graph, cluster: Cluster) -> OuterSearch:
     return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
 
 
-@pytest.mark.parametrize("memory", [None, 400 * 2**20 + 1_500_000])
-def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memory: int | None) -> None:
+@pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick"), (None, "sailor")])
+def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memory: int | None, space: str) -> None:
     cluster = two_kinds(factor=3.0, slow_memory=memory)
-    search = outer(graph, cluster)
+    search = outer(graph, cluster, space)
     found = search.run()
     assert found.best is not None
-    alone, times = outer(graph, cluster).evaluator, []
+    alone, times = outer(graph, cluster, space).evaluator, []
     assert any(c.order for c in search.pool)
     for candidate in search.pool:
         one = alone.evaluate(candidate)
