@@ -17,7 +17,7 @@ from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, simulate
 from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
-from autopar.cost.stages import StageKey, StageSums, own_times, stage_key, stage_sums, stage_times
+from autopar.cost.stages import StageKey, StageSums, moving, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.errors import UsageError
@@ -347,7 +347,7 @@ class CostModel:
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,
             memory=memory,
-            host_memory_limit_bytes=(self.host.memory_bytes or 0) if step.offload else 0,
+            host_memory_limit_bytes=(self.host.memory_bytes or 0) if any(m.host for m in memory) else 0,
             stage_times=tuple((s.forward_s, s.backward_s) for s in sums),
         )
 
@@ -386,7 +386,7 @@ class CostModel:
             pipeline_s=pipeline.exposed_send_s[rank] + sent["pipeline"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
             optimizer_s=optimizer_s + self._launched_s(flat, step),
-            offload_s=offload_s,
+            offload_s=offload_s + count * sum(s.offload_s for s in own),
         )
 
     # --- stages
@@ -469,6 +469,8 @@ class CostModel:
                     action_s=device.overheads.action_s if step.mesh.pp > 1 else 0.0,
                     adding_s=data.adding_s(own, step.num_micro_batches, device) if step.adds_gradients else 0.0,
                 )
+                if any(block.offloads for block in stage.blocks):
+                    known[key] = moving(known[key], stage, part.host)
             sums.append(known[key])
         return sums
 

@@ -74,19 +74,20 @@ class Evaluator:
         self.global_batch_size = global_batch_size
         self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self.buckets = pins.buckets(space.bucket_bytes)
-        self.recompute, self.stages = pins.recompute(graph), pins.stages(graph)
+        self.recompute, self.stages, self.moved = pins.recompute(graph), pins.stages(graph), pins.moved(graph)
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
-            is_pinned=bool(self.stages), every=0 if space.equal_stages else space.every,
+            is_pinned=bool(self.stages), moved=self.moved, every=0 if space.equal_stages else space.every,
         )  # fmt: skip
         self.placed = Placed(self.layouts, model, modes=space.recompute, pinned=self.recompute)
         self.cuts = Cuts(
-            self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages
-        )
+            self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages,
+            moved=self.moved,
+        )  # fmt: skip
         self._ideal: dict[Candidate, Row | MixedRow] = {}
         self._host_s: dict[tuple[int, ...], float] = {}
         """What stepping on the host takes longer, of all blocks whole."""
@@ -356,7 +357,7 @@ class Evaluator:
             failed = [plans for plans in tried if isinstance(plans, Failure)]
             return next((f for f in failed if f.is_slow), failed[0])
         host_bytes = min(max(m.host for m in plan.memory) for plan in found)
-        found = [plan for plan in found if self._host_fits(candidate, plan.memory)]
+        found = [plan for plan in found if self._host_fits(plan.memory)]
         if not found:
             return Failure(host_bytes=host_bytes)
         pp, count = candidate.mesh.pp, candidate.num_micro_batches
@@ -418,7 +419,7 @@ class Evaluator:
                 is_slow = True
                 break
             found = self.cuts.fitting(candidate, cut, option, step)
-            if not self._host_fits(candidate, found.memory):
+            if not self._host_fits(found.memory):
                 host = max(host, *(memory.host for memory in found.memory))
                 continue
             needs.append(max(memory.total for memory in found.memory))
@@ -432,8 +433,8 @@ class Evaluator:
             return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
-    def _host_fits(self, candidate: Candidate, memory: Sequence[Memory]) -> bool:
-        limit = self.model.host.memory_bytes if candidate.offload else None
+    def _host_fits(self, memory: Sequence[Memory]) -> bool:
+        limit = self.model.host.memory_bytes if any(m.host for m in memory) else None
         return limit is None or all(m.host <= limit for m in memory)
 
     def polished(self, found: Evaluation) -> Evaluation:
