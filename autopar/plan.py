@@ -116,6 +116,8 @@ class BlockPlan:
     label: str
     layout: int
     recompute: Recompute = "none"
+    offload: bool = field(default=False, metadata=RARE)
+    """What it keeps for backward lives on the host in the meantime; with recompute that is what it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,7 @@ class Memory:
     transient: int
     reserved: int
     host: int = field(default=0, metadata=RARE)
-    """Of the host's memory, no part of the total: states of optimizers, and the parameters and gradients beside them."""
+    """Of the host's memory, no part of the total: states of optimizers with parameters and gradients, what blocks keep."""
 
     @property
     def total(self) -> int:

@@ -89,6 +89,7 @@ class BlockCost:
         flops, backward_flops: of matrix products.
         messages: its collectives.
         parameters: that it reads.
+        offloads: what it keeps lives on the host between its forward and its backward.
     """
 
     key: str
@@ -112,6 +113,7 @@ class BlockCost:
     context_backward_s: float = 0.0
     communication_again_s: float = 0.0
     context_again_s: float = 0.0
+    offloads: bool = False
 
     @property
     def send_bytes(self) -> int:
@@ -129,13 +131,17 @@ class BlockCost:
         return self.forward_s + self.communication_again_s
 
     def kept_bytes(self, recompute: bool) -> int:
-        """Bytes kept from forward to backward."""
-        return self.input_bytes if recompute else self.saved_bytes
+        """Bytes kept on the device from forward to backward."""
+        return 0 if self.offloads else self.input_bytes if recompute else self.saved_bytes
+
+    def moved_bytes(self, recompute: bool) -> int:
+        """Bytes that live on the host from forward to backward."""
+        return 0 if not self.offloads else self.input_bytes if recompute else self.saved_bytes
 
     def passing_bytes(self, recompute: bool) -> int:
         """The most that is alive in passing, over :meth:`kept_bytes`."""
         passing = max(self.forward_transient_bytes, self.backward_transient_bytes)
-        return passing + self.saved_bytes if recompute else passing
+        return passing + self.moved_bytes(recompute) + (self.saved_bytes if recompute else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

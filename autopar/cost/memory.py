@@ -134,7 +134,9 @@ def rank_memory(
         if (key, ends) not in known.sizes:
             known.sizes[key, ends] = kept_bytes(stage, receives=ends[0], sends=ends[1])
         kept.append(known.sizes[key, ends])
-    activations = int((peak_table(*schedule, pp_rank) @ np.array(kept, dtype=np.int64)).max())
+    table = peak_table(*schedule, pp_rank)
+    activations = int((table @ np.array(kept, dtype=np.int64)).max())
+    moved = [sum(b.moved_bytes(r) for b, r in zip(s.blocks, s.recompute, strict=True)) for s in stages]
     for stage, own, key in zip(stages, units, keys, strict=True):
         if key not in known.sizes:
             known.sizes[key] = passing_bytes(stage, own, data, num_micro_batches)
@@ -159,7 +161,7 @@ def rank_memory(
         activations=activations,
         transient=transient,
         reserved=device.reserved_bytes + round(device.fragmentation * tensors),
-        host=sum(s.host for s in state),
+        host=sum(s.host for s in state) + (int((table @ np.array(moved, dtype=np.int64)).max()) if any(moved) else 0),
     )
 
 
@@ -172,7 +174,9 @@ def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
     for block, recompute in zip(stage.blocks, stage.recompute, strict=True):
         total += block.kept_bytes(recompute)
     first = stage.blocks[0]
-    if receives and not stage.recompute[0]:
+    if receives and first.offloads:
+        total += first.input_bytes
+    elif receives and not stage.recompute[0]:
         total += first.input_bytes - first.saved_input_bytes
     return total + (stage.blocks[-1].send_bytes if sends else 0)
 
@@ -186,6 +190,8 @@ def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, n
     for i in reversed(range(len(rows))):
         block, recompute, unit = rows[i]
         here = block.passing_bytes(recompute) - later
+        if i:  # comes up, or goes down, beside this block
+            here += rows[i - 1][0].moved_bytes(rows[i - 1][1])
         if data.gathers_always and not data.is_pipelined:
             before = rows[i - 1][2].numel if i else 0
             here += (unit.numel + before) * compute

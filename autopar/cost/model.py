@@ -18,7 +18,7 @@ from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.pipeline import PipelineTimes, shared_time_s, simulate
 from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
-from autopar.cost.stages import StageSums, own_times, stage_key, stage_sums, stage_times
+from autopar.cost.stages import StageSums, moving, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
 from autopar.device import Device
@@ -364,7 +364,7 @@ class CostModel:
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,
             memory=memory,
-            host_memory_limit_bytes=(self.host.memory_bytes or 0) if step.offload else 0,
+            host_memory_limit_bytes=(self.host.memory_bytes or 0) if any(m.host for m in memory) else 0,
             stage_times=tuple((s.forward_s, s.backward_s) for s in sums),
         )
 
@@ -403,7 +403,7 @@ class CostModel:
             pipeline_s=pipeline.exposed_send_s[rank] + sent["pipeline"],
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - pipeline.exposed_send_s[rank], 0.0),
             optimizer_s=optimizer_s + self._launched_s(flat, step),
-            offload_s=offload_s,
+            offload_s=offload_s + count * sum(s.offload_s for s in own),
         )
 
     # --- stages
@@ -497,6 +497,8 @@ class CostModel:
                     prelude_s=prelude_s,
                     adding_s=self._adding_s(stage, own, data, step, device) if step.adds_gradients else 0.0,
                 )
+                if any(block.offloads for block in stage.blocks):
+                    known[key] = moving(known[key], stage, part.host)
             sums.append(known[key])
         return sums
 

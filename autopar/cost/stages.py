@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from autopar.cost.block import BlockCost
@@ -13,6 +13,7 @@ from autopar.cost.memory import StageCost
 from autopar.cost.pipeline import StageTimes
 from autopar.cost.step import Step
 from autopar.device import Overheads
+from autopar.host import HostLink
 
 StageKey: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]
 
@@ -36,6 +37,7 @@ class StageSums:
     data_last_s: float
     forward_s: float
     backward_s: float
+    offload_s: float = 0.0
 
 
 def own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:
@@ -87,6 +89,30 @@ def stage_sums(
         forward_s=sum(forward) + data_forward + prelude_s,
         backward_s=sum(backward) + data_backward + adding_s,
     )
+
+
+def moving(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
+    """With the seconds that forward and backward wait for what blocks keep on its way to and from the host.
+
+    Forward waits, at the end of each block that moves, for the copies of the one before, of the micro-batch before where it is
+    the first. Backward begins to bring a block back when it reaches the next one that moves; the last one is only then asked for.
+    """
+    times = [own_times(block, again) for block, again in zip(stage.blocks, stage.recompute, strict=True)]
+    forward, backward = [time[0] for time in times], [time[1] for time in times]
+    sizes = [block.moved_bytes(again) for block, again in zip(stage.blocks, stage.recompute, strict=True)]
+    places = [i for i, size in enumerate(sizes) if size]
+    if not places:
+        return sums
+    down_s = up_s = 0.0
+    for here, after in zip(places, [*places[1:], None], strict=True):
+        down = host.latency_s + sizes[here] / host.to_host_bytes_per_s
+        up = host.latency_s + sizes[here] / host.to_device_bytes_per_s
+        beside = (
+            forward[here + 1 : after + 1] if after is not None else [*forward[here + 1 :], *forward[: places[0] + 1]]
+        )
+        down_s += max(down - sum(beside), 0.0)
+        up_s += max(up - sum(backward[here + 1 : after + 1]), 0.0) if after is not None else up
+    return replace(sums, forward_s=sums.forward_s + down_s, backward_s=sums.backward_s + up_s, offload_s=down_s + up_s)
 
 
 def stage_times(

@@ -59,6 +59,7 @@ class BlockProgram:
         outputs: values that later blocks or stages read; the loss among them in the last block.
         parameters: names of ``Graph.parameters`` that the module owns, registered under these names.
         recompute: whether activations are dropped and the block run again in backward.
+        offload: whether what the block keeps for backward lives on the host.
         kind: equal for blocks with equal code, names aside.
     """
 
@@ -70,6 +71,7 @@ class BlockProgram:
     parameters: tuple[str, ...]
     recompute: bool
     kind: str
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +262,7 @@ class _Builder:
             parameters=tuple(owned),
             recompute=self.plan.blocks[block.index].recompute == "full",
             kind=f"{block.hash} {len(inputs)} {len(outputs)} {shared_here}",
+            offload=self.plan.blocks[block.index].offload,
         )
 
     def layout(self, ref: Ref) -> Layout:

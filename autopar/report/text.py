@@ -94,7 +94,7 @@ def _head(plan: Plan) -> str:
         ),
         ("precision", f"{precision.name} ({dtypes})"),
         ("optimizer", plan.optimizer),
-        *([("offload", _offload(plan))] if plan.offload else []),
+        *([("offload", _offload(plan))] if plan.offload or any(block.offload for block in plan.blocks) else []),
         ("pins", ", ".join(plan.pins) or "none"),
     ]
     return "\n".join([*_wrap(f"Plan for {plan.model.name} on {plan.cluster}", ""), _fields(rows)])
@@ -102,7 +102,10 @@ def _head(plan: Plan) -> str:
 
 def _offload(plan: Plan) -> str:
     most = max((memory.host for memory in plan.predicted.memory), default=0)
-    return f"the optimizer steps on the host, with {num_bytes(most)} of its memory for each device"
+    moved = sum(block.offload for block in plan.blocks)
+    parts = ["the optimizer steps on the host"] if plan.offload else []
+    parts += [f"what {moved} of {len(plan.blocks)} blocks keep for backward lives there"] if moved else []
+    return f"{' and '.join(parts)}, with {num_bytes(most)} of the host's memory for each device"
 
 
 def _prediction(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.lower.emit import SEED
 from autopar.lower.program import BlockProgram, PreludeProgram, StageProgram
 from autopar.ops import on_meshes
+from autopar.runtime.host_saved import Mover
 
 MICRO_BATCH = "autopar_micro_batch"
 """Keyword of the micro-batch's number, beside the batch inputs."""
@@ -30,9 +31,20 @@ class BlockModule(nn.Module):
         self.inputs, self.outputs = program.inputs, program.outputs
         self.recompute = program.recompute
         self._meshes = meshes
+        self._mover: Mover | None = None
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
         """From ``inputs`` to ``outputs``, both in order."""
+        if self._mover is not None and torch.is_grad_enabled():
+            with self._mover.block((*self.body.parameters(), *self.body.buffers())):
+                return self._run(*values)
+        return self._run(*values)
+
+    def move_by(self, mover: Mover | None) -> None:
+        """What the block keeps for backward lives on the host in the meantime; None: on the device."""
+        self._mover = mover
+
+    def _run(self, *values: Any) -> tuple[Tensor, ...]:
         if self.recompute and torch.is_grad_enabled():
             return cast("tuple[Tensor, ...]", checkpoint(self._with_mesh, *values, use_reentrant=False))
         return cast("tuple[Tensor, ...]", self.body(*values))
@@ -57,6 +69,10 @@ class StageModule(nn.Module):
         self.index, self.is_last = program.index, program.is_last
         self.receives, self.sends, self.loss = program.receives, program.sends, loss
         self.blocks = nn.ModuleList(BlockModule(block, meshes) for block in program.blocks)
+        self.mover = Mover() if any(block.offload for block in program.blocks) else None
+        for block, block_program in zip(self.blocks, program.blocks, strict=True):
+            assert isinstance(block, BlockModule)
+            block.move_by(self.mover if block_program.offload else None)
         self.prelude = None if program.prelude is None else program.prelude.module
         self.shared_names = program.shared_parameters
         self._prelude_program: PreludeProgram | None = program.prelude
@@ -94,6 +110,8 @@ class StageModule(nn.Module):
                 with torch.no_grad():
                     made = self.prelude(*[values[name] for name in self._prelude_program.inputs])
                 values.update(zip(self._prelude_program.outputs, made, strict=True))
+            if self.mover is not None:
+                self.mover.begin(value for name, value in values.items() if name not in self.receives)
             for block in self.blocks:
                 assert isinstance(block, BlockModule)
                 made = block(*[values[name] for name in block.inputs])

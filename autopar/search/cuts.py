@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -42,6 +42,7 @@ class Cuts:
         placed: what differs where ranks have different devices.
         space_modes: modes of recompute that the space allows.
         recompute, pinned: pinned modes and stages by block of the original graph.
+        moved: blocks of it whose activations live on the host.
     """
 
     def __init__(
@@ -52,10 +53,13 @@ class Cuts:
         space_modes: tuple[Recompute, ...],
         recompute: Mapping[int, Recompute],
         pinned: Mapping[int, int],
+        moved: frozenset[int] = frozenset(),
     ) -> None:
         self.rows, self.placed = rows, placed
         self.space_modes, self.recompute, self.pinned = space_modes, recompute, pinned
         self.class_of, self.model = rows.class_of, rows.model
+        self.moved = moved
+        self._moved: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._shapes: dict[tuple[int, ...], CutShape] = {}
         self._held: dict[tuple[str, int, int, int], list[int]] = {}
         self._cut: dict[tuple[object, ...], list[StageCutter]] = {}
@@ -182,8 +186,7 @@ class Cuts:
         return tuple(self.recompute.get(index, free) for index in range(len(self.class_of)))
 
     def stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option, pp: int) -> list[StageCost]:
-        class_of = self.class_of
-        costs = [[own.costs[k] for k in class_of] for own in option.ranks or (option,)]
+        costs = [self._costs(own) for own in option.ranks or (option,)]
         return [
             StageCost(
                 blocks=tuple(costs[s % pp % len(costs)][start:stop]),
@@ -222,16 +225,26 @@ class Cuts:
 
     def blocks(self, option: Option, step: Step, model: CostModel) -> list[CutBlock]:
         """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
-        made: dict[tuple[int, Recompute | None], CutBlock] = {}
+        made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
         blocks = []
-        for index, k in enumerate(self.class_of):
+        for index, (k, cost) in enumerate(zip(self.class_of, self._costs(option), strict=True)):
             pinned = self.recompute.get(index)
-            key = (option.keys[k], pinned)
+            key = (option.keys[k], pinned, cost.offloads)
             if key not in made:
                 modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space_modes
-                made[key] = self._cut_block(len(made), option.costs[k], modes, step, model)
+                made[key] = self._cut_block(len(made), cost, modes, step, model)
             blocks.append(made[key])
         return blocks
+
+    def _costs(self, option: Option) -> list[BlockCost]:
+        """Of each block of the original graph."""
+        costs = [option.costs[k] for k in self.class_of]
+        for index in self.moved:
+            cost = costs[index]
+            if id(cost) not in self._moved:  # the block is kept too, so that its id stays its own
+                self._moved[id(cost)] = (cost, replace(cost, offloads=True))
+            costs[index] = self._moved[id(cost)][1]
+        return costs
 
     def _cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
         sequence = tuple(b.key for b in blocks)

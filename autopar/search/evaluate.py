@@ -83,21 +83,22 @@ class Evaluator:
         self.global_batch_size = global_batch_size
         self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self.buckets = pins.buckets(space.bucket_bytes)
-        self.recompute, self.stages = pins.recompute(graph), pins.stages(graph)
+        self.recompute, self.stages, self.moved = pins.recompute(graph), pins.stages(graph), pins.moved(graph)
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
             self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
-            is_pinned=bool(self.stages), every=0 if space.equal_stages else space.every,
+            is_pinned=bool(self.stages), moved=self.moved, every=0 if space.equal_stages else space.every,
         )  # fmt: skip
         self.placed = Placed(
             self.layouts, model, modes=space.recompute, pinned=self.recompute, is_even=space.equal_stages
         )
         self.cuts = Cuts(
-            self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages
-        )
+            self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages,
+            moved=self.moved,
+        )  # fmt: skip
         self._ideal: dict[Candidate, Row | MixedRow] = {}
         self._host_s: dict[tuple[int, ...], float] = {}
         """What stepping on the host takes longer, of all blocks whole."""
@@ -214,7 +215,7 @@ class Evaluator:
         """
         known_s = self.known_bounds_s([candidate], goal_s)[0]
         is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
-        if candidate.mesh.pp == 1 or not is_alike or self.stages or self.space.equal_stages:
+        if candidate.mesh.pp == 1 or not is_alike or self.stages or self.moved or self.space.equal_stages:
             return known_s
         found = math.inf
         for draft in self._drafts(candidate):
@@ -479,7 +480,7 @@ class Evaluator:
                 failures.append(found)
                 continue
             for plan in found:
-                if not self._host_fits(candidate, plan.memory):
+                if not self._host_fits(plan.memory):
                     failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
                 elif bound(plan.cut) >= late_s:
                     failures.append(Failure(is_slow=True))
@@ -561,7 +562,7 @@ class Evaluator:
                 is_slow = True
                 break
             found = self.cuts.fitting(candidate, cut, option, step)
-            if not self._host_fits(candidate, found.memory):
+            if not self._host_fits(found.memory):
                 host = max(host, *(memory.host for memory in found.memory))
                 continue
             needs.append(max(memory.total for memory in found.memory))
@@ -575,8 +576,8 @@ class Evaluator:
             return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
-    def _host_fits(self, candidate: Candidate, memory: Sequence[Memory]) -> bool:
-        limit = self.model.host.memory_bytes if candidate.offload else None
+    def _host_fits(self, memory: Sequence[Memory]) -> bool:
+        limit = self.model.host.memory_bytes if any(m.host for m in memory) else None
         return limit is None or all(m.host <= limit for m in memory)
 
     def polished(self, found: Evaluation) -> Evaluation:

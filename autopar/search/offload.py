@@ -17,7 +17,7 @@ from autopar.plan import Offload
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
-from autopar.search.pins import ChoicePin, Pins
+from autopar.search.pins import ActivationPin, ChoicePin, Pins
 
 KEY = "offload"
 OPTIMIZER: tuple[Offload, ...] = ("optimizer",)
@@ -38,6 +38,11 @@ def offloaded(
     texts = [pin.text for pin in pins.pins if isinstance(pin, ChoicePin) and pin.key == KEY]
     if not stays and not goes:
         raise UsageError("pins of offload allow something", value=", ".join(texts), remedy="drop one of them")
+    moved = [pin.text for pin in pins.pins if isinstance(pin, ActivationPin)]
+    if moved and (none := [text for text in texts if text.replace("==", "=") == f"{KEY}=none"]):
+        raise UsageError("pins of offload agree", value=", ".join((*moved, *none)), remedy="drop one of them")
+    if moved and (against := _without_link(cluster)):
+        raise UsageError(against[0], value=against[1], place=f"pin '{moved[0]}'", remedy=against[2])
     reason = _reason_against(cluster, optimizer)
     if not stays and reason:
         raise UsageError(reason[0], value=reason[1], place=f"pin '{texts[0]}'", remedy=reason[2])
@@ -49,16 +54,22 @@ def offloaded(
 
 def _reason_against(cluster: Cluster, optimizer: str) -> tuple[str, str, str] | None:
     """The law that keeps the optimizer on the device, what was found, and the remedy."""
-    missing = [device.name for device in cluster.devices if device.host is None]
-    if missing:
-        law = "the optimizer steps on the host where the device's profile has the link to it"
-        return law, f"none of {missing[0]}", "add [device.host] to the profile (profiles/README.md), or drop the pin"
-    if not cluster.is_homogeneous:
-        law = "the optimizer steps on the host where all nodes are equal"
-        return law, cluster.name, "drop the pin, or take equal nodes"
+    if against := _without_link(cluster):
+        return against
     if optimizer_cost(optimizer).is_factored:
         known = ", ".join(name for name, cost in OPTIMIZERS.items() if not cost.is_factored)
         return "an optimizer on the host steps element by element", optimizer, f"take one of {known}, or drop the pin"
+    return None
+
+
+def _without_link(cluster: Cluster) -> tuple[str, str, str] | None:
+    missing = [device.name for device in cluster.devices if device.host is None]
+    if missing:
+        law = "something is offloaded to the host where the device's profile has the link to it"
+        return law, f"none of {missing[0]}", "add [device.host] to the profile (profiles/README.md), or drop the pin"
+    if not cluster.is_homogeneous:
+        law = "something is offloaded to the host where all nodes are equal"
+        return law, cluster.name, "drop the pin, or take equal nodes"
     return None
 
 

@@ -8,6 +8,7 @@
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
 | ``offload=optimizer``, ``offload=none``          | what lives on the host                             |
+| ``offload=activations``, ``offload=activations@layers.0-11`` | likewise what blocks keep for backward |
 | ``groups=1-0``                                  | the order of the node groups of a mixed cluster    |
 | ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
@@ -46,6 +47,8 @@ _RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
+ACTIVATIONS = "activations"
+
 BUCKET = "bucket_bytes"
 """The one whole number that is chosen after the candidate."""
 
@@ -141,7 +144,15 @@ class OpaquePin:
     name: str
 
 
-Pin = NumberPin | ChoicePin | RecomputePin | StagePin | ParameterPin | OpaquePin
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPin:
+    """What the blocks of ``selector`` keep for backward lives on the host; of all blocks where it is empty."""
+
+    text: str
+    selector: str
+
+
+Pin = ActivationPin | NumberPin | ChoicePin | RecomputePin | StagePin | ParameterPin | OpaquePin
 
 
 def parse_pin(text: str) -> Pin:
@@ -163,6 +174,8 @@ def parse_pin(text: str) -> Pin:
         return NumberPin(text=text, key=_NUMBERS[name], relation=relation, value=int(value))
     if name == "groups":
         return _order(text, relation, value)
+    if name == "offload" and value.partition("@")[0] == ACTIVATIONS:
+        return _activations(text, relation, value)
     if name in _CHOICES:
         return _choice(text, name, relation, value)
     if relation not in ("=", "=="):
@@ -188,6 +201,17 @@ def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
     if value.lower() not in by_lower:
         raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, known))
     return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
+
+
+def _activations(text: str, relation: str, value: str) -> ActivationPin:
+    _, at, selector = value.partition("@")
+    if relation not in ("=", "==") or bool(at) != bool(selector):
+        raise UsageError(
+            "activations of blocks are offloaded by =, of all or followed by @BLOCKS",
+            value=repr(text),
+            remedy="write for example offload=activations@layers.0-11",
+        )
+    return ActivationPin(text=text, selector=selector)
 
 
 def _order(text: str, relation: str, value: str) -> ChoicePin:
@@ -321,6 +345,11 @@ class Pins:
                 found |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.mode)
         return found
 
+    def moved(self, graph: Graph) -> frozenset[int]:
+        """Blocks whose activations live on the host."""
+        found = [pin for pin in self.pins if isinstance(pin, ActivationPin)]
+        return frozenset(i for pin in found for i in select_blocks(graph, pin.selector, pin=pin.text))
+
     def stages(self, graph: Graph) -> dict[int, int]:
         """The pinned stage by block index."""
         found: dict[int, int] = {}
@@ -337,6 +366,7 @@ class Pins:
         """
         self.recompute(graph)
         self.stages(graph)
+        self.moved(graph)
         names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)]
         if not (self.allows("ep", 1) and self.allows("ep_data", 1)) and not any(
             op.target == "autopar.experts" for op in graph.ops

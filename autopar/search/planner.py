@@ -230,7 +230,13 @@ class Planner:
             prelude=self.evaluator.layouts.prelude,
             layouts=layouts,
             blocks=tuple(
-                BlockPlan(index=block.index, label=block.label, layout=layout, recompute=mode)
+                BlockPlan(
+                    index=block.index,
+                    label=block.label,
+                    layout=layout,
+                    recompute=mode,
+                    offload=block.index in self.evaluator.moved,
+                )
                 for block, layout, mode in zip(graph.blocks, of_block, best.modes, strict=True)
             ),
             stages=tuple(
@@ -352,10 +358,10 @@ def _interrupted_note(outcome: Outcome) -> tuple[str, ...]:
 
 def _host_note(best: Evaluation) -> tuple[str, ...]:
     """What the host has to have, where its profile does not know how much that is."""
-    if not best.candidate.offload or best.prediction.host_memory_limit_bytes:
+    most = max(memory.host for memory in best.prediction.memory)
+    if not most or best.prediction.host_memory_limit_bytes:
         return ()
-    most = readable(max(memory.host for memory in best.prediction.memory))
-    return (f"{most} of host memory for each device: the profile does not know how much there is",)
+    return (f"{readable(most)} of host memory for each device: the profile does not know how much there is",)
 
 
 def _mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ class RowMaker:
         modes: of recompute that the space allows.
         pinned: modes of blocks of the original graph.
         limit_bytes: of a device, reserves included.
+        moved: blocks of the original graph whose activations live on the host.
         is_pinned: pins say which stage holds some block.
         every: see ``Space.every``.
     """
@@ -49,6 +50,7 @@ class RowMaker:
         pinned: Mapping[int, Recompute],
         limit_bytes: int,
         is_pinned: bool = False,
+        moved: frozenset[int] = frozenset(),
         every: int = 0,
     ) -> None:
         self.is_pinned, self.every = is_pinned, every
@@ -60,6 +62,8 @@ class RowMaker:
             tuple({m for i in members for m in ((pinned[i],) if i in pinned else modes)}) for members in compact.members
         ]
         self.counts = [len(members) for members in compact.members]
+        self._moved = [any(i in moved for i in members) for members in compact.members]
+        self._lean: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
         self._prices: dict[tuple[object, ...], tuple[Option, list[BlockPrice], list[float]]] = {}  # likewise
@@ -145,7 +149,17 @@ class RowMaker:
         return prices, alone_s
 
     def _private_costs(self, option: Option) -> list[BlockCost]:
-        return [option.costs[0], *(self.without_shared(cost) for cost in option.costs[1:])]
+        costs = self._lean_costs(option)
+        return [costs[0], *(self.without_shared(cost) for cost in costs[1:])]
+
+    def _lean_costs(self, option: Option) -> list[BlockCost]:
+        """As if blocks kept nothing where what some of their class keep lives on the host."""
+        found = []
+        for cost, moved in zip(option.costs, self._moved, strict=True):
+            if moved and id(cost) not in self._lean:  # the block is kept too, so that its id stays its own
+                self._lean[id(cost)] = (cost, replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0))
+            found.append(self._lean[id(cost)][1] if moved else cost)
+        return found
 
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
@@ -240,7 +254,7 @@ class RowMaker:
         if id(whole) not in self._held:
             kept = [
                 min(cost.kept_bytes(m == "full") for m in own)
-                for cost, own in zip(whole.costs, self.modes, strict=True)
+                for cost, own in zip(self._lean_costs(whole), self.modes, strict=True)
             ]
             self._held[id(whole)] = (whole, float(sum(n * size for n, size in zip(self.counts, kept, strict=True))))
         return self._held[id(whole)][1]

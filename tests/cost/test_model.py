@@ -16,6 +16,7 @@ from autopar.cost.model import CostModel, StageCost
 from autopar.device import Overheads
 from autopar.errors import UsageError
 from autopar.graph.ir import TensorSpec
+from autopar.host import HostLink
 from autopar.layout import I, P, R, S
 from autopar.mesh import Mesh
 from autopar.plan import BF16, FP32, Prediction
@@ -252,6 +253,35 @@ def test_small_buckets_leave_early_and_large_ones_wait_for_fewer_messages() -> N
     memory = [model.memory([stage(*blocks)], how)[0].transient for how in (one, three)]
     assert memory[0] == pytest.approx(12 * 2**20, rel=1e-3)
     assert memory[1] < memory[0]  # a gradient that is alone in its bucket is summed where it lies
+
+
+def test_copies_of_what_blocks_keep_hide_behind_other_blocks() -> None:
+    """1000 bytes: 5 ms down and 4 ms up beside forwards of 1 ms and backwards of 2 ms."""
+    host = HostLink(
+        to_host_bytes_per_s=2e5, to_device_bytes_per_s=2.5e5, latency_s=0.0, memory_bandwidth_bytes_per_s=1e9,
+        launch_s=0.0, provenance="example",
+    )  # fmt: skip
+    group = CPU.groups[0]
+    cluster = replace(CPU, groups=(replace(group, device=replace(group.device, host=host)),))
+    blocks = layers(8, **SMALL)
+
+    def waits_s(*moved: int, count: int = 3) -> float:
+        some = [replace(b, offloads=i in moved) for i, b in enumerate(blocks)]
+        found = predict([stage(*some)], Mesh(), cluster=cluster, count=count)
+        plain = predict([stage(*blocks)], Mesh(), cluster=cluster, count=count)
+        assert found.step_time_s - plain.step_time_s == pytest.approx(found.breakdown.offload_s)
+        assert found.memory[0].host == 1000 * len(moved)
+        assert found.memory[0].activations == plain.memory[0].activations - 1000 * len(moved)
+        return found.breakdown.offload_s / count
+
+    assert waits_s() == 0
+    assert waits_s(3) == pytest.approx(
+        4e-3
+    )  # 8 forwards until it moves again; backward has nothing to bring it up beside
+    assert waits_s(0, 1) == pytest.approx((5e-3 - F) + (4e-3 - B) + 4e-3)  # 7 forwards hide the second one
+    assert waits_s(0, 2, 4, 6) == pytest.approx(3 * (5e-3 - 2 * F) + (5e-3 - 2 * F) + 4e-3)
+    with pytest.raises(UsageError, match=r"none of cpu; pin offload=none, or add \[device.host\]"):
+        predict([stage(replace(blocks[0], offloads=True))], Mesh(), cluster=CPU)
 
 
 def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:

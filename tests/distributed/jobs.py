@@ -212,6 +212,15 @@ def host_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> di
     }
 
 
+def moved_bytes(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[int, int, int]:
+    """Of this rank: its pipeline rank, bytes that one step moved to the host and back."""
+    world = World(plan.mesh, "cpu")
+    parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
+    parallel.train_step(batch)
+    movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
+    return world.coordinate["pp"], sum(m.down_bytes for m in movers), sum(m.up_bytes for m in movers)
+
+
 def _gathered(parallel: Parallel) -> int:
     """Bytes of the whole parameters after their gathering; experts that FSDP leaves to their ranks are not gathered."""
     total = 0

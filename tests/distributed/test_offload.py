@@ -1,4 +1,4 @@
-"""Optimizers that step on the host: the same training, checkpoints for every plan, bytes as predicted."""
+"""Optimizers on the host and what blocks keep there: the same training, checkpoints, bytes as predicted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 
 from autopar import api
 from autopar.cluster import Cluster
+from autopar.cost.model import CostModel
 from autopar.host import HostLink
 from autopar.runtime.verify import adamw, loss_of
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
-from tests.distributed.test_layouts import traced
+from tests.distributed.plans import make_plan
+from tests.distributed.subjects import SEQUENCE, HfSubject
+from tests.distributed.test_layouts import LAYOUTS, traced
+from tests.distributed.test_traffic import stages_of
 from tests.distributed.test_training import _bf16_plan, batches, close, planned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -92,3 +96,56 @@ def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> N
     for predicted in plan.predicted.memory:
         largest = max(row["copies"] + row["states"] for row in rows if row["pp_rank"] == predicted.pp_rank)
         assert (predicted.host, predicted.optimizer) == (largest, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dropout"),
+    [
+        ("tp2 x dp2 ZeRO 3", 0.0),
+        ("tp2 x dp2 whole parameters", 0.2),
+        ("pp2 GPipe", 0.0),
+        ("pp2 two virtual stages", 0.0),
+        ("dp2 ZeRO 3 recomputed", 0.2),
+    ],
+)
+def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: str, dropout: float) -> None:
+    subject = HfSubject("gpt2", dropout=dropout)
+    graph = subject.trace() if dropout else traced("gpt2")[1]
+    mesh, options = LAYOUTS[layout]
+    micro = 16 // (4 * mesh.data)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, **options)
+    moved = replace(plan, blocks=tuple(replace(b, offload=b.index != 1) for b in plan.blocks))
+    data = batches(subject, 2)
+    here, there = (
+        pool.run(jobs.train, subject, p, graph, data, None, size=plan.mesh.world_size, timeout_s=60.0)[0]
+        for p in (plan, moved)
+    )
+    assert here["losses"] == there["losses"]
+    assert all(torch.equal(value, there["parameters"][name]) for name, value in here["parameters"].items())
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        "dp_replicate=2 tp=2 offload=activations@h.* recompute=none",
+        "dp_shard=4 zero=3 offload=activations@h.1 recompute=none",
+        "dp_shard=2 tp=2 zero=2 offload=activations recompute=full",
+        "pp=2 dp_shard=2 zero=1 offload=activations recompute=full",
+    ],
+)
+def test_bytes_that_move_are_those_predicted(pool: WorkerPool, pins: str) -> None:
+    subject, graph = traced("gpt2")
+    wish = [*pins.split(), "num_micro_batches=2", "offload!=optimizer"]
+    plan = api.estimate(graph, cluster=with_host("cpu:1x4"), global_batch_size=16, pins=wish)
+    assert any(block.offload for block in plan.blocks)
+    model = CostModel(with_host("cpu:1x4"), plan.precision, plan.optimizer)
+    stages = stages_of(model, plan, graph)
+    rows = pool.run(jobs.moved_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
+    for pp_rank, down, up in rows:
+        own = [(b, r) for s in stages[pp_rank :: plan.mesh.pp] for b, r in zip(s.blocks, s.recompute, strict=True)]
+        predicted = sum(block.moved_bytes(again) for block, again in own)
+        assert predicted
+        # torch's attention keeps the boolean mask as numbers, which the cost model does not count
+        plain = sum(block.offloads and not again for block, again in own)
+        predicted += plain * plan.micro_batch_size * SEQUENCE**2 * 4
+        assert (down, up) == (2 * predicted, 2 * predicted)

@@ -7,6 +7,7 @@ as the collectives of equal volume.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def stages_of(model: CostModel, plan: Plan, graph: Graph) -> list[StageCost]:
     """The plan's stages as the cost model sees them."""
     local = lower(plan, graph).graph
     costs = [model.block_cost(local, block, plan.mesh) for block in local.blocks]
+    costs = [replace(cost, offloads=block.offload) for cost, block in zip(costs, plan.blocks, strict=True)]
     again = [block.recompute == "full" for block in plan.blocks]
     return [
         StageCost(blocks=tuple(costs[s.start : s.stop]), recompute=tuple(again[s.start : s.stop])) for s in plan.stages

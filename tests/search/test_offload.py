@@ -1,4 +1,4 @@
-"""Optimizers on the host in the search: chosen where they pay, bounded from below, refused where there is no link."""
+"""What lives on the host in the search: chosen where it pays, bounded from below, refused where there is no link."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def cluster(memory: str, host: HostLink | None = HOST) -> Cluster:
     return replace(found, groups=(replace(group, device=replace(group.device, host=host)),))
 
 
-def outer(memory: str) -> OuterSearch:
-    here = cluster(memory)
+def outer(memory: str, *texts: str) -> OuterSearch:
+    here, pins = cluster(memory), Pins.parse(texts)
     space = replace(load_space("quick"), offload=("optimizer",))
     model = CostModel(here, FP32, "adamw")
-    evaluator = Evaluator(graph(), model, global_batch_size=64, pins=Pins(), space=space)
+    evaluator = Evaluator(graph(), model, global_batch_size=64, pins=pins, space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=64, num_blocks=len(graph().blocks), heads=(), space=space
     )
-    pool = offloaded(candidates(problem, Pins()), here, Pins(), space.offload, "adamw")
+    pool = offloaded(candidates(problem, pins), here, pins, space.offload, "adamw")
     return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
 
 
@@ -81,6 +81,43 @@ def test_the_best_of_all_is_found_and_no_bound_is_above(memory: str, is_offloade
     if not is_offloaded and memory == "16GB":  # at equal choices the device is never slower
         for candidate, time_s in times.items():
             assert not candidate.offload or time_s > times[replace(candidate, offload=())]
+
+
+@pytest.mark.parametrize("memory", ["16GB", "434MB"])
+def test_no_bound_is_above_a_plan_whose_blocks_keep_on_the_host(memory: str) -> None:
+    search = outer(memory, "offload=activations@layers.1-4", "micro_batch>=2")
+    found = search.run()
+    alone = outer(memory, "offload=activations@layers.1-4", "micro_batch>=2").evaluator
+    times = []
+    for candidate in search.pool:
+        plan = alone.evaluate(candidate)
+        if isinstance(plan, Evaluation):
+            times.append(plan.prediction.step_time_s)
+            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
+                assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
+    assert found.best is not None
+    assert found.best.prediction.step_time_s == min(times)
+    assert found.best.prediction.breakdown.offload_s > 0
+
+
+def test_blocks_that_keep_on_the_host_hold_less_on_the_device() -> None:
+    here, there, some = (
+        planned(f"dp_shard=4 zero=2 recompute=none {more}")
+        for more in (
+            "offload=none",
+            "offload=activations offload!=optimizer",
+            "offload=activations@layers.2-3 offload!=optimizer",
+        )
+    )
+    assert [block.offload for block in some.blocks] == [False, False, False, True, True, False, False, False]
+    assert plan_from_dict(plan_to_dict(some)) == some
+    (one,), (all_,), (part,) = (plan.predicted.memory for plan in (here, there, some))
+    assert (all_.activations, one.host) == (4 * 256 * 4, 0)  # the batch stays
+    assert all_.host + all_.activations == part.host + part.activations == one.activations
+    assert 0 < part.host < all_.host
+    assert all_.transient > one.transient
+    assert here.predicted.step_time_s < some.predicted.step_time_s <= there.predicted.step_time_s
+    assert "what 2 of 8 blocks keep for backward lives there" in str(some)
 
 
 def planned(pins: str, *, memory: str = "16GB", **changes: Any) -> Plan:
@@ -131,6 +168,12 @@ def test_without_a_link_there_is_no_offload_and_a_pin_says_so() -> None:
         UsageError, match=r"pin 'offload=optimizer'.*link to it, but found none of cpu; add \[device.host\]"
     ):
         search(["offload=optimizer"])
+    with pytest.raises(UsageError, match=r"pin 'offload=activations@layers.0'.*found none of cpu; add \[device.host\]"):
+        search(["offload=activations@layers.0"])
+    with pytest.raises(UsageError, match="pins of offload agree, but found offload=activations, offload=none"):
+        search(["offload=activations", "offload=none"])
+    with pytest.raises(UsageError, match="a selector names blocks of the model, but found 'head'"):
+        search(["offload=activations@head"])
     with pytest.raises(UsageError, match="pins of offload allow something"):
         search(["offload=optimizer", "offload=none"])
     with pytest.raises(UsageError, match="element by element, but found adafactor; take one of adamw, adam"):
