@@ -8,7 +8,7 @@
 
 Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2
 when there are several micro-batches. Activations are what autograd keeps of each block, times the micro-batches that
-the schedule keeps alive; a block that is recomputed keeps its inputs.
+the schedule keeps alive; a block that is recomputed keeps its inputs, one that is so in part what cannot be made again.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from autopar.cost.block import BlockCost
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.optimizer import OptimizerCost
 from autopar.device import Device
-from autopar.plan import Memory
+from autopar.plan import Memory, Recompute
 from autopar.schedule import peak_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Blocks that run as one stage, in order, and which of them are recomputed in backward."""
+    """Blocks that run as one stage, in order, and what of each is recomputed in backward."""
 
     blocks: tuple[BlockCost, ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[Recompute, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,8 @@ def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
     for block, recompute in zip(stage.blocks, stage.recompute, strict=True):
         total += block.kept_bytes(recompute)
     first = stage.blocks[0]
-    if receives and not stage.recompute[0]:
-        total += first.input_bytes - first.saved_input_bytes
+    if receives:
+        total += first.input_bytes - first.kept_input_bytes(stage.recompute[0])
     return total + (stage.blocks[-1].send_bytes if sends else 0)
 
 

@@ -72,6 +72,7 @@ class Layouts:
         self.narrow = narrow
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.global_batch_size = global_batch_size
+        self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
         self.pinned = {p.name: t for p in graph.parameters if (t := _pinned_type(p, pins)) is not None}
         keys = [
             tuple(self.pinned.get(p.name) for p in graph.block_parameters(block)) if self.pinned else None
@@ -231,13 +232,13 @@ class Layouts:
     def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
         if split.tp > 1:
             return self._solver(split, kind).least_s()
-        return tuple(sum(own_times(cost, recompute=False)) for cost in self._option(split, kind, None).costs)
+        return tuple(sum(own_times(cost, recompute="none")) for cost in self._option(split, kind, None).costs)
 
     def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
         if split.tp > 1:
             return self._solver(split, kind).quickest().value
         costs, counts = self._option(split, kind, None).costs, (len(m) for m in self.compact.members)
-        return sum(n * sum(own_times(c, recompute=False)) for n, c in zip(counts, costs, strict=True))
+        return sum(n * sum(own_times(c, recompute="none")) for n, c in zip(counts, costs, strict=True))
 
     def _least_s(self, split: Split) -> float:
         if split not in self._least:
@@ -405,7 +406,7 @@ class Layouts:
             for i, block in enumerate(graph.blocks):
                 alike = self._alike(graph, i)
                 if alike not in made:
-                    works.append(self.model.block_work(graph, block))
+                    works.append(self.model.block_work(graph, block, selective=self.is_selective))
                     made[alike] = self.model.price(works[-1], mesh)
                 costs.append(made[alike])
                 keys.append(list(made).index(alike))

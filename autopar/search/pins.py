@@ -30,7 +30,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.layout import Type, parse_type
-from autopar.plan import Recompute
+from autopar.plan import RECOMPUTES, Recompute
 from autopar.schedule import SCHEDULES
 from autopar.search.sequence import KINDS
 from autopar.table import closest
@@ -202,13 +202,13 @@ def _of_modules(text: str, name: str, value: str) -> Pin:
 
 def _recompute(text: str, value: str) -> RecomputePin:
     mode, at, selector = value.partition("@")
-    if mode not in ("none", "full") or bool(at) != bool(selector):
+    if mode not in RECOMPUTES or bool(at) != bool(selector):
         raise UsageError(
-            "recompute is none or full, alone or followed by @BLOCKS",
+            "recompute is none, selective or full, alone or followed by @BLOCKS",
             value=repr(value),
             remedy="write for example recompute=full@layers.0-11",
         )
-    return RecomputePin(text=text, mode="full" if mode == "full" else "none", selector=selector)
+    return RecomputePin(text=text, mode=mode, selector=selector)
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
