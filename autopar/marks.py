@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
 from autopar.errors import UsageError
+from autopar.plan import RECOMPUTES, Recompute
 
 _ATTRIBUTE = "_autopar_pins"
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -26,7 +27,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 def pin(
     module: Module,
     *,
-    recompute: Literal["none", "full"] | None = None,
+    recompute: Recompute | None = None,
     stage: int | None = None,
     opaque: bool = False,
     parameters: Mapping[str, str] | None = None,
@@ -35,7 +36,7 @@ def pin(
 
     Args:
         module: a block, for ``recompute`` and ``stage``; any module for the others. A copy of it is pinned as well.
-        recompute: whether backward computes the block's activations again.
+        recompute: which of the block's activations backward computes again: ``none``, ``selective`` or ``full``.
         stage: the pipeline stage of the block, from 0.
         opaque: the module runs as it is written.
         parameters: types at rest by the parameter's name in the module, or a pattern: ``{"*.weight": "tp:S(0)"}``.
@@ -48,8 +49,8 @@ def pin(
     """
     given: dict[str, str] = {}
     if recompute is not None:
-        if recompute not in ("none", "full"):
-            raise _bad("recompute is 'none' or 'full'", recompute, module)
+        if recompute not in RECOMPUTES:
+            raise _bad("recompute is 'none', 'selective' or 'full'", recompute, module)
         given["recompute"] = recompute
     if stage is not None:
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:

@@ -6,6 +6,7 @@ search. ``autopar.plan_io`` reads and writes it, ``autopar.report`` draws it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +21,9 @@ RARE = {"rare": True}
 BUCKET_BYTES = 25 * 2**20
 """From how many bytes on an all-reduce of gradients is not filled further, where nothing else is chosen: DDP's choice."""
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
+"""What backward of a block computes again: nothing, what is cheap (:mod:`autopar.graph.again`), or all of it."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Offload = Literal["optimizer"]
 """What lives in host memory between its uses: ``optimizer``, the states of optimizers, which step on the host."""
 
@@ -319,11 +322,8 @@ class Plan:
 
     @property
     def recompute(self) -> str:
-        """``none``, ``full``, or the share of blocks (``full 12/32``)."""
-        full = sum(block.recompute == "full" for block in self.blocks)
-        if full in (0, len(self.blocks)):
-            return "full" if full else "none"
-        return f"full {full}/{len(self.blocks)}"
+        """``none``, ``full``, or the share of blocks (``full 12/32``, ``selective 20/32, full 12/32``)."""
+        return recompute_text(self.blocks)
 
     def devices_of(self, pp_rank: int) -> tuple[str, ...]:
         """The devices that a pipeline rank lies on; none where all nodes are equal."""
@@ -335,3 +335,11 @@ class Plan:
         from autopar.report.text import render_plan  # the one place where data looks up to its picture
 
         return render_plan(self)
+
+
+def recompute_text(blocks: Sequence[BlockPlan]) -> str:
+    """How blocks recompute: one mode where all are alike, else the share of each that is not ``none``."""
+    counts = {mode: sum(block.recompute == mode for block in blocks) for mode in RECOMPUTES}
+    if len(blocks) in counts.values():
+        return next(mode for mode, count in counts.items() if count == len(blocks))
+    return ", ".join(f"{mode} {n}/{len(blocks)}" for mode, n in counts.items() if n and mode != "none") or "none"

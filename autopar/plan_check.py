@@ -94,6 +94,11 @@ def _layouts(plan: Plan) -> Iterator[_Fault]:
         if block.layout >= len(plan.layouts):
             law = f"a block's layout is one of the {len(plan.layouts)} layouts"
             yield f"blocks[{i}].layout", law, block.layout, _AGAIN
+        if block.offload and block.recompute == "selective":
+            law = (
+                "a block whose activations live on the host recomputes nothing or all: what is made again is not moved"
+            )
+            yield f"blocks[{i}].recompute", law, block.recompute, "take none or full, or leave the block on the device"
 
 
 def _stages(plan: Plan) -> Iterator[_Fault]:

@@ -9,6 +9,7 @@ from autopar.mesh import Mesh
 from autopar.plan import (
     BF16,
     FP32,
+    RECOMPUTES,
     AxisTyping,
     BlockLayout,
     BlockPlan,
@@ -91,7 +92,7 @@ def plans(draw: st.DrawFn) -> Plan:
             index=i,
             label=draw(_TEXT),
             layout=draw(st.integers(0, len(found) - 1)),
-            recompute=draw(st.sampled_from(["none", "full"])),
+            recompute=draw(st.sampled_from(RECOMPUTES)),
         )
         for i in range(sum(sizes))
     )

@@ -94,7 +94,7 @@ def test_a_module_is_pinned_opaque() -> None:
     ("wrong", "said"),
     [
         ({}, "names recompute, stage, opaque or parameters"),
-        ({"recompute": "some"}, "'none' or 'full', but found some"),
+        ({"recompute": "some"}, "'none', 'selective' or 'full', but found some"),
         ({"stage": -1}, "counted from 0, but found -1"),
         ({"parameters": {"wieght": "tp:I"}}, "one of the module .*up.weight.*but found wieght"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -25,8 +25,11 @@ from autopar.cost.messages import Message, messages
 from autopar.cost.storages import Storages
 from autopar.cost.work import Specs, Work, operand_specs, work
 from autopar.device import Device, Kind
+from autopar.errors import RuleError
+from autopar.graph.again import is_dear, made_again
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.mesh import Mesh
+from autopar.plan import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,24 @@ class ParameterCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remade:
+    """A block that makes again in backward what is cheap (:mod:`autopar.graph.again`).
+
+    Attributes:
+        time_s: seconds that making it again takes.
+        least_bytes: of the values that are kept in every layout of the block, over all its ranks.
+        saved_bytes, saved_input_bytes, forward_transient_bytes, backward_transient_bytes: as those of :class:`BlockCost`.
+    """
+
+    saved_bytes: int
+    saved_input_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    time_s: float = 0.0
+    least_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
     """One block on one rank for one micro-batch; seconds, bytes and flops.
 
@@ -90,6 +111,7 @@ class BlockCost:
         messages: its collectives.
         parameters: that it reads.
         offloads: what it keeps lives on the host between its forward and its backward.
+        selective: what differs under selective recompute; None where that was not asked for.
     """
 
     key: str
@@ -114,6 +136,7 @@ class BlockCost:
     communication_again_s: float = 0.0
     context_again_s: float = 0.0
     offloads: bool = False
+    selective: Remade | None = None
 
     @property
     def send_bytes(self) -> int:
@@ -126,22 +149,47 @@ class BlockCost:
         return sum(self.send_gradients)
 
     @property
-    def recompute_s(self) -> float:
-        """What a recomputation in backward adds: the forward with its collectives."""
-        return self.forward_s + self.communication_again_s
+    def remade(self) -> Remade:
+        """The block under selective recompute.
 
-    def kept_bytes(self, recompute: bool) -> int:
+        Raises:
+            RuleError: it was not asked for when the block's work was counted.
+        """
+        if self.selective is None:
+            raise RuleError("a block that recomputes selectively was priced so", value=self.key)
+        return self.selective
+
+    def recompute_s(self, mode: Recompute) -> float:
+        """What a recomputation in backward adds: the operators made again; of a whole forward its collectives too."""
+        if mode == "none":
+            return 0.0
+        return self.remade.time_s if mode == "selective" else self.forward_s + self.communication_again_s
+
+    def kept_bytes(self, mode: Recompute) -> int:
         """Bytes kept on the device from forward to backward."""
-        return 0 if self.offloads else self.input_bytes if recompute else self.saved_bytes
+        return 0 if self.offloads else self._saved_bytes(mode)
 
-    def moved_bytes(self, recompute: bool) -> int:
+    def moved_bytes(self, mode: Recompute) -> int:
         """Bytes that live on the host from forward to backward."""
-        return 0 if not self.offloads else self.input_bytes if recompute else self.saved_bytes
+        return self._saved_bytes(mode) if self.offloads else 0
 
-    def passing_bytes(self, recompute: bool) -> int:
+    def _saved_bytes(self, mode: Recompute) -> int:
+        if mode == "selective":
+            return self.remade.saved_bytes
+        return self.input_bytes if mode == "full" else self.saved_bytes
+
+    def kept_input_bytes(self, mode: Recompute) -> int:
+        """The part of :meth:`kept_bytes` that ``input_bytes`` counts too."""
+        if mode == "selective":
+            return self.remade.saved_input_bytes
+        return self.input_bytes if mode == "full" else self.saved_input_bytes
+
+    def passing_bytes(self, mode: Recompute) -> int:
         """The most that is alive in passing, over :meth:`kept_bytes`."""
+        if mode == "selective":
+            return max(self.remade.forward_transient_bytes, self.remade.backward_transient_bytes)
         passing = max(self.forward_transient_bytes, self.backward_transient_bytes)
-        return passing + self.moved_bytes(recompute) + (self.saved_bytes if recompute else 0)
+        return passing + self.moved_bytes(mode) + (self.saved_bytes if mode == "full" else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +198,8 @@ class BlockWork:
 
     Attributes:
         ops, works: its operators and their work, in order.
-        again: positions of the operators that backward computes once more (selective recompute).
+        again: positions of the operators that backward computes once more, whatever the block's mode.
+        remade: positions of those that it computes once more under selective recompute.
         fan_in: bytes of the gradients that are added up because several operators read a value.
         shape: everything of :class:`BlockCost` that no profile changes.
         operands: local specs of each operator's operands; empty where operators are fused, so that none is as measured.
@@ -162,6 +211,7 @@ class BlockWork:
     fan_in: tuple[int, ...]
     shape: BlockCost
     operands: tuple[Specs, ...] = ()
+    remade: frozenset[int] = frozenset()
 
 
 def block_cost(
@@ -175,7 +225,7 @@ def block_cost(
     quantized: str | None = None,
 ) -> BlockCost:
     """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply`` and :func:`price_block`)."""
-    done = block_work(graph, block, device.kind)
+    done = block_work(graph, block, device.kind, selective=True)
     return price_block(done, mesh, device, collectives, quantized=quantized, measured=measured)
 
 
@@ -215,8 +265,12 @@ def price_block(
         if message.repeated and not message.backward:
             again_s += time_s
             context_again_s += in_context
+    selective = done.shape.selective
+    if selective is not None:
+        selective = replace(selective, time_s=sum(times[i].forward_s for i in done.remade))
     return replace(
         done.shape,
+        selective=selective,
         forward_s=sum(time.forward_s for time in times),
         backward_s=sum(time.backward_s for time in times) + fan_in_s + sum(times[i].forward_s for i in done.again),
         communication_forward_s=seconds[False],
@@ -235,13 +289,15 @@ def block_work(
     *,
     again: Callable[[Op], bool] | None = None,
     kernels: Kernels = EAGER,
+    selective: bool = False,
 ) -> BlockWork:
     """What a block of one rank's graph does for one micro-batch.
 
     Args:
         kind: of the device.
         kernels: which are not torch's, operator by operator.
-        again: operators whose outputs are not kept but made once more in backward (selective recompute).
+        again: operators whose outputs are not kept but made once more in backward, as programs beside autopar do.
+        selective: whether autopar's own selective recompute is looked at too.
     """
     ops = graph.block_ops(block)
     operands = tuple(operand_specs(op, graph.spec) for op in ops)
@@ -256,6 +312,8 @@ def block_work(
     across = graph.live_across(block.stop)
     keeping = (i for i, done in enumerate(works) if done.saved or done.saves_output or done.saved_bytes)
     last_kept = max(keeping, default=-1)
+    kept = _kept(storages, inputs)
+    remade = storages.without(made_again(graph, block, storages.roots)) if selective else None
     shape = BlockCost(
         key=block.hash,
         forward_s=0.0,
@@ -264,10 +322,11 @@ def block_work(
         communication_backward_s=0.0,
         saved_bytes=storages.saved_bytes,
         input_bytes=sum(inputs.values()),
-        saved_input_bytes=sum(size for ref, size in inputs.items() if ref in storages.saved),
+        saved_input_bytes=kept.saved_input_bytes,
         prelude=storages.prelude(),
-        forward_transient_bytes=max(storages.forward_peak() - storages.saved_bytes, 0),
-        backward_transient_bytes=max(storages.backward_peak() - storages.saved_bytes, 0) + storages.again_bytes,
+        forward_transient_bytes=kept.forward_transient_bytes,
+        backward_transient_bytes=kept.backward_transient_bytes,
+        selective=None if remade is None else replace(_kept(remade, inputs), least_bytes=storages.kept_by(is_dear)),
         sends=tuple(graph.spec(ref).num_bytes for ref in across),
         send_gradients=tuple(graph.spec(ref).num_bytes for ref in across if graph.spec(ref).requires_grad),
         flops=sum(done.flops for done in works),
@@ -299,7 +358,21 @@ def block_work(
         readers = tuple(op for i, op in enumerate(ops) if i not in inside)
     fan_in = tuple(_fan_in_bytes(graph, readers))
     operands = operands if kernels == EAGER else ()
-    return BlockWork(ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands)
+    return BlockWork(
+        ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
+        remade=frozenset() if remade is None else remade.remade,
+    )  # fmt: skip
+
+
+def _kept(storages: Storages, inputs: Mapping[Ref, int]) -> Remade:
+    """What a block keeps and needs in passing; ``inputs``: bytes of the values of earlier blocks that it reads."""
+    saved = storages.saved_bytes
+    return Remade(
+        saved_bytes=saved,
+        saved_input_bytes=sum(size for ref, size in inputs.items() if ref in storages.saved),
+        forward_transient_bytes=max(storages.forward_peak() - saved, 0),
+        backward_transient_bytes=max(storages.backward_peak() - saved, 0) + storages.again_bytes,
+    )
 
 
 def _as_run(graph: Graph, op: Op, operands: Specs, done: Work, kernels: Kernels) -> Work:

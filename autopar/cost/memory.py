@@ -8,7 +8,7 @@
 
 Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2
 when there are several micro-batches. Activations are what autograd keeps of each block, times the micro-batches that
-the schedule keeps alive; a block that is recomputed keeps its inputs.
+the schedule keeps alive; a block that is recomputed keeps its inputs, one that is so in part what cannot be made again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from autopar.cost.gradients import Summed, buckets
 from autopar.cost.optimizer import OptimizerCost
 from autopar.cost.step import Step
 from autopar.device import Device
-from autopar.plan import Memory
+from autopar.plan import Memory, Recompute
 from autopar.schedule import peak_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Blocks that run as one stage, in order, and which of them are recomputed in backward."""
+    """Blocks that run as one stage, in order, and what of each is recomputed in backward."""
 
     blocks: tuple[BlockCost, ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[Recompute, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +174,8 @@ def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
     for block, recompute in zip(stage.blocks, stage.recompute, strict=True):
         total += block.kept_bytes(recompute)
     first = stage.blocks[0]
-    if receives and first.offloads:
-        total += first.input_bytes
-    elif receives and not stage.recompute[0]:
-        total += first.input_bytes - first.saved_input_bytes
+    if receives:
+        total += first.input_bytes - (0 if first.offloads else first.kept_input_bytes(stage.recompute[0]))
     return total + (stage.blocks[-1].send_bytes if sends else 0)
 
 

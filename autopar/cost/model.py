@@ -27,7 +27,7 @@ from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.host import HostLink
 from autopar.layout import Type
 from autopar.mesh import Mesh
-from autopar.plan import Breakdown, Memory, Precision, Prediction
+from autopar.plan import Breakdown, Memory, Precision, Prediction, Recompute
 from autopar.rules.conversions import collective_bytes, conversion
 from autopar.schedule import check_schedule
 
@@ -137,9 +137,13 @@ class CostModel:
             ]
         return OpTime(*seconds)
 
-    def block_work(self, graph: Graph, block: Block) -> BlockWork:
-        """What a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device."""
-        return block_work(graph, block, self.device.kind)
+    def block_work(self, graph: Graph, block: Block, *, selective: bool = True) -> BlockWork:
+        """What a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.
+
+        Args:
+            selective: whether selective recompute is looked at too.
+        """
+        return block_work(graph, block, self.device.kind, selective=selective)
 
     def price(self, work: BlockWork, mesh: Mesh) -> BlockCost:
         """The cost of :meth:`block_work`."""
@@ -154,7 +158,7 @@ class CostModel:
         times = (self.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in graph.prelude)
         return sum(time.forward_s for time in times)
 
-    def block_time_s(self, block: BlockCost, step: Step, *, recompute: bool) -> OpTime:
+    def block_time_s(self, block: BlockCost, step: Step, *, recompute: Recompute) -> OpTime:
         """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included."""
         data = self._data(step)
         unit = self._unit(block, data)

@@ -14,8 +14,9 @@ from autopar.cost.pipeline import StageTimes
 from autopar.cost.step import Step
 from autopar.device import Overheads
 from autopar.host import HostLink
+from autopar.plan import Recompute
 
-StageKey: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]
+StageKey: TypeAlias = tuple[tuple[int, ...], tuple[Recompute, ...]]
 
 
 def stage_key(stage: StageCost) -> StageKey:
@@ -40,11 +41,11 @@ class StageSums:
     offload_s: float = 0.0
 
 
-def own_times(block: BlockCost, recompute: bool) -> tuple[float, float]:
+def own_times(block: BlockCost, recompute: Recompute) -> tuple[float, float]:
     """Forward and backward with the block's own collectives."""
     forward_s = block.forward_s + block.communication_forward_s
     backward_s = block.backward_s + block.communication_backward_s
-    return forward_s, backward_s + (block.recompute_s if recompute else 0.0)
+    return forward_s, backward_s + (block.recompute_s(recompute) if recompute != "none" else 0.0)
 
 
 def stage_sums(
@@ -70,7 +71,8 @@ def stage_sums(
     """
     forward = [block.forward_s + block.communication_forward_s for block in stage.blocks]
     backward = [own_times(block, mode)[1] for block, mode in zip(stage.blocks, stage.recompute, strict=True)]
-    again = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode]
+    again = [block for block, mode in zip(stage.blocks, stage.recompute, strict=True) if mode == "full"]
+    remade_s = [b.remade.time_s for b, mode in zip(stage.blocks, stage.recompute, strict=True) if mode == "selective"]
     sent = sum(b.communication_forward_s + b.communication_backward_s for b in stage.blocks)
     sent += sum(b.communication_again_s for b in again)
     context = sum(b.context_forward_s + b.context_backward_s for b in stage.blocks)
@@ -79,7 +81,7 @@ def stage_sums(
     data_backward = data.backward_s(units, backward, interference, is_last=False)
     return StageSums(
         compute_s=sum(b.forward_s + b.backward_s for b in stage.blocks) + prelude_s + adding_s,
-        recompute_s=sum(b.forward_s for b in again),
+        recompute_s=sum(b.forward_s for b in again) + sum(remade_s),
         tensor_parallel_s=max(sent - context, 0.0),
         context_parallel_s=context,
         data_forward_s=data_forward,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 
 from autopar.cost.work import VIEWS, Work
@@ -25,6 +27,30 @@ class Storages:
                 if not graph.is_parameter(root) and not graph.is_prelude(root):
                     self.saved.setdefault(root, i)
         self._inner = [done.saved_bytes for done in works]
+        self.again_bytes = 0
+        self.remade: frozenset[int] = frozenset()
+        """Positions of the operators that backward runs once more for what is not kept."""
+        self._forget(again)
+
+    @property
+    def roots(self) -> dict[Ref, Ref]:
+        """For every value that the block makes the one whose storage it lies in."""
+        return self._roots
+
+    def without(self, again: frozenset[int]) -> Storages:
+        """The same block where the operators at these positions are made again and nothing that they make is kept."""
+        found = copy(self)
+        found.saved, found._inner = dict(self.saved), list(self._inner)
+        found._forget(again)
+        return found
+
+    def kept_by(self, is_dear: Callable[[Op], bool]) -> int:
+        """Bytes that are kept of what such operators make, and of what earlier blocks make."""
+        other = {op.name for op in self.ops if not is_dear(op)}
+        own = sum(size for size, op in zip(self._inner, self.ops, strict=True) if is_dear(op))
+        return own + sum(self.size(root) for root in self.saved if root.name not in other)
+
+    def _forget(self, again: frozenset[int]) -> None:
         self.again_bytes = self._drop(again)
         self.saved_bytes = sum(map(self.size, self.saved)) + sum(self._inner)
 
@@ -48,6 +74,7 @@ class Storages:
                     needed.append(makers[root.name])
                 elif not self.graph.is_parameter(root) and not self.graph.is_prelude(root):
                     self.saved.setdefault(root, i)
+        self.remade = frozenset(seen)
         return dropped
 
     def root(self, ref: Ref) -> Ref:

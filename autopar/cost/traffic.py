@@ -95,9 +95,9 @@ def rank_traffic(
 
 def _of_blocks(stage: StageCost, num_micro_batches: int) -> Traffic:
     found: Traffic = Counter()
-    for block, again in zip(stage.blocks, stage.recompute, strict=True):
+    for block, mode in zip(stage.blocks, stage.recompute, strict=True):
         for m in block.messages:
-            times = 2 if again and m.repeated and not m.backward else 1
+            times = 2 if mode == "full" and m.repeated and not m.backward else 1
             found[Collective(kind=m.kind, axes=(m.axis,), num_bytes=m.num_bytes)] += times * num_micro_batches
     return found
 

@@ -14,6 +14,7 @@ from typing import cast
 from autopar.cost.amounts import FLOAT, Product, Specs, Work, total, with_grad
 from autopar.cost.products import PRODUCTS
 from autopar.device import Kind
+from autopar.graph.again import SAVES_OUTPUT
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.opaque_ops import region_of
 
@@ -30,11 +31,6 @@ _SAVE_NOTHING_NAMES = (
     " to.dtype _to_copy.default cat.default stack.default pad.default constant_pad_nd.default repeat.default"
     " roll.default flip.default cumsum.default mul.Scalar div.Scalar tril.default triu.default type_as.default"
     " zeros_like.default ones_like.default"
-)
-_SAVE_OUTPUT_NAMES = (
-    "exp.default tanh.default sigmoid.default sqrt.default rsqrt.default relu.default reciprocal.default sign.default"
-    " amax.default amin.default logsumexp.default prod.default elu.default selu.default softmax.int _softmax.default"
-    " log_softmax.int _log_softmax.default"
 )
 _SAVE_INPUT_NAMES = (
     "pow.Tensor_Scalar silu.default gelu.default abs.default log.default sin.default cos.default square.default"
@@ -79,11 +75,7 @@ FUNCTIONS = {
 """Operators that compute a function which may take longer than its bytes; profiles measure these names."""
 
 _PARTIAL_VIEWS = _aten("slice.Tensor select.int narrow.default")
-_SAVE_NOTHING, _SAVE_OUTPUT, _SAVE_INPUT = (
-    _aten(_SAVE_NOTHING_NAMES),
-    _aten(_SAVE_OUTPUT_NAMES),
-    _aten(_SAVE_INPUT_NAMES),
-)
+_SAVE_NOTHING, _SAVE_INPUT = _aten(_SAVE_NOTHING_NAMES), _aten(_SAVE_INPUT_NAMES)
 _SAVE_CONDITION = {"aten.where.self": (0,), "aten.where.ScalarOther": (0,), "aten.where.ScalarSelf": (0,)}
 _SAVE_CONDITION |= {"aten.masked_fill.Scalar": (1,), "aten.masked_fill.Tensor": (1,), "aten.index.Tensor": (1,)}
 _SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1,)}
@@ -162,7 +154,7 @@ def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
     target = op.target
     if target in _SAVE_NOTHING:
         return (), False
-    if target in _SAVE_OUTPUT:
+    if target in SAVES_OUTPUT:
         return (), True
     if target in _SAVE_INPUT:
         return (0,), False

@@ -22,12 +22,13 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from autopar.graph.again import made_again
 from autopar.graph.ir import Block, Buffer, Graph, Layout, Parameter, Ref
 from autopar.layout import R
 from autopar.lower.emit import SEED, Emitter, ancestors, is_random, layout_of, readable, str_name
 from autopar.lower.typings import local_graph
 from autopar.mesh import Mesh
-from autopar.plan import Plan, StagePlan
+from autopar.plan import Plan, Recompute, StagePlan
 from autopar.rules.apply import BATCH
 
 _HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar import ops, sequence_ops, sharded_ops\naten = torch.ops.aten"
@@ -58,7 +59,8 @@ class BlockProgram:
             only when the block draws random numbers).
         outputs: values that later blocks or stages read; the loss among them in the last block.
         parameters: names of ``Graph.parameters`` that the module owns, registered under these names.
-        recompute: whether activations are dropped and the block run again in backward.
+        recompute: which activations are dropped and made again in backward.
+        again: names of the operators that are made again where that is ``selective``.
         offload: whether what the block keeps for backward lives on the host.
         kind: equal for blocks with equal code, names aside.
     """
@@ -69,9 +71,10 @@ class BlockProgram:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     parameters: tuple[str, ...]
-    recompute: bool
+    recompute: Recompute
     kind: str
     offload: bool = False
+    again: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,9 @@ class Program:
                 printed.setdefault(block.kind, []).append((stage.index, block))
         for uses in printed.values():
             names = ", ".join(f"{block.index} {block.label or '-'} (stage {stage})" for stage, block in uses)
-            again = "; recomputed in backward" if any(block.recompute for _, block in uses) else ""
+            again = "; recomputed in backward" if any(block.recompute == "full" for _, block in uses) else ""
+            remade = next((block.again for _, block in uses if block.again), ())
+            again += f"; made again in backward: {', '.join(remade)}" if remade else ""
             parts.append(f"# block {names}{again}\n{readable(uses[0][1].module)}")
         return "\n\n\n".join(parts) + "\n"
 
@@ -253,6 +258,8 @@ class _Builder:
             emitter.op(op)
         outputs = tuple(dict.fromkeys((*graph.block_outputs(block), *(m.value for m in graph.block_mutations(block)))))
         shared_here = sorted(p.name in shared for p in parameters)
+        mode = self.plan.blocks[block.index].recompute
+        again = sorted(made_again(graph, block)) if mode == "selective" else ()
         return BlockProgram(
             index=block.index,
             label=block.label,
@@ -260,7 +267,8 @@ class _Builder:
             inputs=tuple(inputs),
             outputs=tuple(str_name(ref) for ref in outputs),
             parameters=tuple(owned),
-            recompute=self.plan.blocks[block.index].recompute == "full",
+            recompute=mode,
+            again=tuple(ops[i].name for i in again),
             kind=f"{block.hash} {len(inputs)} {len(outputs)} {shared_here}",
             offload=self.plan.blocks[block.index].offload,
         )

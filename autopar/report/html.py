@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from autopar.plan import recompute_text
 from autopar.plan_io import dumps, plan_to_dict
 from autopar.report.text import layout_groups
 from autopar.report.timeline import timeline
@@ -138,10 +139,9 @@ def _stages(plan: Plan) -> str:
     rows = []
     for stage in plan.stages:
         blocks = plan.blocks[stage.start : stage.stop]
-        full = sum(block.recompute == "full" for block in blocks)
         cells = [str(stage.index), str(stage.pp_rank)]
         cells += [escape(devices_text(plan, stage.pp_rank))] if plan.groups else []
-        cells += [escape(ranges(block.label for block in blocks)), f"{full} of {len(blocks)} blocks"]
+        cells += [escape(ranges(block.label for block in blocks)), recompute_text(blocks)]
         cells += [seconds(part_s) for part_s in times[stage.index]] if times else ["-", "-"]
         rows.append(cells)
     devices = ("devices",) if plan.groups else ()

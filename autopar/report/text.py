@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from autopar.plan import BUCKET_BYTES
+from autopar.plan import BUCKET_BYTES, recompute_text
 from autopar.report.table import plain_table
 from autopar.report.units import (
     MEMORY_PARTS,
@@ -138,11 +138,9 @@ def _stages(plan: Plan) -> str:
     rows = []
     for stage in plan.stages:
         blocks = plan.blocks[stage.start : stage.stop]
-        full = sum(block.recompute == "full" for block in blocks)
-        recompute = "none" if not full else "full" if full == len(blocks) else f"full {full}/{len(blocks)}"
         cells = [str(stage.index), str(stage.pp_rank)]
         cells += [devices_text(plan, stage.pp_rank)] if plan.groups else []
-        cells += [_span(stage.start, stage.stop), ranges(block.label for block in blocks), recompute]
+        cells += [_span(stage.start, stage.stop), ranges(block.label for block in blocks), recompute_text(blocks)]
         rows.append([*cells, *(map(seconds, times[stage.index]) if times else ())])
     table = plain_table(head, rows, left=("devices", "layers", "recompute"), width=WIDTH)
     return f"Stages{' (times of one micro-batch)' if times else ''}\n{table}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from autopar.lower.emit import SEED
 from autopar.lower.program import BlockProgram, PreludeProgram, StageProgram
 from autopar.ops import on_meshes
 from autopar.runtime.host_saved import Mover
+from autopar.runtime.selective import Tape, with_tape
 
 MICRO_BATCH = "autopar_micro_batch"
 """Keyword of the micro-batch's number, beside the batch inputs."""
@@ -27,11 +29,14 @@ class BlockModule(nn.Module):
 
     def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
-        self.body = program.module
         self.inputs, self.outputs = program.inputs, program.outputs
         self.recompute = program.recompute
+        self.body = program.module
         self._meshes = meshes
         self._mover: Mover | None = None
+        self._tape: Tape | None = None
+        if self.recompute == "selective":
+            self.body = with_tape(program.module, program.again, lambda: self._tape)
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
         """From ``inputs`` to ``outputs``, both in order."""
@@ -45,9 +50,19 @@ class BlockModule(nn.Module):
         self._mover = mover
 
     def _run(self, *values: Any) -> tuple[Tensor, ...]:
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute == "full" and torch.is_grad_enabled():
             return cast("tuple[Tensor, ...]", checkpoint(self._with_mesh, *values, use_reentrant=False))
+        if self.recompute == "selective" and torch.is_grad_enabled():
+            return self._on_tape(values)
         return cast("tuple[Tensor, ...]", self.body(*values))
+
+    def _on_tape(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+        tape = self._tape = Tape(partial(on_meshes, self._meshes))
+        try:
+            with tape.record():
+                return cast("tuple[Tensor, ...]", self.body(*values))
+        finally:
+            self._tape = None
 
     def _with_mesh(self, *values: Any) -> tuple[Tensor, ...]:
         with on_meshes(self._meshes):  # backward runs it again, on a thread of its own

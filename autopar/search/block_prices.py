@@ -61,8 +61,11 @@ class BlockPrices:
         size: ranks of the axis.
     """
 
-    def __init__(self, graph: Graph, model: CostModel, mesh: Mesh, owners: Mapping[str, int], size: int) -> None:
+    def __init__(
+        self, graph: Graph, model: CostModel, mesh: Mesh, owners: Mapping[str, int], size: int, *, is_selective: bool
+    ) -> None:
         self.graph, self.model, self.mesh, self.owners = graph, model, mesh, owners
+        self.is_selective = is_selective
         self.wanted = lengths(graph, size)
         self._frames: dict[tuple[tuple[str, int], ...], _Frame] = {}
 
@@ -99,7 +102,7 @@ class BlockPrices:
         return _together(every, graph, self.model.prelude_time_s(graph), {})
 
     def _priced(self, graph: Graph, block: Block) -> _Known:
-        work = self.model.block_work(graph, block)
+        work = self.model.block_work(graph, block, selective=self.is_selective)
         return _Known(alike=self._alike(graph, block), work=work, cost=self.model.price(work, self.mesh))
 
     def _alike(self, graph: Graph, block: Block) -> Hashable:

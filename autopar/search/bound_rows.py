@@ -19,23 +19,29 @@ class BlockPrice:
     Attributes:
         time_s: forward and backward of one micro-batch.
         forward_s: the forward's part of it.
-        again_s: what recompute adds to the backward.
+        again_s: what recompute adds to the backward where it frees all that it can, at the least seconds for a byte.
+        least_again_s: what it adds to the backward of a block that recomputes at all.
+        more_byte_s, more_free_s: recompute that frees so many bytes of ``held_bytes`` adds no less than the first for each, less
+            the second: another line below what modes of recompute take, beside that of ``again_s``; zeros: there is none.
         once_s: once a step, after the rank's last backward.
         gather_s: what the stage's first forward takes longer, beside the forward of another block.
         static_bytes: parameters, gradients and optimizer states.
-        held_bytes, held_again_bytes: of one micro-batch between forward and backward; the second with recompute.
+        held_bytes, held_again_bytes: of one micro-batch between forward and backward; the second with the most recompute.
         passing_bytes: at its peak inside.
     """
 
     time_s: float
     forward_s: float
     again_s: float
+    least_again_s: float
     once_s: float
     gather_s: float
     static_bytes: float
     held_bytes: float
     held_again_bytes: float
     passing_bytes: float
+    more_byte_s: float = 0.0
+    more_free_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

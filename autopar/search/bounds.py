@@ -158,8 +158,12 @@ class _Columns:
         self.plain = group["static_bytes"] + counts.held * full + _TINY
         self.lean = group["static_bytes"] + counts.held * again + _TINY
         self.freed = tuple(np.maximum(own * (full - again), _TINY) for own in (counts.held_most, counts.held))
-        self.again_s = self.m * group["again_s"]
-        self.for_byte = tuple(self.again_s / own for own in self.freed)
+        self.again_s = self.m * group["least_again_s"]  # of a whole block; of a part of one by what it frees
+        self.for_byte = tuple(self.m * group["again_s"] / own for own in self.freed)
+        self.more_for_byte = tuple(
+            self.m * group["more_byte_s"] / np.maximum(own, _TINY) for own in (counts.held_most, counts.held)
+        )
+        self.more_free_s = self.m * group["more_free_s"]
         passing = np.maximum(self.is_first * first["passing_bytes"], self.is_last * last["passing_bytes"])
         room = np.array([r.limit_bytes for r in rows]) * (1 + 1e-9) - passing  # what fits exactly, fits
         for part, mask, held in ((first, self.is_first, counts.first), (last, self.is_last, counts.last)):
@@ -196,6 +200,12 @@ class _Columns:
         plain = self.plain[:, None, None, :]
         self.unhurried = room / plain
         self.room_s, self.both_slope = for_byte * room, self.chain_slope + for_byte * plain
+        if self.more_for_byte[0].any():  # each of the two relaxations with each of the two lines
+            more = np.stack(self.more_for_byte, axis=1)[:, :, None, :]
+            both_slope = np.maximum(self.chain_slope + more * plain - self.more_free_s, _TINY)
+            self.unhurried = np.concatenate([self.unhurried] * 2, axis=1)
+            self.room_s = np.concatenate([self.room_s, more * room], axis=1)
+            self.both_slope = np.concatenate([self.both_slope, both_slope], axis=1)
         self.again_each, self.again_less = (plain / freed)[:, :, 0, :], (room / freed)[:, :, 0, :]
         self.leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +16,12 @@ from autopar.plan import Recompute
 from autopar.schedule import live_peaks, peak_table
 from autopar.search.candidates import Candidate
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
-from autopar.search.inter import BlockOption, Cut, CutBlock, CutShape, StageCutter
+from autopar.search.inter import Cut, CutBlock, CutShape, StageCutter
 from autopar.search.mixed import Placed
 from autopar.search.options import Option
 from autopar.search.rows import RowMaker
 from autopar.search.turns import by_turns
+from autopar.search.ways import BlockOption, Ways, useful, ways_of
 
 MAX_KEPT = 20_000
 """Choices of recompute of all stages up to which a cutter is kept."""
@@ -60,7 +62,7 @@ class Cuts:
         self.class_of, self.model = rows.class_of, rows.model
         self.moved = moved
         self._moved: dict[int, tuple[BlockCost, BlockCost]] = {}
-        self._shapes: dict[tuple[int, ...], CutShape] = {}
+        self._shapes: dict[tuple[tuple[int, ...], tuple[Ways, ...]], CutShape] = {}
         self._held: dict[tuple[str, int, int, int], list[int]] = {}
         self._cut: dict[tuple[object, ...], list[StageCutter]] = {}
 
@@ -176,7 +178,7 @@ class Cuts:
         """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
         n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
         stops = tuple(round((s + 1) * n / stages) for s in range(stages))
-        modes = tuple(block.options[-1].mode for block in cutter.blocks)
+        modes = tuple(min(block.options, key=lambda o: o.held_bytes).mode for block in cutter.blocks)
         made = self.stages(stops, modes, option, candidate.mesh.pp)
         return max(m.total for m in self.placed.ordered(candidate).memory(made, step))
 
@@ -190,7 +192,7 @@ class Cuts:
         return [
             StageCost(
                 blocks=tuple(costs[s % pp % len(costs)][start:stop]),
-                recompute=tuple(m == "full" for m in modes[start:stop]),
+                recompute=tuple(modes[start:stop]),
             )
             for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False))
         ]
@@ -247,11 +249,14 @@ class Cuts:
         return costs
 
     def _cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
-        sequence = tuple(b.key for b in blocks)
-        if sequence not in self._shapes:
-            counts = {b.key: len(b.options) for b in blocks}
-            self._shapes[sequence] = CutShape(sequence, counts, fixed=self.pinned)
-        return StageCutter(blocks, shape=self._shapes[sequence])
+        counts = Counter(b.key for b in blocks)
+        one_of = {b.key: b.options for b in blocks}
+        # nothing is traded among blocks of which there is one: so that more prices have the same shape
+        ways = {k: ways_of(own) if counts[k] > 1 else Ways(len(own)) for k, own in one_of.items()}
+        key = (tuple(b.key for b in blocks), tuple(ways.values()))
+        if key not in self._shapes:
+            self._shapes[key] = CutShape(key[0], ways, fixed=self.pinned)
+        return StageCutter(blocks, shape=self._shapes[key])
 
     def _cut_block(
         self, key: int, cost: BlockCost, modes: tuple[Recompute, ...], step: Step, model: CostModel
@@ -260,20 +265,19 @@ class Cuts:
         private = self.rows.without_shared(cost)
         adding_s = model.block_adding_s(private, step)
         for mode in modes:
-            again = mode == "full"
-            time = model.block_time_s(cost, step, recompute=again)
+            time = model.block_time_s(cost, step, recompute=mode)
             options.append(
                 BlockOption(
                     mode=mode,
                     time_s=time.forward_s + time.backward_s + adding_s,
-                    held_bytes=cost.kept_bytes(again),
-                    transient_bytes=cost.passing_bytes(again),
+                    held_bytes=cost.kept_bytes(mode),
+                    transient_bytes=cost.passing_bytes(mode),
                 )
             )
         once_s = model.block_once_s(private, step)
         return CutBlock(
             key=key,
-            options=tuple(options),
+            options=useful(options),
             static_bytes=model.block_state(cost, step).total,
             once_s=once_s,
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,

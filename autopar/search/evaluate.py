@@ -84,19 +84,18 @@ class Evaluator:
         self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self.buckets = pins.buckets(space.bucket_bytes)
         self.recompute, self.stages, self.moved = pins.recompute(graph), pins.stages(graph), pins.moved(graph)
+        modes = space.recompute if not self.moved else tuple(m for m in space.recompute if m != "selective")
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
         self.limit_bytes = model.fitting_bytes
         self.rows = RowMaker(
-            self.layouts.compact, model, modes=space.recompute, pinned=self.recompute, limit_bytes=self.limit_bytes,
+            self.layouts.compact, model, modes=modes, pinned=self.recompute, limit_bytes=self.limit_bytes,
             is_pinned=bool(self.stages), moved=self.moved, every=0 if space.equal_stages else space.every,
         )  # fmt: skip
-        self.placed = Placed(
-            self.layouts, model, modes=space.recompute, pinned=self.recompute, is_even=space.equal_stages
-        )
+        self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
-            self.rows, self.placed, space_modes=space.recompute, recompute=self.recompute, pinned=self.stages,
+            self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
             moved=self.moved,
         )  # fmt: skip
         self._ideal: dict[Candidate, Row | MixedRow] = {}

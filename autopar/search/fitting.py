@@ -54,15 +54,20 @@ def busy_s(
 def relaxable(cut: Cut, cutter: StageCutter, in_flight: Sequence[int], pp: int) -> list[list[int]]:
     """For each pipeline rank the blocks that recompute and need not, first those that keep the least for the time they take.
 
+    A block stands there as often as it may go over to a mode that recomputes less.
+
     Args:
         in_flight: micro-batches that each stage holds at its peak.
     """
     found: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
     for s, (start, stop) in enumerate(zip((0, *cut.stops), cut.stops, strict=False)):
         for i in range(start, stop):
-            plain, other = cutter.blocks[i].options[0], cutter.blocks[i].options[-1]
-            gain_s = other.time_s - plain.time_s
-            if cut.modes[i] == other.mode != plain.mode and gain_s > 0:
+            options, key, mode = cutter.blocks[i].options, cutter.blocks[i].key, cut.modes[i]
+            while (less := cutter.lighter[key, mode]) >= 0:
+                plain, other = options[less], next(o for o in options if o.mode == mode)
+                gain_s, mode = other.time_s - plain.time_s, plain.mode
+                if gain_s <= 0:
+                    break
                 found[s % pp].append((in_flight[s] * (plain.held_bytes - other.held_bytes) / gain_s, i))
     return [[i for _, i in sorted(own)] for own in found]
 
@@ -105,5 +110,6 @@ def _lighter(cut: Cut, orders: Sequence[Sequence[int]], counts: Sequence[int], c
     modes = list(cut.modes)
     for own, count in zip(orders, counts, strict=True):
         for i in own[:count]:
-            modes[i] = cutter.blocks[i].options[0].mode
+            block = cutter.blocks[i]
+            modes[i] = block.options[max(cutter.lighter[block.key, modes[i]], 0)].mode
     return replace(cut, modes=tuple(modes))

@@ -6,7 +6,8 @@ For stages of f_s + b_s = t_s seconds a micro-batch and m micro-batches the step
 
 which is minimised exactly under a memory limit for each stage: for every bound on the slowest stage a dynamic program
 over prefixes of the blocks minimises the sum; bounds are tried from the smallest feasible one upwards until no larger
-one can win. Equal blocks are counted, not told apart: which of them recompute makes no difference.
+one can win. Equal blocks are counted, not told apart: which of them recompute, and in which mode, makes no difference.
+Of three modes few counts have to be looked at: see :class:`autopar.search.ways.Ways`.
 
 With virtual stages a rank holds several stages; each then gets an equal share of the rank's memory, and the bound on the
 slowest stage stands for that on the slowest rank. That is a heuristic; the event simulation judges the result. Which
@@ -18,33 +19,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.plan import Recompute
+from autopar.search.ways import BlockOption, Ways, along, gain, lighter, ways_of
 
-MAX_CHOICES = 4096
+MAX_CHOICES = 16384
 """Choices of recompute enumerated for one stage; past it they are taken in order of bytes saved for a second."""
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOption:
-    """A block run in one way.
-
-    Attributes:
-        time_s: forward, backward and recompute of one micro-batch.
-        held_bytes: of one micro-batch between forward and backward.
-        transient_bytes: at its peak inside.
-    """
-
-    mode: Recompute
-    time_s: float
-    held_bytes: float
-    transient_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +64,15 @@ class Choices:
     """Choices of recompute of all distinct stages, one stage after the other.
 
     Attributes:
-        plain, second: for each choice how many blocks of each key take their first and their second option.
+        taken: for each choice how many blocks of each key take each of their options [choices, options of all keys].
         lengths, first: how many choices a stage has, and where they begin.
-        has_plain, has_second: for each key 1 where there are such blocks.
+        has: for each option of each key 1 where some block takes it.
     """
 
-    plain: Array
-    second: Array
+    taken: Array
     lengths: NDArray[np.int64]
     first: NDArray[np.int64]
-    has_plain: tuple[Array, ...]
-    has_second: tuple[Array, ...]
+    has: tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,15 +83,13 @@ class Spans:
         least: the fewest blocks of a stage.
         allowed: for each stage at [k, j] whether blocks j - least - k : j may be it.
         place: at [k, j] the number of their kind among those that may be any.
-        choices: positions of the choices of recompute of these kinds, one kind after the other.
-        first: where those of each kind begin among them.
+        kinds: these, as they are counted in ``CutShape.distinct``.
     """
 
     least: int
     allowed: tuple[NDArray[np.bool_], ...]
     place: NDArray[np.int64]
-    choices: NDArray[np.int64]
-    first: NDArray[np.int64]
+    kinds: NDArray[np.int64]
 
 
 class CutShape:
@@ -115,15 +97,18 @@ class CutShape:
 
     Args:
         keys: of the blocks, in order.
-        choices: for each key how many options a block has.
+        ways: for each key how its blocks may recompute.
         fixed: pinned stage by block index.
     """
 
     def __init__(
-        self, keys: Sequence[int], choices: Mapping[int, int], *, fixed: Mapping[int, int] | None = None
+        self, keys: Sequence[int], ways: Mapping[int, Ways], *, fixed: Mapping[int, int] | None = None
     ) -> None:
         self.of_block, self.fixed = tuple(keys), dict(fixed or {})
         self.keys = sorted(set(keys))
+        self.ways = [ways[key] for key in self.keys]
+        self.columns = np.concatenate([[0], np.cumsum([own.options for own in self.ways])])
+        """Where the options of each key begin in ``Choices.taken``."""
         n = len(keys)
         counts = np.zeros((n + 1, len(self.keys)), dtype=np.int64)
         for i, key in enumerate(keys):
@@ -135,28 +120,50 @@ class CutShape:
         self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
         self.which[upper] = which.reshape(-1)
         self.exists = self.which >= 0
-        self.limits = self.distinct * np.array([choices[k] > 1 for k in self.keys])
-        self.is_small = bool(np.all(np.prod(self.limits + 1.0, axis=1) <= MAX_CHOICES))
+        self._counts: dict[tuple[Ways, int], NDArray[np.int64]] = {}
+        sizes = [[len(self._of(own, int(c))) for own, c in zip(self.ways, row, strict=True)] for row in self.distinct]
+        self.is_few = np.prod(np.array(sizes, dtype=np.float64), axis=1) <= MAX_CHOICES
+        self.is_small = bool(self.is_few.all())
+
+    def _of(self, own: Ways, blocks: int) -> NDArray[np.int64]:
+        if (own, blocks) not in self._counts:
+            self._counts[own, blocks] = own.counts(blocks)
+        return self._counts[own, blocks]
 
     @cached_property
     def all_choices(self) -> Choices:
         """:meth:`enumerate` where every choice is there, whatever it gains."""
-        return self.enumerate([0.0] * len(self.keys))
+        return self.enumerate([])
 
-    def enumerate(self, gains: Sequence[float]) -> Choices:
-        """All choices of all distinct stages."""
-        rows = [_choices(limits, gains) for limits in self.limits]
+    def enumerate(self, steps: Sequence[tuple[int, int, int]]) -> Choices:
+        """Choices of all distinct stages: all of them where those are few, else one block after the other.
+
+        Args:
+            steps: keys by position, and from which option to which one their blocks go, best first.
+        """
+        rows = []
+        for counts, is_few in zip(self.distinct, self.is_few, strict=True):
+            parts = [self._of(own, int(c)) for own, c in zip(self.ways, counts, strict=True)] if is_few else []
+            rows.append(_crossed(parts) if is_few else self._in_turn(counts, steps))
         lengths = np.array([len(r) for r in rows])
-        second = np.concatenate(rows).astype(np.float64)
-        plain = np.repeat(self.distinct, lengths, axis=0) - second
+        taken = np.asfortranarray(np.concatenate(rows), dtype=np.float64)
         return Choices(
-            plain=plain,
-            second=second,
+            taken=taken,
             lengths=lengths,
             first=np.concatenate([[0], np.cumsum(lengths)[:-1]]),
-            has_plain=tuple((plain[:, k] > 0).astype(np.float64) for k in range(len(self.keys))),
-            has_second=tuple((second[:, k] > 0).astype(np.float64) for k in range(len(self.keys))),
+            has=tuple((taken[:, k] > 0).astype(np.float64) for k in range(taken.shape[1])),
         )
+
+    def _in_turn(self, counts: NDArray[np.int64], steps: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
+        taken = np.zeros(int(self.columns[-1]), dtype=np.int64)
+        taken[self.columns[:-1]] = counts
+        made = [taken.copy()]
+        for key, before, after in steps:
+            for _ in range(int(counts[key])):
+                taken[self.columns[key] + before] -= 1
+                taken[self.columns[key] + after] += 1
+                made.append(taken.copy())
+        return np.array(made)
 
 
 class StageCutter:
@@ -173,22 +180,26 @@ class StageCutter:
     ) -> None:
         self.blocks = tuple(blocks)
         one_of = {b.key: b for b in blocks}
-        counts = {key: len(b.options) for key, b in one_of.items()}
-        self.shape = shape or CutShape([b.key for b in blocks], counts, fixed=fixed)
+        if shape is None:
+            shape = CutShape([b.key for b in blocks], {k: ways_of(b.options) for k, b in one_of.items()}, fixed=fixed)
+        self.shape = shape
         ordered = [one_of[key] for key in self.shape.keys]
-        plain, other = [b.options[0] for b in ordered], [b.options[-1] for b in ordered]
-        choices = self.shape.all_choices if self.shape.is_small else self.shape.enumerate([_gain(b) for b in ordered])
+        choices = self.shape.all_choices if self.shape.is_small else self.shape.enumerate(_steps(ordered))
         self.choices, self.first = choices, choices.first
-        more = [b.more_s for b in ordered]
-        self.time = choices.plain @ [o.time_s + m for o, m in zip(plain, more, strict=True)]
-        self.time += choices.second @ [o.time_s + m for o, m in zip(other, more, strict=True)]
-        self.held = choices.plain @ [o.held_bytes for o in plain] + choices.second @ [o.held_bytes for o in other]
+        options = [(b, o) for b in ordered for o in b.options]
+        self.time = choices.taken @ [o.time_s + b.more_s for b, o in options]
+        self.held = choices.taken @ [o.held_bytes for _, o in options]
         transient = np.zeros(len(self.time))
-        for k in range(len(ordered)):
-            for has, option in ((choices.has_plain[k], plain[k]), (choices.has_second[k], other[k])):
-                np.maximum(transient, has * option.transient_bytes, out=transient)
+        for has, (_, option) in zip(choices.has, options, strict=True):
+            np.maximum(transient, has * option.transient_bytes, out=transient)
         static = self.shape.distinct @ [b.static_bytes for b in ordered]
         self.resident = np.repeat(static, choices.lengths) + transient
+
+    @cached_property
+    def lighter(self) -> dict[tuple[int, Recompute], int]:
+        """The option that a block of a key takes next as it recomputes less than in a mode; -1: there is none."""
+        one_of = {b.key: b.options for b in self.blocks}
+        return {(key, o.mode): lighter(options, o.mode) for key, options in one_of.items() for o in options}
 
     def _allowed_times(self, in_flight: int, limit_bytes: float, span: slice = slice(None)) -> Array:
         """The time of every stage with every choice of recompute; inf where it does not fit."""
@@ -263,7 +274,7 @@ class StageCutter:
             key = (id(cutters[s]), kind, in_flight[s], limit_bytes[s])
             if key not in chosen:
                 chosen[key] = cutters[s]._recomputed(kind, in_flight[s], limit_bytes[s])
-            modes += self._modes(start, stop, chosen[key])
+            modes += cutters[s]._modes(start, stop, chosen[key])
         return Cut(stops=tuple(stops), modes=tuple(modes), time_s=time_s)
 
     def tables(
@@ -308,15 +319,18 @@ class StageCutter:
         used = np.unique(self.shape.which[start, stop])
         place = np.zeros(len(self.shape.distinct), dtype=np.int64)
         place[used] = np.arange(len(used))
-        lengths = self.choices.lengths[used]
-        first = np.cumsum(lengths) - lengths
         return Spans(
             least=least,
             allowed=tuple(banded[id(mask)] for mask in masks),
             place=np.where(_any_of(banded.values()), place[self.shape.which[starts, stops]], 0),
-            choices=np.arange(int(lengths.sum())) + np.repeat(self.first[used] - first, lengths),
-            first=first,
+            kinds=used,
         )
+
+    def _choices_of(self, kinds: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions of the choices of recompute of these kinds, one kind after the other, and where each begins among them."""
+        lengths = self.choices.lengths[kinds]
+        first = np.cumsum(lengths) - lengths
+        return np.arange(int(lengths.sum())) + np.repeat(self.first[kinds] - first, lengths), first
 
     def _tables(
         self, cutters: Sequence[StageCutter], in_flight: Sequence[int], limits: Sequence[float], spans: Spans
@@ -324,17 +338,16 @@ class StageCutter:
         """For each stage the time of blocks j - least - k : j as it at [k, j]; inf where they do not fit or may not be it."""
         known: dict[tuple[int, int, float, int], Array] = {}
         asked = {(id(c), in_flight[s], limits[s]): c for s, c in enumerate(cutters)}
-        parts: dict[int, tuple[Array, Array, Array]] = {}
+        parts: dict[int, tuple[Array, Array, Array, NDArray[np.int64]]] = {}
         times: dict[tuple[int, int, float], Array] = {}
         for key, cutter in asked.items():
             if id(cutter) not in parts:
-                parts[id(cutter)] = tuple(  # type: ignore[assignment]
-                    own[spans.choices] for own in (cutter.held, cutter.resident, cutter.time)
-                )
-            held, resident, time = parts[id(cutter)]
+                choices, first = cutter._choices_of(spans.kinds)
+                parts[id(cutter)] = cutter.held[choices], cutter.resident[choices], cutter.time[choices], first
+            held, resident, time, first = parts[id(cutter)]
             memory = held * key[1]
             memory += resident
-            times[key] = np.minimum.reduceat(np.where(memory <= key[2], time, np.inf), spans.first)
+            times[key] = np.minimum.reduceat(np.where(memory <= key[2], time, np.inf), first)
         tables = []
         for s, cutter in enumerate(cutters):
             mask, own = spans.allowed[s], (id(cutter), in_flight[s], limits[s])
@@ -357,40 +370,44 @@ class StageCutter:
         return allowed
 
     def _recomputed(self, kind: int, in_flight: int, limit_bytes: float) -> Array:
-        """How many blocks of each key of a stage of this kind take their second option."""
+        """How many blocks of each key of a stage of this kind take each of their options."""
         begin = int(self.first[kind])
         span = slice(begin, begin + int(self.choices.lengths[kind]))
         best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes, span)))
-        found: Array = self.choices.second[best]
+        found: Array = self.choices.taken[best]
         return found
 
     def _modes(self, start: int, stop: int, recomputed: Array) -> list[Recompute]:
-        left = dict(zip(self.shape.keys, (int(c) for c in recomputed), strict=True))
+        """Of the blocks of a stage; of equal ones the first recompute the most."""
+        left = recomputed.astype(np.int64)
+        place = {
+            key: (int(i), int(k))
+            for key, i, k in zip(self.shape.keys, self.shape.columns, self.shape.columns[1:], strict=False)
+        }
         modes: list[Recompute] = []
         for block in self.blocks[start:stop]:
-            second = left[block.key] > 0
-            left[block.key] -= second
-            modes.append(block.options[-1 if second else 0].mode)
+            begin, end = place[block.key]
+            column = next(k for k in reversed(range(begin, end)) if left[k])
+            left[column] -= 1
+            modes.append(block.options[column - begin].mode)
         return modes
 
 
-def _gain(block: CutBlock) -> float:
-    """Bytes that recompute frees for each second it takes."""
-    plain, other = block.options[0], block.options[-1]
-    return (plain.held_bytes - other.held_bytes) / max(other.time_s - plain.time_s, 1e-12)
+def _steps(blocks: Sequence[CutBlock]) -> list[tuple[int, int, int]]:
+    """Keys by position, and from which option to which their blocks go, by what it frees for a second."""
+    found = []
+    for k, block in enumerate(blocks):
+        pairs = pairwise(along(block.options))
+        found += [(gain(block.options[a], block.options[b]), k, a, b) for a, b in pairs]
+    return [step for _, *step in sorted(found, key=lambda step: -step[0])]  # type: ignore[misc]
 
 
-def _choices(limits: NDArray[np.int64], gains: Sequence[float]) -> NDArray[np.int64]:
-    """How many blocks of each key recompute: every count where those are few, else one after the other by gain."""
-    if np.prod(limits + 1.0) <= MAX_CHOICES:
-        return np.array(list(product(*(range(int(c) + 1) for c in limits))), dtype=np.int64)
-    taken = np.zeros(len(limits), dtype=np.int64)
-    made = [taken.copy()]
-    for i in sorted(range(len(limits)), key=lambda i: -gains[i]):
-        for _ in range(int(limits[i])):
-            taken[i] += 1
-            made.append(taken.copy())
-    return np.array(made)
+def _crossed(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Each row of the first with each one of the second, and so on, side by side."""
+    found = parts[0]
+    for part in parts[1:]:
+        found = np.concatenate([np.repeat(found, len(part), axis=0), np.tile(part, (len(found), 1))], axis=1)
+    return found
 
 
 def _forward(tables: Sequence[Array], spans: Spans, combine: np.ufunc) -> tuple[float, list[Array]]:

@@ -72,6 +72,7 @@ class Layouts:
         self.narrow = narrow
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.global_batch_size = global_batch_size
+        self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
         self.pinned = {p.name: t for p in graph.parameters if (t := _pinned_type(p, pins)) is not None}
         keys = [
             tuple(self.pinned.get(p.name) for p in graph.block_parameters(block)) if self.pinned else None
@@ -232,13 +233,13 @@ class Layouts:
     def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
         if split.tp > 1:
             return self._solver(split, kind).least_s()
-        return tuple(sum(own_times(cost, recompute=False)) for cost in self._option(split, kind, None).costs)
+        return tuple(sum(own_times(cost, recompute="none")) for cost in self._option(split, kind, None).costs)
 
     def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
         if split.tp > 1:
             return self._solver(split, kind).quickest().value
         costs, counts = self._option(split, kind, None).costs, (len(m) for m in self.compact.members)
-        return sum(n * sum(own_times(c, recompute=False)) for n, c in zip(counts, costs, strict=True))
+        return sum(n * sum(own_times(c, recompute="none")) for n, c in zip(counts, costs, strict=True))
 
     def _least_s(self, split: Split) -> float:
         if split not in self._least:
@@ -414,7 +415,9 @@ class Layouts:
     def _prices(self, split: Split, kind: str) -> BlockPrices:
         if (split, kind) not in self._priced_blocks:
             graph, mesh = self._base(split, kind).graph, self.mesh(split)
-            self._priced_blocks[split, kind] = BlockPrices(graph, self.model, mesh, self._owners, split.tp)
+            self._priced_blocks[split, kind] = BlockPrices(
+                graph, self.model, mesh, self._owners, split.tp, is_selective=self.is_selective
+            )
         return self._priced_blocks[split, kind]
 
     def priced(self, option: Option, part: CostModel) -> Option:

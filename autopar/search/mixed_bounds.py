@@ -261,9 +261,8 @@ class _Columns:
             for name in ("sends_s", "sends_back_s")
         )
         least = np.maximum(virtual - others - ends[0] - ends[1], 0.0)
-        again = self._again(group, first_, last, ends, limit, least)
         # seconds
-        again_s = again * group["again_s"][..., None]
+        again_s = self._again(group, first_, last, ends, limit, least)
         back_s, back_ends_s = (np.maximum(p["time_s"] - p["forward_s"], 0.0) for p in (group, fixed))
         m, one = self.m[None, :, None], blocks
 
@@ -298,7 +297,7 @@ class _Columns:
         limit: Array,
         least: Array,
     ) -> Array:
-        """How many of so many blocks recompute at least; and whether so many fit."""
+        """Seconds that so many blocks recompute at least; and whether so many fit."""
         blocks = np.arange(self.count + 1.0)
         passing = np.maximum(ends[0] * first_["passing_bytes"], ends[1] * last["passing_bytes"])
         kept = sum(
@@ -311,7 +310,10 @@ class _Columns:
         freed = np.maximum(self.held * (group["held_bytes"] - group["held_again_bytes"]), _TINY)
         again = np.maximum(np.ceil(needed / freed[..., None] - 1e-6), 0.0)
         self.fits = (again <= blocks) & (blocks >= least[..., None]) & (room >= 0)[..., None]
-        found: Array = np.minimum(again, blocks)
+        part = np.clip(needed / freed[..., None], 0.0, blocks) * group["again_s"][..., None]
+        more = np.maximum(needed, 0.0) * (group["more_byte_s"] / self.held)[..., None]
+        more -= blocks * group["more_free_s"][..., None]
+        found: Array = np.maximum(np.minimum(again, blocks) * group["least_again_s"][..., None], np.maximum(part, more))
         return found
 
     def _around(self, rows: Sequence[MixedRow], sends: Array, back: Array, every_s: Array) -> None:

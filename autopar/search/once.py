@@ -46,7 +46,7 @@ def least_sums_s(
     if not any(beside_s):
         return late_s
     interference = model.device.interference
-    hiding = [cost.backward_s + cost.communication_backward_s + cost.recompute_s for cost in costs]
+    hiding = [cost.backward_s + cost.communication_backward_s + cost.recompute_s("full") for cost in costs]
     left_s = [(1 - interference) * (sent - back) for sent, back in zip(beside_s, hiding, strict=True)]
     if others or sum(n * s for n, s in zip(counts, left_s, strict=True)) <= 0:
         left_s = [0.0] * len(costs)

@@ -33,7 +33,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.layout import Type, parse_type
-from autopar.plan import BUCKET_BYTES, Recompute
+from autopar.plan import BUCKET_BYTES, RECOMPUTES, Recompute
 from autopar.schedule import SCHEDULES
 from autopar.search.sequence import KINDS
 from autopar.table import closest
@@ -237,13 +237,13 @@ def _of_modules(text: str, name: str, value: str) -> Pin:
 
 def _recompute(text: str, value: str) -> RecomputePin:
     mode, at, selector = value.partition("@")
-    if mode not in ("none", "full") or bool(at) != bool(selector):
+    if mode not in RECOMPUTES or bool(at) != bool(selector):
         raise UsageError(
-            "recompute is none or full, alone or followed by @BLOCKS",
+            "recompute is none, selective or full, alone or followed by @BLOCKS",
             value=repr(value),
             remedy="write for example recompute=full@layers.0-11",
         )
-    return RecomputePin(text=text, mode="full" if mode == "full" else "none", selector=selector)
+    return RecomputePin(text=text, mode=mode, selector=selector)
 
 
 def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
@@ -364,9 +364,14 @@ class Pins:
         Raises:
             UsageError: names the pin, with suggestions.
         """
-        self.recompute(graph)
+        modes, moved = self.recompute(graph), self.moved(graph)
         self.stages(graph)
-        self.moved(graph)
+        if both := [i for i in moved if modes.get(i) == "selective"]:
+            raise UsageError(
+                "a block whose activations live on the host recomputes nothing or all",
+                value="selective", place=f"block {graph.blocks[min(both)].label or min(both)}",
+                remedy="pin recompute=none or full there, or leave the block on the device",
+            )  # fmt: skip
         names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)]
         if not (self.allows("ep", 1) and self.allows("ep_data", 1)) and not any(
             op.target == "autopar.experts" for op in graph.ops

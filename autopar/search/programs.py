@@ -10,17 +10,21 @@ from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import CostModel, Step
 from autopar.cost.stages import own_times
 from autopar.cost.traffic import gathering_share
+from autopar.plan import RECOMPUTES, Recompute
 from autopar.search.bound_rows import Row
 from autopar.search.candidates import Candidate
 from autopar.search.linear import Every, Kind, LinearProgram
 from autopar.search.options import Option
 from autopar.search.rows import RowMaker
 
+LONGEST: tuple[tuple[int, Recompute], ...] = ((0, "none"), (1, "full"))
+"""Forward and backward, each in the mode in which it takes longest."""
+
 
 def program(rows: RowMaker, candidate: Candidate, option: Option, step: Step) -> LinearProgram:
     """The program of a candidate in a layout."""
     costs, prices, _ = rows.priced(option, step)
-    modes = [tuple(sorted(mode == "full" for mode in own)) for own in rows.modes]
+    modes = [tuple(sorted(own, key=RECOMPUTES.index)) for own in rows.modes]
     blocks = [(k, modes[k]) for k in rows.class_of]
     row = rows.exact(candidate, option, step)
     kinds = kinds_of(rows.model, costs, blocks, [price.once_s for price in prices], rows.largest(option), step)
@@ -28,19 +32,19 @@ def program(rows: RowMaker, candidate: Candidate, option: Option, step: Step) ->
 
 
 def kinds_of(
-    model: CostModel, costs: Sequence[BlockCost], blocks: Sequence[tuple[int, tuple[bool, ...]]], once_s: Sequence[float],
+    model: CostModel, costs: Sequence[BlockCost], blocks: Sequence[tuple[int, tuple[Recompute, ...]]], once_s: Sequence[float],
     group: Sequence[int], step: Step,
 ) -> list[Kind]:  # fmt: skip
     """Kinds of blocks at their least prices.
 
     Args:
         costs: of the blocks of the compact graph, each with the parameters that count for it.
-        blocks: for each block of the model that of the compact graph that stands for it, and whether each mode recomputes.
+        blocks: for each block of the model that of the compact graph that stands for it, and its modes.
         once_s: of each block of the compact graph.
         group: those of the largest group of equal ones.
     """
     data, interference = model.data_parallel(step), model.device.interference
-    longest_s = [max(own_times(cost, again)[part] for cost in costs) for part, again in ((0, False), (1, True))]
+    longest_s = [max(own_times(cost, mode)[part] for cost in costs) for part, mode in LONGEST]
     made: list[Kind] = []
     known: dict[object, Kind] = {}
     last: object = None
@@ -62,14 +66,14 @@ def kinds_of(
                 first=place,
                 count=1,
                 in_group=k in group,
-                forward_s=tuple(own_times(cost, again)[0] for again in modes),
-                backward_s=tuple(own_times(cost, again)[1] + unit.hooks_s + later[1] + adding_s for again in modes),
+                forward_s=tuple(own_times(cost, mode)[0] for mode in modes),
+                backward_s=tuple(own_times(cost, mode)[1] + unit.hooks_s + later[1] + adding_s for mode in modes),
                 shared_forward_s=unit.hooks_s + later[0],
                 gather_s=beside[0] if data.uses_fsdp and not data.gathers_always else 0.0,
                 once_s=once_s[k],
                 static_bytes=static,
-                held_bytes=tuple(cost.kept_bytes(again) for again in modes),
-                passing_bytes=tuple(cost.passing_bytes(again) for again in modes),
+                held_bytes=tuple(cost.kept_bytes(mode) for mode in modes),
+                passing_bytes=tuple(cost.passing_bytes(mode) for mode in modes),
             )
         made.append(_at(known[key], place))
     return made
@@ -81,8 +85,8 @@ def every_of(model: CostModel, costs: Sequence[BlockCost], row: Row, step: Step)
     rest = 1 - model.device.interference
     gathers_s = [model.data_unit(cost, step).gather_s for cost in costs]
     hidden_s = [
-        rest * min(min(gather_s, max(own_times(cost, again)[part] for cost in costs)) for gather_s in gathers_s)
-        for part, again in ((0, False), (1, True))
+        rest * min(min(gather_s, max(own_times(cost, mode)[part] for cost in costs)) for gather_s in gathers_s)
+        for part, mode in LONGEST
     ]
     shares = tuple(gathering_share(data, row.schedule, stages, row.num_micro_batches, s) for s in range(stages))
     action_s, _ = model.device.overheads.of_actions(row.virtual_stages)

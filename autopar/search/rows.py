@@ -182,21 +182,29 @@ class RowMaker:
         # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         prices = []
+        device = self.model.device
+        byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
         for k, cost in enumerate(self._private_costs(whole)):
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
-            again_s = cost.forward_s * share
+            forward_s = cost.forward_s * share
+            kept = [_least_kept(cost, mode) / ranks for mode in modes]
+            # what is made again is written again, whichever layout says what that is
+            seconds = {"none": 0.0, "selective": byte_s * (max(kept) - min(kept)), "full": forward_s}
+            if "selective" in modes:
+                seconds["selective"] = byte_s * (max(kept) - kept[modes.index("selective")])
+            own = again_prices([seconds[mode] for mode in modes], kept)
             prices.append(
                 BlockPrice(
-                    time_s=time_s + (again_s if "none" not in modes else 0.0),
-                    forward_s=again_s,
-                    again_s=again_s if len(modes) > 1 else 0.0,
+                    time_s=time_s + (forward_s if set(modes) == {"full"} else 0.0),
+                    forward_s=forward_s,
                     gather_s=0.0,
                     once_s=self.model.block_once_s(cost, step) / mesh.tp,
                     static_bytes=self.model.block_state(cost, step).total / mesh.tp,
-                    held_bytes=max(cost.kept_bytes(mode == "full") for mode in modes) / ranks,
-                    held_again_bytes=min(cost.kept_bytes(mode == "full") for mode in modes) / ranks,
-                    passing_bytes=min(cost.passing_bytes(mode == "full") for mode in modes) / ranks,
+                    held_bytes=max(kept),
+                    held_again_bytes=min(kept),
+                    passing_bytes=min(_least_passing(cost, mode) for mode in modes) / ranks,
+                    **own,
                 )
             )
         return prices
@@ -253,7 +261,7 @@ class RowMaker:
         """Bytes of one micro-batch between forward and backward at least, of all blocks."""
         if id(whole) not in self._held:
             kept = [
-                min(cost.kept_bytes(m == "full") for m in own)
+                min(_least_kept(cost, mode) for mode in own)
                 for cost, own in zip(self._lean_costs(whole), self.modes, strict=True)
             ]
             self._held[id(whole)] = (whole, float(sum(n * size for n, size in zip(self.counts, kept, strict=True))))
@@ -267,22 +275,22 @@ class RowMaker:
         Args:
             longest_s: the longest forward that may be beside it.
         """
-        times = [self.model.block_time_s(cost, step, recompute=mode == "full") for mode in modes]
+        times = [self.model.block_time_s(cost, step, recompute=mode) for mode in modes]
         adding_s = self.model.block_adding_s(cost, step)
         seconds = [time.forward_s + time.backward_s + adding_s for time in times]
-        held = [cost.kept_bytes(mode == "full") for mode in modes]
+        held = [cost.kept_bytes(mode) for mode in modes]
         gather_s = self.model.block_gather_s(cost, step)
         hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
         price = BlockPrice(
             time_s=min(seconds),
             forward_s=min(time.forward_s for time in times),
-            again_s=max(seconds) - min(seconds),
             once_s=self.model.block_once_s(cost, step),
             gather_s=gather_s - hidden_s,
             static_bytes=self.model.block_state(cost, step).total,
             held_bytes=max(held),
             held_again_bytes=min(held),
-            passing_bytes=min(cost.passing_bytes(mode == "full") for mode in modes),
+            passing_bytes=min(cost.passing_bytes(mode) for mode in modes),
+            **again_prices(seconds, held),
         )
         return price, hidden_s
 
@@ -347,7 +355,7 @@ class RowMaker:
         The first and the last block of all are no part of it, unless they stand for others too.
         """
         groups, inner = self.groups()
-        times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
+        times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
         return tuple(max(groups, key=lambda own: sum(inner[k] * times[k] for k in own), default=()))
 
     def groups(self) -> tuple[list[list[int]], list[int]]:
@@ -369,7 +377,7 @@ class RowMaker:
         places = self.largest(option)
         if self.is_pinned or not places or self.tries_all(stages):
             return math.inf
-        times = [sum(own_times(cost, recompute=False)) for cost in option.costs]
+        times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
         total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
         return math.ceil(math.floor(total_s / min(times[k] for k in places) + 1e-9) / stages)
 
@@ -423,6 +431,15 @@ class RowMaker:
         return found[1]
 
 
+def _least_kept(cost: BlockCost, mode: Recompute) -> int:
+    """Bytes that a block keeps at least in any layout, over its ranks: what is made again may be other operators there."""
+    return cost.remade.least_bytes if mode == "selective" else cost.kept_bytes(mode)
+
+
+def _least_passing(cost: BlockCost, mode: Recompute) -> int:
+    return 0 if mode == "selective" else cost.passing_bytes(mode)
+
+
 def _sums(times: Iterable[float]) -> tuple[float, ...]:
     """Of the first 0, 1, ... all of these."""
     return tuple(accumulate(times, initial=0.0))
@@ -433,7 +450,28 @@ def least_of(prices: Iterable[BlockPrice]) -> BlockPrice:
     found = list(prices)
     if len(found) == 1:
         return found[0]
-    return BlockPrice(**{name: min(getattr(price, name) for price in found) for name in _PARTS})
+    least = {name: min(getattr(price, name) for price in found) for name in _PARTS}
+    byte_s, held = least["more_byte_s"], least["held_bytes"]
+    least["more_free_s"] = max(p.more_free_s - byte_s * (p.held_bytes - held) for p in found)
+    return BlockPrice(**least)
+
+
+def again_prices(seconds: Sequence[float], held: Sequence[float]) -> dict[str, float]:
+    """What :class:`BlockPrice` says of recompute, from the seconds and the bytes of each mode: lines below all of them."""
+    most_s, most = min(seconds), max(held)
+    freeing = [(own_s - most_s, most - size) for own_s, size in zip(seconds, held, strict=True) if size < most]
+    if not freeing:
+        return {"again_s": max(seconds) - most_s, "least_again_s": max(seconds) - most_s}
+    all_bytes = max(freed for _, freed in freeing)
+    all_s = min(own_s for own_s, freed in freeing if freed == all_bytes)
+    before = [(0.0, 0.0), *(point for point in freeing if point[1] < all_bytes)]
+    last_s = max((all_s - own_s) / (all_bytes - freed) for own_s, freed in before)
+    return {
+        "again_s": min(own_s / freed for own_s, freed in freeing) * all_bytes,
+        "least_again_s": min(own_s for own_s, _ in freeing),
+        "more_byte_s": last_s if len(before) > 1 else 0.0,
+        "more_free_s": last_s * all_bytes - all_s if len(before) > 1 else 0.0,
+    }
 
 
 def least_held(candidate: Candidate) -> int:

@@ -8,7 +8,7 @@ from typing import cast
 
 from autopar import resources
 from autopar.errors import UsageError
-from autopar.plan import BUCKET_BYTES, Offload, Recompute, ScheduleName
+from autopar.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
@@ -90,7 +90,7 @@ def load_space(name: str) -> Space:
         schedules=cast("tuple[ScheduleName, ...]", schedules),
         virtual_stages=_integers(table, "virtual_stages", 1),
         hsdp=table.flag("hsdp"),
-        recompute=cast("tuple[Recompute, ...]", _texts(table, "recompute", ("none", "full"))),
+        recompute=cast("tuple[Recompute, ...]", _texts(table, "recompute", RECOMPUTES)),
         price_ratios=tuple(_numbers(table, "price_ratios")),
         exhaustive=table.integer("exhaustive"),
         trials=table.integer("trials"),

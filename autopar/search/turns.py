@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from autopar.cost.memory import StageCost
 from autopar.search.fitting import Fitting
-from autopar.search.inter import BlockOption, Cut, StageCutter
+from autopar.search.inter import Cut, StageCutter
+from autopar.search.ways import BlockOption
 
 MAX_CHOICES = 4096
 """Choices of one rank that are weighed; where there are more, none is."""
@@ -109,8 +110,10 @@ def _stage(made: StageCost, start: int, cutter: StageCutter, kept_bytes: Callabl
     kept, passing = [], []
     for count in range(len(order) + 1):
         again = {*order[:count]}
-        flags = tuple((i in again) if i in order else flag for i, flag in enumerate(made.recompute))
-        one = StageCost(blocks=made.blocks, recompute=flags)
+        modes = tuple(
+            _ends(cutter, start + i)[i in again].mode if i in order else mode for i, mode in enumerate(made.recompute)
+        )
+        one = StageCost(blocks=made.blocks, recompute=modes)
         kept.append(kept_bytes(one))
         passing.append(_passing(one))
     return _Stage(
@@ -124,9 +127,9 @@ def _stage(made: StageCost, start: int, cutter: StageCutter, kept_bytes: Callabl
 def _passing(stage: StageCost) -> int:
     """See ``autopar.cost.memory.passing_bytes``, what does not depend on recompute left out."""
     peak = later = 0
-    for block, again in zip(reversed(stage.blocks), reversed(stage.recompute), strict=True):
-        peak = max(peak, block.passing_bytes(again) - later)
-        later += block.kept_bytes(again)
+    for block, mode in zip(reversed(stage.blocks), reversed(stage.recompute), strict=True):
+        peak = max(peak, block.passing_bytes(mode) - later)
+        later += block.kept_bytes(mode)
     return peak
 
 

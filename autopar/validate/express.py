@@ -21,7 +21,7 @@ from autopar.device import Kind
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
-from autopar.plan import Precision, Prediction
+from autopar.plan import Precision, Prediction, Recompute
 from autopar.rules.types import Strategy
 from autopar.search.amounts import flops_of_block
 from autopar.search.layouts import Layouts
@@ -291,7 +291,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
     full = run.recompute == "full"
     stages = []
     for start, stop in zip((0, *stops), stops, strict=False):
-        layers = [full and 0 < i < len(costs) - 1 for i in range(start, stop)]
+        layers: list[Recompute] = ["full" if full and 0 < i < len(costs) - 1 else "none" for i in range(start, stop)]
         stages.append(StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(layers)))
     micro_batches = run.global_batch // (run.dp * run.micro_batch)
     if site.shards_over_context:  # the blocks' own collectives are priced: what is left are the data axes

@@ -20,7 +20,7 @@ from autopar.lower.check import typecheck
 from autopar.lower.program import lower
 from autopar.lower.typings import SHARDED_AXES
 from autopar.mesh import Mesh
-from autopar.plan import Plan, StagePlan
+from autopar.plan import RECOMPUTES, Plan, StagePlan
 from autopar.rules import apply, spread
 from autopar.rules.conversions import conversion
 from autopar.rules.missing import complete
@@ -122,7 +122,7 @@ def _in_stages(choose: Choose, plan: Plan) -> Plan:
         plan,
         schedule=schedule,
         virtual_stages=virtual,
-        blocks=tuple(replace(b, recompute=("none", "none", "full")[choose(3)]) for b in plan.blocks),
+        blocks=tuple(replace(b, recompute=RECOMPUTES[choose(3)]) for b in plan.blocks),
         stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % pp) for i, (a, b) in enumerate(pairwise(cuts))),
     )
 
@@ -281,12 +281,13 @@ def features_of(pair: Pair) -> set[str]:
         "several micro-batches": plan.num_micro_batches > 1,
         "pp and several micro-batches": mesh.pp > 1 and plan.num_micro_batches > 1,
         "recompute": any(b.recompute == "full" for b in plan.blocks),
+        "selective recompute": any(b.recompute == "selective" for b in plan.blocks),
         "random operators": any(map(draws_random, targets)),
         "random operators recomputed": any(
             draws_random(op.target)
             for block, planned in zip(pair.traced.blocks, plan.blocks, strict=True)
             for op in pair.traced.block_ops(block)
-            if planned.recompute == "full"
+            if planned.recompute != "none"
         ),
         "experts": "autopar.experts" in targets,
         "experts over data ranks": mesh.ep_data > 1,

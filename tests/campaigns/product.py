@@ -24,7 +24,7 @@ from autopar.errors import RuleError, UsageError
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import I, R, S, Type
 from autopar.mesh import Mesh
-from autopar.plan import ScheduleName
+from autopar.plan import RECOMPUTES, Recompute, ScheduleName
 from autopar.rules.apply import shard
 from autopar.rules.conversions import conversion
 from autopar.rules.types import Strategy, Typing
@@ -74,7 +74,7 @@ class Point:
     time_s: float
     peak_bytes: int
     stops: tuple[int, ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[Recompute, ...]
     layout: int
 
 
@@ -220,7 +220,7 @@ class _Enumeration:
                 points = self.found.fronts.setdefault(choice, [])
                 before = len(points)
                 for stops in cuts(len(costs), mesh.pp * virtual_stages):
-                    for again in product((False, True), repeat=len(costs)):
+                    for again in product(*map(modes, costs)):
                         points.append(self._point(costs, step, stops, again, layout))
                 self.found.priced += len(points) - before
                 self.found.plans += (len(points) - before) * times
@@ -228,7 +228,7 @@ class _Enumeration:
                     self.found.fronts[choice] = front_of(points)
 
     def _point(
-        self, costs: Sequence[BlockCost], step: Step, stops: tuple[int, ...], again: tuple[bool, ...], layout: int
+        self, costs: Sequence[BlockCost], step: Step, stops: tuple[int, ...], again: tuple[Recompute, ...], layout: int
     ) -> Point:
         stages = [
             StageCost(blocks=tuple(costs[start:stop]), recompute=again[start:stop])
@@ -237,6 +237,16 @@ class _Enumeration:
         peak = max(memory.total for memory in self.model.memory(stages, step))
         time_s = self.model.breakdown(stages, step).total_s
         return Point(time_s=time_s, peak_bytes=peak, stops=stops, recompute=again, layout=layout)
+
+
+def modes(cost: BlockCost) -> tuple[Recompute, ...]:
+    """Of recompute that a block has; what is cheap is left out where nothing of it is worth making again."""
+    plain = (cost.saved_bytes, cost.saved_input_bytes, cost.forward_transient_bytes, cost.backward_transient_bytes)
+    again = cost.remade
+    same = plain == (
+        again.saved_bytes, again.saved_input_bytes, again.forward_transient_bytes, again.backward_transient_bytes
+    )  # fmt: skip
+    return ("none", "full") if same and not again.time_s else RECOMPUTES
 
 
 MAX_POINTS = 20_000

@@ -111,7 +111,7 @@ class _Body(nn.Module):
 
     def __init__(self, module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._code = type(module).forward
+        self._code, self.graph = type(module).forward, module.graph
         self._parameters.update(parameters)  # type: ignore[arg-type]
         self._buffers.update(module._buffers)
 

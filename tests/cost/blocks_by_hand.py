@@ -7,6 +7,7 @@ from typing import Any
 from autopar.cost.block import BlockCost, ParameterCost
 from autopar.cost.model import StageCost, Step
 from autopar.mesh import Mesh
+from autopar.plan import Recompute
 
 
 def block(name: str = "layer", *, rows: int = 1024, width: int = 1024, **changes: Any) -> BlockCost:
@@ -33,7 +34,7 @@ def block(name: str = "layer", *, rows: int = 1024, width: int = 1024, **changes
     return BlockCost(**(values | changes))
 
 
-def stage(*blocks: BlockCost, recompute: bool = False) -> StageCost:
+def stage(*blocks: BlockCost, recompute: Recompute = "none") -> StageCost:
     return StageCost(blocks=blocks, recompute=(recompute,) * len(blocks))
 
 

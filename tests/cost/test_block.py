@@ -98,8 +98,8 @@ def test_equal_blocks_cost_the_same_and_parameters_are_counted_once() -> None:
     layer = max(costs, key=lambda cost: cost.flops)
     assert layer.flops == pytest.approx(2 * B * S * 12 * H * H + 2 * 2 * B * S * (S + 1) / 2 * H)
     assert layer.input_bytes == layer.send_bytes == B * S * H * 4
-    assert layer.kept_bytes(True) < layer.kept_bytes(False)
-    assert layer.passing_bytes(True) >= layer.saved_bytes
+    assert layer.kept_bytes("full") < layer.kept_bytes("selective") < layer.kept_bytes("none")
+    assert layer.passing_bytes("full") >= layer.saved_bytes
 
 
 def test_tied_weights_are_marked() -> None:

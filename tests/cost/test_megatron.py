@@ -139,7 +139,7 @@ def test_fused_attention_keeps_a_number_for_each_row_of_scores(
 @pytest.mark.parametrize(("kind", "ranks"), [("whole", 1), ("tensor", 1), ("sequence", T)])
 def test_full_recompute(layers: dict[str, BlockCost], kind: str, ranks: int) -> None:
     for name in (kind, f"{kind}, fused"):
-        assert layers[name].kept_bytes(recompute=True) == 2 * SBH // ranks
+        assert layers[name].kept_bytes("full") == 2 * SBH // ranks
 
 
 # --- Llama-13B, by category

@@ -191,7 +191,8 @@ def test_activations_follow_the_schedule() -> None:
 def test_recompute_keeps_inputs_and_pays_in_passing() -> None:
     model = CostModel(CLUSTER, FP32, "sgd")
     plain, again = (
-        model.memory([stage(*(block(f"l{i}") for i in range(8)), recompute=r)], step(Mesh()))[0] for r in (False, True)
+        model.memory([stage(*(block(f"l{i}") for i in range(8)), recompute=r)], step(Mesh()))[0]
+        for r in ("none", "full")
     )
     assert (plain.activations, plain.transient) == (8000, 50)
     assert again.activations == 8 * 100

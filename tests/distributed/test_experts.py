@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Subject, tuple[str, ...]]] = {
     "ep2 of dp4": (Subject(), ("ep=2", "dp_replicate=4")),
     "ep4 of dp4 ZeRO 3": (Subject(), ("ep=4", "dp_shard=4", "zero=3")),
     "ep4 of HSDP": (Subject(), ("ep=4", "dp_replicate=2", "dp_shard=2", "zero=2")),
-    "ep2 of HSDP": (Subject(), ("ep=2", "dp_replicate=2", "dp_shard=2", "zero=3", "recompute=full")),
+    "ep2 of HSDP": (Subject(), ("ep=2", "dp_replicate=2", "dp_shard=2", "zero=3", "recompute=selective")),
     "ep4 of dp2 x tp2": (Subject(), ("ep=4", "ep_data=2", "tp=2")),
     "ep2 of dp2, width on tp2": (Subject(), ("ep=2", "ep_data=2", "tp=2")),
     "ep4 of tp4": (Subject(), ("ep=4", "ep_data=1", "tp=4")),

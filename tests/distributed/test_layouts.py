@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "dp2 ZeRO 3 recomputed": (Mesh(dp_shard=2), {"zero_stage": 3, "recompute": "full"}),
     "tp2 recomputed": (Mesh(tp=2), {"recompute": "full"}),
     "pp2 recomputed": (Mesh(pp=2), {"recompute": "full"}),
+    "pp2 x dp2 ZeRO 3 made again": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3, "recompute": "selective"}),
 }
 
 

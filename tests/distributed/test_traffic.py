@@ -51,6 +51,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "pp2 two virtual stages", {}),
     ("llama", "dp2 ZeRO 3 recomputed", {}),
     ("gpt2", "tp2 recomputed", {}),
+    ("llama", "pp2 x dp2 ZeRO 3 made again", {}),
 ]
 
 
@@ -59,7 +60,7 @@ def stages_of(model: CostModel, plan: Plan, graph: Graph) -> list[StageCost]:
     local = lower(plan, graph).graph
     costs = [model.block_cost(local, block, plan.mesh) for block in local.blocks]
     costs = [replace(cost, offloads=block.offload) for cost, block in zip(costs, plan.blocks, strict=True)]
-    again = [block.recompute == "full" for block in plan.blocks]
+    again = [block.recompute for block in plan.blocks]
     return [
         StageCost(blocks=tuple(costs[s.start : s.stop]), recompute=tuple(again[s.start : s.stop])) for s in plan.stages
     ]

@@ -17,10 +17,28 @@ from autopar.schedule import live_peaks, schedule_actions
 from autopar.search.bound_rows import BlockPrice, Row, forwards_done
 from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
-from autopar.search.rows import least_held
+from autopar.search.rows import again_prices, least_held, least_of
+
+_MODES: dict[BlockPrice, tuple[float, float]] = {}
+"""Seconds and bytes of the selective mode of the prices that have one."""
+_FULL: dict[BlockPrice, float] = {}
+
+
+def priced(share: float, again_s: float, freed: float, **parts: float) -> BlockPrice:
+    """A price of three modes; the second takes ``share`` of the third one's seconds and frees ``freed`` of its bytes."""
+    most, least = parts["held_bytes"], parts["held_again_bytes"]
+    some = share * again_s, most - freed * (most - least)
+    lines = again_prices([0.0, some[0], again_s], [most, some[1], least])
+    price = BlockPrice(**parts, **lines)
+    _MODES[price] = some
+    _FULL[price] = again_s
+    return price
+
 
 _prices = st.builds(
-    BlockPrice,
+    priced,
+    share=st.sampled_from([1.0, 0.5, 0.1, 0.05]),
+    freed=st.sampled_from([0.05, 0.3, 0.5, 0.9]),
     time_s=st.floats(1.0, 4.0),
     forward_s=st.floats(0.0, 1.0),
     again_s=st.floats(0.0, 1.0),
@@ -88,7 +106,15 @@ def rows(draw: st.DrawFn) -> tuple[Row, list[float]]:
     return row, alone_s
 
 
-def step_s(row: Row, edges: Sequence[tuple[int, int]], again: Sequence[bool], alone_s: Sequence[float]) -> float:
+def mode(price: BlockPrice, again: int) -> tuple[float, float]:
+    """Seconds and bytes of a block that recomputes nothing, all of it, or the least that it can (0, 1, 2)."""
+    if price in _MODES:
+        return ((0.0, price.held_bytes), (_FULL[price], price.held_again_bytes), _MODES[price])[again]
+    share = (0.0, 1.0, price.least_again_s / price.again_s if price.again_s else 0.0)[again]
+    return share * price.again_s, price.held_bytes - share * (price.held_bytes - price.held_again_bytes)
+
+
+def step_s(row: Row, edges: Sequence[tuple[int, int]], again: Sequence[int], alone_s: Sequence[float]) -> float:
     """The simulated step of one cut; infinite where it does not fit."""
     blocks, pp, m = [row.first, *[row.group] * row.count, row.last], row.pp, row.num_micro_batches
     stages, once, kept, static, passing = [], [0.0] * pp, [], [0.0] * pp, [0.0] * pp
@@ -98,13 +124,13 @@ def step_s(row: Row, edges: Sequence[tuple[int, int]], again: Sequence[bool], al
         stages.append(
             StageTimes(
                 forward_s=sum(b.forward_s for b, _ in own) + row.every_s,
-                backward_s=sum(b.time_s - b.forward_s + b.again_s * r for b, r in own),
+                backward_s=sum(b.time_s - b.forward_s + mode(b, r)[0] for b, r in own),
                 send_forward_s=0.0 if is_last else row.send_s,
                 send_backward_s=row.send_back_s if s else 0.0,
                 first_forward_s=sum(b.gather_s for b, _ in own) + alone_s[start],
             )
         )
-        kept.append(sum(b.held_again_bytes if r else b.held_bytes for b, r in own) + (not is_last) * row.stage_bytes)
+        kept.append(sum(mode(b, r)[1] for b, r in own) + (not is_last) * row.stage_bytes)
         once[s % pp] += sum(b.once_s for b, _ in own)
         static[s % pp] += sum(b.static_bytes for b, _ in own)
         passing[s % pp] = max(passing[s % pp], *(b.passing_bytes for b, _ in own))
@@ -125,9 +151,9 @@ def least_of_all(row: Row, alone_s: Sequence[float]) -> float:
         edges = list(zip((0, *stops), (*stops, n), strict=True))
         if max(min(stop, n - 1) - max(start, 1) for start, stop in edges) > row.most:
             continue
-        for again in product((False, True), repeat=row.count):
-            best = min(best, step_s(row, edges, (False, *again, False), alone_s))
-            best = min(best, step_s(row, edges, (True, *again, True), alone_s))
+        for again in product((0, 1, 2) if row.count <= 4 else (0, 1), repeat=row.count):
+            best = min(best, step_s(row, edges, (0, *again, 0), alone_s))
+            best = min(best, step_s(row, edges, (1, *again, 1), alone_s))
     return best
 
 
@@ -163,6 +189,7 @@ def test_a_bound_is_reached_where_the_relaxations_do_not_matter() -> None:
         time_s=3.0,
         forward_s=1.0,
         again_s=1.0,
+        least_again_s=1.0,
         once_s=0.5,
         gather_s=0.0,
         static_bytes=1.0,
@@ -175,6 +202,7 @@ def test_a_bound_is_reached_where_the_relaxations_do_not_matter() -> None:
         time_s=0.0,
         forward_s=0.0,
         again_s=0.0,
+        least_again_s=0.0,
         once_s=0.0,
         static_bytes=0.0,
         held_bytes=0.0,
@@ -237,3 +265,18 @@ def test_a_rank_holds_as_many_micro_batches_as_the_bound_says(
         stages = range(rank, pp * virtual_stages, pp)
         assert [sum(action.stage == s for action in before) for s in stages] == done[rank].tolist()
     assert least_held(candidate) == done.min()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_prices, min_size=1, max_size=3), st.floats(0.0, 1.0))
+def test_lines_of_recompute_are_below_every_mode(found: list[BlockPrice], share: float) -> None:
+    """Those of a price and of the least of several, for blocks that are in one mode or in parts in several."""
+    least = least_of(found)
+    freed = max(least.held_bytes - least.held_again_bytes, 1e-12)
+    for price in found:
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            (a_s, a), (b_s, b) = mode(price, one), mode(price, other)
+            time_s, kept = share * a_s + (1 - share) * b_s, share * a + (1 - share) * b
+            less = least.held_bytes - kept
+            assert least.again_s * less / freed <= time_s + 1e-9 or less < 0
+            assert least.more_byte_s * less - least.more_free_s <= time_s + 1e-9

@@ -6,7 +6,8 @@ import pytest
 
 from autopar.plan import Memory
 from autopar.search.fitting import Fitting, busy_s, relaxable, relaxed
-from autopar.search.inter import BlockOption, Cut, CutBlock, StageCutter
+from autopar.search.inter import Cut, CutBlock, StageCutter
+from autopar.search.ways import BlockOption
 
 PP, LIMIT = 2, 40
 IN_FLIGHT = (5, 4, 2, 1)

@@ -22,7 +22,7 @@ from autopar.plan import FP32
 from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
-from autopar.search.inter import BlockOption, CutBlock, StageCutter
+from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_bounds, quick_bounds, work_and_slowness
 from autopar.search.mixed_chains import Chains
@@ -31,7 +31,9 @@ from autopar.search.mixed_polish import polished
 from autopar.search.outer import Limits, OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
+from autopar.search.ways import BlockOption
 from tests.mixed_clusters import two_kinds
+from tests.search.test_bounds import mode
 
 from .graphs import mlp
 
@@ -113,7 +115,8 @@ def chains(draw: st.DrawFn) -> tuple[list[list[BlockPrice]], list[float], list[f
         first, group, last = (
             BlockPrice(
                 time_s=(time_s := draw(seconds)),
-                again_s=draw(st.floats(0.0, 1.0)),
+                again_s=(again_s := draw(st.floats(0.0, 1.0))),
+                least_again_s=again_s * draw(st.sampled_from([1.0, 0.5, 0.1])),
                 once_s=draw(st.sampled_from([0.0, 1.0, 9.0])),
                 forward_s=time_s * draw(st.floats(0.1, 0.6)),
                 gather_s=draw(st.sampled_from([0.0, 0.5])),
@@ -167,14 +170,14 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
     held = forwards_done(schedule, pp, v, m)
     for inner in combinations(range(1, n), pp * v - 1):
         edges = list(zip((0, *inner), (*inner, n), strict=True))
-        for again in product((0, 1), repeat=n) if n <= 4 else [(0,) * n, (1,) * n]:
+        for again in product((0, 1, 2), repeat=n) if n <= 4 else [(0,) * n, (1,) * n]:
             used, once, times = [0.0] * pp, [0.0] * pp, []
             passing = [0.0] * pp
             for s, (start, stop) in enumerate(edges):
                 r = s % pp
                 own = list(zip(ranks[r][start:stop], again[start:stop], strict=True))
                 forward_s = sum(b.forward_s for b, _ in own) + every[r]
-                backward_s = sum(b.time_s - b.forward_s + b.again_s * a for b, a in own)
+                backward_s = sum(b.time_s - b.forward_s + mode(b, a)[0] for b, a in own)
                 hop = sends[r] if r < pp - 1 else 0.0
                 back = sends[r - 1] if r else 0.0
                 gathers = sum(b.gather_s for b, _ in own)
@@ -188,9 +191,7 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
                         schedule_s=0.0,
                     )
                 )
-                used[r] += sum(
-                    b.static_bytes + held[r, s // pp] * (b.held_again_bytes if a else b.held_bytes) for b, a in own
-                )
+                used[r] += sum(b.static_bytes + held[r, s // pp] * mode(b, a)[1] for b, a in own)
                 passing[r] = max(passing[r], *(b.passing_bytes for b, _ in own))
                 once[r] += sum(b.once_s for b, _ in own)
             if all(u + p <= limit for u, p, limit in zip(used, passing, limits, strict=True)):

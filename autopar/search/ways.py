@@ -1,0 +1,121 @@
+"""How a block may recompute: its options, which of them are worth trying, and of equal blocks how many take each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.plan import Recompute
+
+MAX_TRADE = 8
+"""Blocks at most that :class:`Ways` trades for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOption:
+    """A block run in one way.
+
+    Attributes:
+        time_s: forward, backward and recompute of one micro-batch.
+        held_bytes: of one micro-batch between forward and backward.
+        transient_bytes: at its peak inside.
+    """
+
+    mode: Recompute
+    time_s: float
+    held_bytes: float
+    transient_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """In which ways equal blocks of a stage may recompute, as counts of each option.
+
+    Where ``first`` blocks of the first of three options and ``last`` ones of the last may all take the second one instead, and
+    then neither take more time nor keep more bytes, no stage needs as many as both: those counts are left out.
+
+    Attributes:
+        options: how many a block has.
+        first, last: see above; 0: there are no such numbers.
+    """
+
+    options: int
+    first: int = 0
+    last: int = 0
+
+    def counts(self, blocks: int) -> NDArray[np.int64]:
+        """All counts worth trying [ways, options], of so many blocks."""
+        if self.options == 1:
+            return np.array([[blocks]], dtype=np.int64)
+        if self.options == 2:
+            second = np.arange(blocks + 1)
+            return np.stack([blocks - second, second], axis=1)
+        second, third = (
+            n.reshape(-1) for n in np.meshgrid(np.arange(blocks + 1), np.arange(blocks + 1), indexing="ij")
+        )
+        first = blocks - second - third
+        needed = first >= 0
+        if self.first:
+            needed &= (first < self.first) | (third < self.last)
+        return np.stack([first, second, third], axis=1)[needed]
+
+
+def ways_of(options: Sequence[BlockOption]) -> Ways:
+    """The ways of blocks with these options, by the trade of :class:`Ways` with the fewest blocks.
+
+    Its numbers are rounded up to powers of two, which leaves out fewer counts, so that most prices have the same ways.
+    """
+    if len(options) != 3:
+        return Ways(len(options))
+    one, two, three = options
+    if two.transient_bytes > max(one.transient_bytes, three.transient_bytes):
+        return Ways(3)
+    for both in range(2, MAX_TRADE + 1):
+        for last in range(1, both):
+            first = both - last
+            quicker = first * (two.time_s - one.time_s) <= last * (three.time_s - two.time_s)
+            if quicker and first * (one.held_bytes - two.held_bytes) >= last * (two.held_bytes - three.held_bytes):
+                return Ways(3, 1 << (first - 1).bit_length(), 1 << (last - 1).bit_length())
+    return Ways(3)
+
+
+def useful(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
+    """Those than which no other one is as good in everything; of equal ones the first."""
+
+    def parts(option: BlockOption) -> tuple[float, float, float]:
+        return option.time_s, option.held_bytes, option.transient_bytes
+
+    def beats(i: int, k: int) -> bool:
+        a, b = parts(options[i]), parts(options[k])
+        return all(x <= y for x, y in zip(a, b, strict=True)) and (a != b or i < k)
+
+    return tuple(o for k, o in enumerate(options) if not any(beats(i, k) for i in range(len(options)) if i != k))
+
+
+def lighter(options: Sequence[BlockOption], now: Recompute) -> int:
+    """The option that a block takes next as it recomputes less, along those that free the most for their seconds; -1: none."""
+    way = along(options)
+    place = next((k for k, i in enumerate(way) if options[i].mode == now), 0)
+    own = next((i for i, o in enumerate(options) if o.mode == now), 0)
+    if way[place] != own:  # beside the way: to where nothing is recomputed
+        return 0
+    return way[place - 1] if place else -1
+
+
+def along(options: Sequence[BlockOption]) -> list[int]:
+    """Positions of options from the first to the one that keeps least, each step freeing more for a second than the next."""
+    found = [0]
+    while True:
+        here = options[found[-1]]
+        less = [i for i in range(found[-1] + 1, len(options)) if options[i].held_bytes < here.held_bytes]
+        if not less:
+            return found
+        found.append(max(less, key=lambda i: (gain(here, options[i]), -i)))
+
+
+def gain(before: BlockOption, after: BlockOption) -> float:
+    """Bytes that recompute frees for each second it takes."""
+    return (before.held_bytes - after.held_bytes) / max(after.time_s - before.time_s, 1e-12)

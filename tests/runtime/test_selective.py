@@ -1,0 +1,252 @@
+"""Selective recompute of blocks: the same numbers, and in memory what the cost model says, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.cluster import Cluster
+from autopar.cost.block import BlockCost
+from autopar.cost.model import CostModel
+from autopar.graph.again import made_again
+from autopar.graph.ir import Graph, Ref
+from autopar.graph.trace import trace
+from autopar.lower.emit import SEED
+from autopar.lower.program import BlockProgram, lower
+from autopar.mesh import Mesh
+from autopar.ops import on_meshes
+from autopar.plan import FP32, RECOMPUTES, Recompute
+from autopar.runtime.stage import BlockModule
+from autopar.runtime.world import World, start, stop
+from tests.distributed.plans import make_plan
+from tests.distributed.subjects import HfSubject
+
+B, S, H, HEADS = 2, 16, 32, 8
+
+
+class Layer(nn.Module):
+    """Attention written out, with dropout of scores and of what goes to the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(H), nn.LayerNorm(H)
+        self.query, self.key, self.value, self.out = (nn.Linear(H, H) for _ in range(4))
+        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (f(y).view(B, S, HEADS, H // HEADS).transpose(1, 2) for f in (self.query, self.key, self.value))
+        scores = functional.dropout((q @ k.transpose(2, 3) * 0.25).softmax(dim=-1), 0.1)
+        x = x + functional.dropout(self.out((scores @ v).transpose(1, 2).reshape(B, S, H)), 0.1)
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm2(x)))), 0.1)
+
+
+class Gated(nn.Module):
+    """Fused attention of grouped queries with rotary positions, norms in steps, a gated feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.scale2 = (nn.Parameter(torch.ones(H)) for _ in range(2))
+        self.query, self.out = nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
+        self.key, self.value = (nn.Linear(H, H // 2, bias=False) for _ in range(2))
+        self.gate, self.up, self.down = nn.Linear(H, 2 * H), nn.Linear(H, 2 * H), nn.Linear(2 * H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        q, k, v = (f(y).view(B, S, -1, H // 4).transpose(1, 2) for f in (self.query, self.key, self.value))
+        angles = torch.arange(S)[:, None] * torch.arange(H // 4)
+        q, k = (
+            t * angles.cos() - torch.cat([t[..., H // 8 :], t[..., : H // 8]], dim=-1) * angles.sin() for t in (q, k)
+        )
+        k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(B, 4, S, H // 4) for t in (k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, S, H))
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale2
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def meshes() -> Iterator[Any]:
+    start("cpu")
+    yield World(Mesh(), "cpu").meshes
+    stop()
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {
+    "written out": lambda: trace(Stack(Layer), (torch.zeros(B, S, H, requires_grad=True),)),
+    "gated": lambda: trace(Stack(Gated), (torch.zeros(B, S, H, requires_grad=True),)),
+    "gpt2": lambda: HfSubject("gpt2", depth=1).trace(),
+}
+
+
+@cache
+def graph_of(kind: str) -> Graph:
+    return GRAPHS[kind]()
+
+
+def blocks_of(graph: Graph, mode: Recompute) -> tuple[Graph, list[BlockProgram], list[BlockCost]]:
+    """One rank's graph, its programs and their predicted costs."""
+    plan = make_plan(graph, Mesh(), global_batch_size=2, micro_batch_size=2, recompute=mode)
+    program = lower(plan, graph)
+    model = CostModel(Cluster.parse("cpu:1x1"), FP32, "adamw")
+    costs = [model.block_cost(program.graph, block, Mesh()) for block in program.graph.blocks]
+    return program.graph, list(program.stages[0].blocks), costs
+
+
+class Storages(TorchDispatchMode):
+    """Remembers every storage that an operator makes; ``others``: those that are there anyway."""
+
+    def __init__(self, others: set[int]) -> None:
+        super().__init__()
+        self.others = others
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor):
+                self.add(x)
+        return result
+
+    def add(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage._cdata in self.others:
+            return
+        self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))  # type: ignore[no-untyped-call]
+
+    @property
+    def alive_bytes(self) -> int:
+        return sum(size for ref, size in self.made.values() if not ref.expired())  # type: ignore[no-untyped-call]
+
+
+def inputs_of(graph: Graph, block: BlockProgram) -> list[Any]:
+    """Values by name, the same for the same block; integers are small."""
+    generator = torch.Generator().manual_seed(block.index)
+    made: list[Any] = []
+    specs = {ref.name: graph.spec(ref) for ref in graph._index.specs if ref.index == 0}
+    for name in block.inputs:
+        spec = specs.get(name)
+        if spec is None:
+            made.append(7)
+            assert name == SEED
+        elif spec.dtype.is_floating_point:
+            values = torch.rand(spec.shape, generator=generator, dtype=spec.dtype)
+            made.append(values.requires_grad_(spec.requires_grad))
+        else:
+            made.append(torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype))
+    return made
+
+
+def module_of(block: BlockProgram, meshes: Any) -> BlockModule:
+    module = BlockModule(block, meshes)
+    generator = torch.Generator().manual_seed(block.index)
+    for name, parameter in list(module.body.named_parameters()):
+        values = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) / 4
+        module.body.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
+    return module
+
+
+def is_shared(graph: Graph, name: str) -> bool:
+    return graph.is_prelude(Ref(name)) or graph.is_parameter(Ref(name))
+
+
+def kept_bytes(graph: Graph, block: BlockProgram, meshes: Any) -> int:
+    """What lives between a block's forward and backward but parameters and what stages have anyway."""
+    module = module_of(block, meshes)
+    inputs = [x.clone() if isinstance(x, Tensor) else x for x in inputs_of(graph, block)]  # autograd holds leaves
+    named = dict(zip(block.inputs, inputs, strict=True))
+    shared = [x for name, x in named.items() if isinstance(x, Tensor) and is_shared(graph, name)]
+    found = Storages({x.untyped_storage()._cdata for x in (*module.parameters(), *shared)})
+    for name, value in zip(block.inputs, inputs, strict=True):
+        if isinstance(value, Tensor) and not is_shared(graph, name):
+            found.add(value)
+    with found, on_meshes(meshes):
+        outputs = module(*inputs)
+    history = [x.grad_fn for x in outputs]
+    del inputs, named, outputs, value
+    assert history
+    return found.alive_bytes
+
+
+@pytest.mark.parametrize("mode", RECOMPUTES)
+@pytest.mark.parametrize("kind", ["written out", "gated"])
+def test_a_block_keeps_what_is_predicted(meshes: Any, kind: str, mode: Recompute) -> None:
+    graph, blocks, costs = blocks_of(graph_of(kind), mode)
+    found = [kept_bytes(graph, block, meshes) for block in blocks]
+    assert found[:-1] == [cost.kept_bytes(mode) for cost in costs[:-1]]  # the last has the loss alone
+
+
+def again_of(kind: str) -> list[str]:
+    """Targets of the operators of an inner layer that are made again, short and in order."""
+    graph = graph_of(kind)
+    ops = graph.block_ops(graph.blocks[1])
+    return [ops[i].target.split(".")[1] for i in sorted(made_again(graph, graph.blocks[1]))]
+
+
+def test_what_is_made_again_of_attention_that_is_written_out() -> None:
+    """Scores, softmax and dropout; neither the product with the values, nor the copy of it, nor sums of residuals."""
+    assert again_of("written out") == ["layer_norm", "matmul", "mul", "softmax", "dropout", "layer_norm", "gelu"]
+
+
+def test_what_is_made_again_of_a_gated_layer() -> None:
+    """Rotary positions are, where keys are repeated behind them; those of queries would free as much as they keep."""
+    norm = ["pow", "mean", "add", "rsqrt", "mul", "mul"]
+    keys = ["mul", "cat", "mul", "sub", "view"]
+    assert again_of("gated") == [*norm, *keys, "view", *norm, "silu", "mul"]
+
+
+def test_bytes_of_a_layer_by_hand() -> None:
+    """Of s b h (34 + 5 a s / h) (Korthikanti et al. 2022) without the input of two norms' products and that of the last product.
+
+    In single precision: twice the paper's bytes, masks of a byte each aside.
+    """
+    graph = graph_of("written out")
+    model = CostModel(Cluster.parse("cpu:1x1"), FP32, "adamw")
+    cost = model.block_cost(graph, graph.blocks[1], Mesh())
+    sbh, scores = B * S * H, HEADS * S * S * B
+    paper = 2 * 32 * sbh + 2 * sbh + 2 * 4 * scores + scores
+    norms = 2 * 2 * B * S * 4
+    assert cost.kept_bytes("none") == paper + norms
+    made_again_bytes = 4 * (sbh + sbh + 4 * sbh) + 4 * 2 * scores + scores + norms
+    assert cost.kept_bytes("selective") == paper + norms - made_again_bytes
+    assert cost.passing_bytes("selective") >= made_again_bytes
+    assert cost.recompute_s("none") == 0 < cost.recompute_s("selective") < cost.recompute_s("full")
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_loss_and_gradients_are_the_same(meshes: Any, kind: str) -> None:
+    graph, blocks, costs = blocks_of(graph_of(kind), "selective")
+    _, others, _ = blocks_of(graph_of(kind), "none")
+    assert any(cost.kept_bytes("selective") < cost.kept_bytes("none") for cost in costs)
+    for block, other in zip(blocks, others, strict=True):
+        found = []
+        for own in (block, other):
+            module, inputs = module_of(own, meshes), inputs_of(graph, own)
+            with on_meshes(meshes):
+                outputs = module(*inputs)
+            torch.manual_seed(0)
+            torch.autograd.backward(
+                [x for x in outputs if x.requires_grad], [torch.rand_like(x) for x in outputs if x.requires_grad]
+            )
+            leaves = [x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad]
+            found.append([*outputs, *(x.grad for x in leaves)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
