@@ -66,10 +66,13 @@ class Cuts:
         cutters: Sequence[StageCutter],
         at_most_s: float,
         allowed: Sequence[NDArray[np.bool_]] | None,
+        late_s: float,
     ) -> tuple[Fitting, ...] | Failure:
         """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory.
 
-        ``cutters``: one for each pipeline rank.
+        Args:
+            cutters: one for each pipeline rank.
+            late_s: a cut that fits and takes as long is not wanted, as there is a quicker one.
         """
         limits, in_flight = self._limits(candidate)
         room, refit = self.placed.limits(candidate), partial(self.fitting, candidate, option=option, step=step)
@@ -86,12 +89,13 @@ class Cuts:
             light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
             if not any(orders) and light() >= at_most_s:
                 return Failure(is_slow=True)
-            if self._is_late(candidate, lightest(cut, orders, cutter), option, step, at_most_s):
+            late = partial(self._is_late, candidate, lightest(cut, orders, cutter), option, step)
+            if self.placed.has(candidate) and late(at_most_s):
                 return Failure(is_slow=True)
             found = refit(cut)
             spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
             if min(spare) >= 0:
-                if light(with_once=True) >= at_most_s:
+                if light(with_once=True) >= at_most_s or late(late_s):
                     return Failure(is_slow=True)
                 return (found, relaxed(found, orders, cutter, refit, room)) if any(orders) else (found,)
             needs = max(m.total for m in found.memory)

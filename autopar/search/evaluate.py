@@ -325,13 +325,14 @@ class Evaluator:
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
         best: Evaluation | None = None
         failures: list[Failure] = []
+        late_s = at_most_s
         for way in ways:
-            found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way)
+            found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
             if isinstance(found, Failure):
                 failures.append(found)
                 continue
             for plan in found:
-                if bound(plan.cut) >= at_most_s:
+                if bound(plan.cut) >= late_s:
                     failures.append(Failure(is_slow=True))
                     continue
                 prediction = model.predict(plan.made, step, memory=plan.memory)
@@ -344,7 +345,7 @@ class Evaluator:
                         prediction=prediction,
                     )
             if best is not None:  # what follows has to be quicker still
-                at_most_s = min(at_most_s, best.prediction.step_time_s / speed * (1 + ROUNDING))
+                late_s = min(late_s, best.prediction.step_time_s / speed * (1 + ROUNDING))
         return best or next((f for f in failures if f.is_slow), failures[0])
 
     def _best_of_all(
