@@ -240,6 +240,8 @@ class LinearProgram:
         ])  # fmt: skip
         held = np.array([min(kind.held_bytes[j] for kind in group) for j in modes])
         static = min(kind.static_bytes for kind in group)
+        if (most + 1) ** len(modes) > 4 * MAX_CHOICES:
+            return []
         stage = np.array([own for own in product(range(most + 1), repeat=len(modes)) if sum(own) <= most])
         if len(stage) ** row.virtual_stages > MAX_CHOICES:
             return []
