@@ -66,6 +66,7 @@ class Kind:
         gather_s: what the first forward takes longer.
         once_s: after the rank's last backward.
         static_bytes, held_bytes, passing_bytes: parameters and states; of a micro-batch; at its peak inside.
+        stage_bytes: of a micro-batch on a stage that has one of these, however many.
     """
 
     first: int
@@ -79,6 +80,7 @@ class Kind:
     static_bytes: float
     held_bytes: tuple[float, ...]
     passing_bytes: tuple[float, ...]
+    stage_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,14 @@ class LinearProgram:
         for i, kind in enumerate(kinds):  # over the quickest mode
             self.more_s[self.kind == i] -= _least_s(kind)
         self.grouped = np.array([kinds[i].in_group for i in self.kind])
+        # of a micro-batch: what leaves a stage, and what one of its blocks at least needs there
+        self.beside = np.array(
+            [
+                row.stage_bytes * (s < self.stages - 1)
+                + min(kinds[int(i)].stage_bytes for i in self.kind[self.stage == s])
+                for s in range(self.stages)
+            ]
+        )
         self.rows: list[Array] = []
         self.low: list[float] = []
         self.high: list[float] = []
@@ -170,10 +180,9 @@ class LinearProgram:
         limit = row.limit_bytes * (1 + SLACK / 100)
         for rank in range(self.pp):
             own = self.rank == rank
-            sends = np.array([rank + self.pp * t < self.stages - 1 for t in range(row.virtual_stages)])
             for live in peak_table(row.schedule, self.pp, row.virtual_stages, row.num_micro_batches, rank):
                 used = own * (self.static + live[self.turn] * self.held) / limit
-                self._add(used, -np.inf, 1.0 - float(live @ sends) * row.stage_bytes / limit, passing=rank)
+                self._add(used, -np.inf, 1.0 - float(live @ self.beside[rank :: self.pp]) / limit, passing=rank)
             for s in range(rank, self.stages, self.pp):
                 kinds = {int(i) for i in self.kind[self.stage == s]}
                 least = min(min(self.kinds[i].passing_bytes) for i in kinds) / limit
@@ -240,6 +249,8 @@ class LinearProgram:
         ])  # fmt: skip
         held = np.array([min(kind.held_bytes[j] for kind in group) for j in modes])
         static = min(kind.static_bytes for kind in group)
+        if (most + 1) ** len(modes) > 4 * MAX_CHOICES:
+            return []
         stage = np.array([own for own in product(range(most + 1), repeat=len(modes)) if sum(own) <= most])
         if len(stage) ** row.virtual_stages > MAX_CHOICES:
             return []
@@ -247,7 +258,7 @@ class LinearProgram:
         choices = choices[choices.sum(axis=(1, 2)) >= each]
         live = peak_table(row.schedule, self.pp, row.virtual_stages, row.num_micro_batches, rank)
         turns = range(rank, self.stages, self.pp)
-        beside = np.array([0.0 if s == self.stages - 1 else row.stage_bytes for s in turns])
+        beside = self.beside[rank :: self.pp].copy()
         fixed = 0.0
         for kind, s in ((self.kinds[0], 0), (self.kinds[-1], self.stages - 1)):
             if s in turns and not kind.in_group:

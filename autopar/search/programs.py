@@ -74,6 +74,7 @@ def kinds_of(
                 static_bytes=static,
                 held_bytes=tuple(cost.kept_bytes(mode) for mode in modes),
                 passing_bytes=tuple(cost.passing_bytes(mode) for mode in modes),
+                stage_bytes=sum(dict(cost.prelude).values()),
             )
         made.append(_at(known[key], place))
     return made

@@ -42,6 +42,7 @@ def kind(chance: random.Random, first: int, count: int, *, modes: int, in_group:
         backward_s=tuple(backward_s + more for more in (0.0, *again)), shared_forward_s=chance.choice([0.0, 0.3]),
         gather_s=chance.choice([0.0, 0.5]), once_s=chance.choice([0.0, 2.0]), static_bytes=chance.uniform(0.0, 2.0),
         held_bytes=tuple(held), passing_bytes=tuple(chance.uniform(0.0, 2.0) for _ in range(modes)),
+        stage_bytes=chance.choice([0.0, 1.0]),
     )  # fmt: skip
 
 
@@ -85,6 +86,7 @@ def step_s(program: LinearProgram, stages: Sequence[Sequence[tuple[Kind, int]]])
             )
         )
         kept.append(sum(k.held_bytes[j] for k, j in own) + (not is_last) * row.stage_bytes)
+        kept[-1] += max(k.stage_bytes for k, _ in own)
         once_s[s % pp] += sum(k.once_s for k, _ in own)
         static[s % pp] += sum(k.static_bytes for k, _ in own)
         passing[s % pp] = max(passing[s % pp], own[-1][0].passing_bytes[own[-1][1]])
