@@ -1,7 +1,8 @@
 """Bounds that are worked out for one candidate at a time, beside those that decide the order of a search.
 
 They say of a candidate whose turn it is whether it has to be evaluated at all, and in the end how much faster than the best
-plan another may be. What they are depends on what was looked at before, so that they decide on no order.
+plan another may be. What they are depends on what was looked at before, so that they decide on no order; and only where
+devices differ are they looked for: elsewhere searches that share their results state the same gap to the last digit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ PRECISION = 0.02
 class Bounding(Protocol):
     """What :class:`autopar.search.evaluate.Evaluator` has for it."""
 
+    @property
+    def differs(self) -> bool: ...
+
     def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float: ...
 
 
@@ -38,7 +42,7 @@ class Closest:
 
     def is_slow(self, index: int, best_s: float) -> bool:
         """Whether a candidate takes no less than ``best_s``."""
-        if math.isfinite(best_s) and self._known.get(index, 0.0) < best_s:
+        if self.evaluator.differs and math.isfinite(best_s) and self._known.get(index, 0.0) < best_s:
             self._raise(index, self.evaluator.closest_s(self.pool[index], best_s))
         return self._known.get(index, 0.0) >= best_s
 
@@ -57,7 +61,7 @@ class Closest:
         Without stages they cost little, and are asked up to ``best_s`` itself.
         """
         raised = set[int]()
-        while math.isfinite(best_s) and len(raised) < MOST:
+        while self.evaluator.differs and math.isfinite(best_s) and len(raised) < MOST:
             before_s, least = min((self._lower_s(i, bounds, found), i) for i in range(len(self.pool)))
             goal_s = best_s / (1 + CLOSE * (self.pool[least].mesh.pp > 1))
             if before_s >= goal_s or least in raised:
@@ -70,6 +74,6 @@ class Closest:
 
     def _lower_s(self, index: int, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
         candidate, told = self.pool[index], found.get(index)
-        if told is not None and told.needs_bytes and candidate.mesh.pp == 1:
+        if self.evaluator.differs and told is not None and told.needs_bytes and candidate.mesh.pp == 1:
             return math.inf  # without stages there is nothing to cut: it was found that nothing fits
         return max(bounds.get(candidate, 0.0), self._known.get(index, 0.0))

@@ -314,7 +314,7 @@ class Evaluator:
         return known_s
 
     def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
-        """The closest bound that is known, else 0.
+        """The closest bound that is known where devices differ, else 0.
 
         Without stages it is the step itself, whatever memory it needs; where pipeline ranks differ that of
         :mod:`autopar.search.mixed_chains`.
@@ -323,7 +323,7 @@ class Evaluator:
             at_most_s: layouts are looked at until one is found that may take less.
             precision: of the bound, if it is to be found whether a layout takes less or not.
         """
-        if candidate.mesh.pp > 1 and not self.placed.has(candidate):
+        if not self.differs:
             return 0.0
         speed = self._speed(candidate)
         drafts, at_most_s = self._least_first(candidate), at_most_s / speed
@@ -339,12 +339,12 @@ class Evaluator:
         bound = self._bound(candidate, draft, at_most_s)[0]
         key = candidate, id(draft)
         found, asked_s = self._closest.get(key, (0.0, math.inf))
-        if max(bound, found) < at_most_s and (precision or at_most_s < asked_s):
+        if self.differs and max(bound, found) < at_most_s and (precision or at_most_s < asked_s):
             option = self.layouts.option(draft)
             step = self.step(candidate, option)
             if candidate.mesh.pp == 1:
                 found = self._unstaged_s(option, step)
-            elif self.placed.has(candidate):
+            else:
                 row = self.placed.exact(candidate, option, step)
                 found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=precision))
             self._closest[key] = found, at_most_s

@@ -174,6 +174,8 @@ class OuterSearch:
                 self._report()
             elif self.ledger.is_running(i):
                 self._passed[i] = self._made
+            elif self.closest.is_slow(i, self._best_s()):
+                self._report()
             else:
                 yield from self._evaluate(i)
             yield from self._catch_up(PATIENCE)
@@ -216,8 +218,7 @@ class OuterSearch:
                 continue
             if made == LEVELS:
                 given.add(i)
-                if not self.closest.is_slow(i, self._best_s()):
-                    yield i
+                yield i
                 continue
             mine = alike[_split(self.pool[i])]
             self._raise(mine, made, level, heap)
@@ -244,8 +245,7 @@ class OuterSearch:
         first = min(places, key=lambda k: (self.bounds[self.pool[k]], k))
         if not self.ledger.is_shared and first not in given and self.bounds[self.pool[first]] < self._best_s():
             given.add(first)
-            if not self.closest.is_slow(first, self._best_s()):
-                yield first
+            yield first
 
     def _catch_up(self, patience: int) -> Iterator[None]:
         """Evaluate what was passed over and still has no outcome ``patience`` evaluations later."""

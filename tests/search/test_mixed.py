@@ -320,6 +320,9 @@ def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memo
                 assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
             for precision in (None, 1e-3):
                 assert alone.closest_s(candidate, times[-1], precision=precision) <= times[-1] * (1 + 1e-9)
+            if candidate.mesh.pp == 1 and "full" not in one.modes and memory is None:
+                closest_s = alone.closest_s(candidate, float("inf"), precision=1e-3)
+                assert closest_s == pytest.approx(times[-1])
     assert found.best.prediction.step_time_s == min(times)
     assert found.lower_bound_s <= min(times)
 

@@ -38,6 +38,7 @@ class Known:
     bounds: Sequence[float]
     times: Sequence[float]
     asked: list[int] = field(default_factory=list)
+    differs: bool = False
 
     def _index(self, found: Candidate) -> int:
         return found.mesh.dp_shard - 1
@@ -51,8 +52,6 @@ class Known:
     def bounds_s(self, pool: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """Worked out to the end below ``at_most_s`` alone."""
         return [min(self.bounds[self._index(c)], max(0.75 * self.bounds[self._index(c)], at_most_s)) for c in pool]
-
-    differs = False
 
     def closest_s(self, found: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
         """Closer bounds depend on what was asked, and decide on no order."""
@@ -135,7 +134,8 @@ def problems(draw: st.DrawFn) -> Known:
     n = draw(st.integers(1, 24))
     bounds = draw(st.lists(st.integers(1, 6).map(float), min_size=n, max_size=n))
     above = draw(st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, -1e-9, 1e-9, float("inf")]), min_size=n, max_size=n))
-    return Known(bounds=bounds, times=[b * (1 + a) for b, a in zip(bounds, above, strict=True)])
+    times = [b * (1 + a) for b, a in zip(bounds, above, strict=True)]
+    return Known(bounds=bounds, times=times, differs=draw(st.booleans()))
 
 
 @given(
