@@ -1,14 +1,14 @@
 """Bounds that are worked out for one candidate at a time, beside those that decide the order of a search.
 
 They say of a candidate whose turn it is whether it has to be evaluated at all, and in the end how much faster than the best
-plan another may be. What they are depends on what was looked at before, so that they decide on no order; and only where
-devices differ are they looked for: elsewhere searches that share their results state the same gap to the last digit.
+plan another may be. What they are depends on what was looked at before, so that they decide on no order. The first is asked
+only where devices differ: elsewhere searches that share their results state the same gap to the last digit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from autopar.search.candidates import Candidate
@@ -55,16 +55,24 @@ class Closest:
         """
         return min((self._lower_s(i, bounds, found) for i in range(len(self.pool))), default=0.0)
 
-    def raise_least(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told], best_s: float) -> None:
+    def raise_least(
+        self,
+        bounds: Mapping[Candidate, float],
+        found: Mapping[int, Told],
+        best_s: float,
+        asked: Container[Candidate],
+    ) -> None:
         """Closer bounds for the candidates of the least ones, until these are close to ``best_s``.
 
-        Without stages they cost little, and are asked up to ``best_s`` itself.
+        Args:
+            bounds, found: as for :meth:`least_s`.
+            best_s: of the best plan.
+            asked: those that the search came to; of others nothing is known to be close to.
         """
-        raised = set[int]()
-        while self.evaluator.differs and math.isfinite(best_s) and len(raised) < MOST:
+        goal_s, raised = best_s / (1 + CLOSE), set[int]()
+        while math.isfinite(best_s) and len(raised) < MOST:
             before_s, least = min((self._lower_s(i, bounds, found), i) for i in range(len(self.pool)))
-            goal_s = best_s / (1 + CLOSE * (self.pool[least].mesh.pp > 1))
-            if before_s >= goal_s or least in raised:
+            if before_s >= goal_s or least in raised or self.pool[least] not in asked:
                 return
             raised.add(least)
             self._raise(least, self.evaluator.closest_s(self.pool[least], goal_s, precision=PRECISION))

@@ -314,17 +314,17 @@ class Evaluator:
         return known_s
 
     def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
-        """The closest bound that is known where devices differ, else 0.
+        """The closest bound that is known.
 
-        Without stages it is the step itself, whatever memory it needs; where pipeline ranks differ that of
-        :mod:`autopar.search.mixed_chains`.
+        Where devices differ: without stages the step itself, whatever memory it needs, with stages that of
+        :mod:`autopar.search.mixed_chains`. Elsewhere :meth:`sharper_bound_s` where a precision is asked, else 0.
 
         Args:
             at_most_s: layouts are looked at until one is found that may take less.
             precision: of the bound, if it is to be found whether a layout takes less or not.
         """
         if not self.differs:
-            return 0.0
+            return 0.0 if precision is None else self.sharper_bound_s(candidate, at_most_s)
         speed = self._speed(candidate)
         drafts, at_most_s = self._least_first(candidate), at_most_s / speed
         found = [self._bounds[candidate, id(draft)][0] for draft in drafts]

@@ -284,10 +284,10 @@ class OuterSearch:
         best_s = self._best_s()
         if math.isinf(best_s):
             return
-        asked = [c for i in self.order if self.bounds[c := self.pool[i]] < best_s]
-        for c, bound in zip(asked, self.evaluator.known_bounds_s(asked, best_s), strict=True):
+        asked = {c: None for i in self.order if self.bounds[c := self.pool[i]] < best_s}
+        for c, bound in zip(asked, self.evaluator.known_bounds_s([*asked], best_s), strict=True):
             self.bounds[c] = max(self.bounds[c], bound)
-        self.closest.raise_least(self.bounds, self.ledger.found, best_s)
+        self.closest.raise_least(self.bounds, self.ledger.found, best_s, asked)
 
     def _explain_misfits(self) -> None:
         """What the least of the candidates that cannot fit would need."""
