@@ -212,7 +212,7 @@ class Cuts:
 
     def cutters(self, candidate: Candidate, option: Option, step: Step) -> list[StageCutter]:
         """For each pipeline rank the blocks as its devices run them; the same one for equal devices."""
-        key = (id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches)
+        key = (id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches, step.offload)
         found = self._cut.get(key)
         if found is None:
             parts = self.placed.ordered(candidate).parts(candidate.mesh)

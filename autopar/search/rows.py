@@ -172,7 +172,7 @@ class RowMaker:
 
     def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
         """Prices of the blocks of the compact graph as in :meth:`ideal`."""
-        key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces)
+        key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.offload)
         if key not in self._prices:  # whatever the schedule
             self._prices[key] = (whole, self._ideal_prices(mesh, whole, step), [])
         return self._prices[key][1]

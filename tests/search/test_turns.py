@@ -10,7 +10,7 @@ import pytest
 
 from autopar.cost.block import BlockCost
 from autopar.cost.memory import StageCost
-from autopar.plan import Memory
+from autopar.plan import Memory, Recompute
 from autopar.search.fitting import Fitting
 from autopar.search.inter import BlockOption, Cut, CutBlock, StageCutter
 from autopar.search.turns import by_turns
@@ -27,14 +27,17 @@ def cost(chance: random.Random) -> BlockCost:
     )  # fmt: skip
 
 
+MODES: tuple[tuple[Recompute, float], ...] = (("none", 3.0), ("full", 4.0))
+
+
 def kept(stage: StageCost, number: int) -> int:
-    return number + sum(block.kept_bytes(again) for block, again in zip(stage.blocks, stage.recompute, strict=True))
+    return number + sum(block.kept_bytes(mode) for block, mode in zip(stage.blocks, stage.recompute, strict=True))
 
 
 def passing(stage: StageCost) -> int:
     found = later = 0
-    for block, again in zip(reversed(stage.blocks), reversed(stage.recompute), strict=True):
-        found, later = max(found, block.passing_bytes(again) - later), later + block.kept_bytes(again)
+    for block, mode in zip(reversed(stage.blocks), reversed(stage.recompute), strict=True):
+        found, later = max(found, block.passing_bytes(mode) - later), later + block.kept_bytes(mode)
     return found
 
 
@@ -43,15 +46,15 @@ def test_no_other_choice_that_fits_takes_less(seed: int) -> None:
     chance = random.Random(seed)
     price = cost(chance)
     plain, again = (
-        BlockOption(mode=mode, time_s=time_s, held_bytes=price.kept_bytes(time_s > 3), transient_bytes=0.0)
-        for mode, time_s in (("none", 3.0), ("full", 4.0))
+        BlockOption(mode=mode, time_s=time_s, held_bytes=price.kept_bytes(mode), transient_bytes=0.0)
+        for mode, time_s in MODES
     )
     cutter = StageCutter([CutBlock(key=0, options=(plain, again), static_bytes=0.0)] * 8)
     stops = (*sorted(chance.sample(range(1, 8), PP * TURNS - 1)), 8)
     edges = list(zip((0, *stops), stops, strict=False))
     peaks = [np.array([[chance.randrange(1, 6) for _ in range(TURNS)] for _ in range(3)]) for _ in range(PP)]
 
-    def made(modes: tuple[bool, ...]) -> list[StageCost]:
+    def made(modes: tuple[Recompute, ...]) -> list[StageCost]:
         return [StageCost(blocks=(price,) * (stop - start), recompute=modes[start:stop]) for start, stop in edges]
 
     def activations(stages: list[StageCost], rank: int) -> int:
@@ -61,7 +64,7 @@ def test_no_other_choice_that_fits_takes_less(seed: int) -> None:
     def used(stages: list[StageCost], rank: int) -> int:
         return 5 + activations(stages, rank) + max(map(passing, stages[rank::PP]))
 
-    leanest = made((True,) * 8)
+    leanest = made(("full",) * 8)
     limits = [used(leanest, rank) + chance.randrange(60) for rank in range(PP)]
     memory = tuple(
         Memory(pp_rank=r, parameters=2, gradients=2, optimizer=1, activations=activations(leanest, r),
@@ -72,14 +75,16 @@ def test_no_other_choice_that_fits_takes_less(seed: int) -> None:
     # equal blocks: how many of each stage recompute is all that counts, those at its beginning as the cut takes them
     least = [8] * PP
     for counts in product(*(range(stop - start + 1) for start, stop in edges)):
-        stages = made(tuple(i < n for (a, b), n in zip(edges, counts, strict=True) for i in range(b - a)))
+        stages = made(
+            tuple("full" if i < n else "none" for (a, b), n in zip(edges, counts, strict=True) for i in range(b - a))
+        )
         for rank in range(PP):
             if used(stages, rank) <= limits[rank]:
                 least[rank] = min(least[rank], sum(counts[rank::PP]))
     for cut in by_turns(first, cutter, kept, peaks, limits):
-        found = made(tuple(mode == "full" for mode in cut.modes))
+        found = made(cut.modes)
         for rank in range(PP):
             assert used(found, rank) <= limits[rank]
-            assert sum(sum(stage.recompute) for stage in found[rank::PP]) == least[rank]
+            assert sum(stage.recompute.count("full") for stage in found[rank::PP]) == least[rank]
     if sum(least) < 8:
         assert by_turns(first, cutter, kept, peaks, limits)
