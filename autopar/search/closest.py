@@ -24,8 +24,8 @@ PRECISION = 0.02
 """Of these bounds."""
 
 
-class Bounding(Protocol):
-    """What :class:`autopar.search.evaluate.Evaluator` has for it."""
+class HasCloser(Protocol):
+    """What :class:`autopar.search.bounding.Bounding` has for it."""
 
     @property
     def differs(self) -> bool: ...
@@ -36,7 +36,7 @@ class Bounding(Protocol):
 class Closest:
     """Closer bounds of the candidates of a search, by position."""
 
-    def __init__(self, evaluator: Bounding, pool: Sequence[Candidate]) -> None:
+    def __init__(self, evaluator: HasCloser, pool: Sequence[Candidate]) -> None:
         self.evaluator, self.pool = evaluator, pool
         self._known: dict[int, float] = {}
 
