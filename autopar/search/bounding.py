@@ -1,0 +1,364 @@
+"""Lower bounds of candidates, from those that need no layout solved to those of one candidate in its layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.model import CostModel, Step
+from autopar.errors import InfeasibleError
+from autopar.graph.ir import Graph
+from autopar.search.amounts import flops_per_sample, tokens_per_sample
+from autopar.search.bound_rows import Row
+from autopar.search.bounds import PRECISION, bounds
+from autopar.search.candidates import Candidate
+from autopar.search.cuts import Cuts
+from autopar.search.layouts import Layouts
+from autopar.search.mixed import Placed
+from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
+from autopar.search.offload import first_bound_s
+from autopar.search.options import Draft, Load, Option, Split, split_of
+from autopar.search.pins import Pins
+from autopar.search.programs import program
+from autopar.search.rows import RowMaker
+from autopar.search.space import Space
+
+ROUNDING = 1e-9
+"""A bound of a cut is below its time up to this part of it."""
+
+COARSE = 1e-3
+"""Of bounds that say which candidates are looked at more closely, the precision."""
+
+AGAIN = (1.0, 1.02, 1.1)
+"""Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
+
+
+class Bounding:
+    """Lower bounds of candidates for one model, cluster and batch; remembers what they share."""
+
+    def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
+        self.graph, self.model, self.space = graph, model, space
+        self.global_batch_size = global_batch_size
+        self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+        self.buckets = pins.buckets(space.bucket_bytes)
+        self.recompute, self.stages, self.moved = pins.recompute(graph), pins.stages(graph), pins.moved(graph)
+        modes = space.recompute if not self.moved else tuple(m for m in space.recompute if m != "selective")
+        self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
+        self.tokens_per_sample = tokens_per_sample(graph)
+        self.limit_bytes = model.fitting_bytes
+        self.rows = RowMaker(
+            self.layouts.compact, model, modes=modes, pinned=self.recompute, limit_bytes=self.limit_bytes,
+            is_pinned=bool(self.stages), moved=self.moved, every=0 if space.equal_stages else space.every,
+        )  # fmt: skip
+        self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
+        self.cuts = Cuts(
+            self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
+            moved=self.moved,
+        )  # fmt: skip
+        self._ideal: dict[Candidate, Row | MixedRow] = {}
+        self._host_s: dict[tuple[int, ...], float] = {}
+        """What stepping on the host takes longer, of all blocks whole."""
+        self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
+        """Of a candidate in a layout, and whether it is of its priced blocks."""
+        self._closest: dict[tuple[Candidate, int], tuple[float, float]] = {}
+        """Closest bounds, and the time that they were asked to be above."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether pipeline ranks may have different devices."""
+        return self.model.is_mixed
+
+    def step(self, candidate: Candidate, option: Option) -> Step:
+        """How the cost model sees a candidate."""
+        return Step(
+            mesh=candidate.mesh,
+            schedule=candidate.schedule,
+            num_micro_batches=candidate.num_micro_batches,
+            zero_stage=candidate.zero_stage,
+            global_batch_size=self.global_batch_size,
+            flops_per_sample=self.flops_per_sample,
+            tokens_per_sample=self.tokens_per_sample,
+            prelude_s=option.prelude_s,
+            adds_gradients=True,
+            totals=option.totals,
+            bucket_bytes=self.buckets[0],
+            offload=candidate.offload,
+        )
+
+    # --- of many candidates
+
+    def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """For each candidate seconds below which no layout gives a plan, found without solving any."""
+        plain = [candidate for candidate in candidates if not candidate.offload]
+        rows = [self._ideal_row(candidate) for candidate in plain]
+        found = iter(self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows))
+        return [self._offloaded_s(c) if c.offload else next(found) for c in candidates]
+
+    def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
+        if candidate not in self._ideal:
+            whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+            maker = self.placed if self.placed.has(candidate) else self.rows
+            self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
+        return self._ideal[candidate]
+
+    def _offloaded_s(self, candidate: Candidate) -> float:
+        """The first bound of a candidate with its optimizer on the host."""
+        twin, mesh = replace(candidate, offload=()), candidate.mesh
+        ideal = self._ideal_row(twin)
+        assert isinstance(ideal, Row)
+        key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
+        if key not in self._host_s:
+            whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
+            here, there = (self.rows.once_s(whole, self.step(c, whole)) for c in (twin, candidate))
+            self._host_s[key] = there - here
+        bound_s = first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)
+        return self._shared_s(candidate, bound_s, ideal.total_s)
+
+    def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
+        """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
+
+        Args:
+            at_most_s: see :func:`autopar.search.bounds.bounds`.
+        """
+        rows: list[Row | MixedRow] = []
+        for c in candidates:
+            row = self._ideal_row(c)
+            if isinstance(row, MixedRow):  # the quickest layout was found at the prices of the slowest device
+                rows.append(row)
+                continue
+            split = split_of(c.micro_batch_size, c.mesh)
+            whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
+            rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
+        at_most_s /= self._least_speed(candidates)
+        mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
+        found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
+        return self._at_speed(candidates, found, rows)
+
+    def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
+        """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
+
+        Args:
+            at_most_s: layouts that are slower by a first bound are not priced: that bound is theirs.
+        """
+        loads: dict[Split, list[Load]] = {}
+        for candidate in candidates:
+            loads.setdefault(split_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
+        for split, own in loads.items():
+            try:
+                self.layouts.solve_ahead(split, own)
+            except InfeasibleError:  # told with its reason when the candidate is evaluated
+                continue
+        at_most_s /= self._least_speed(candidates)
+        every = [self._least_first(candidate) for candidate in candidates]
+        for most in (1, math.inf):  # layouts are priced where their first bounds are below what the first one gives
+            asked: list[tuple[Candidate, Draft]] = []
+            for candidate, drafts in zip(candidates, every, strict=True):
+                priced = [
+                    self._bounds[candidate, id(draft)][0] for draft in drafts if self._is_priced(candidate, draft)
+                ]
+                least = min([at_most_s, *priced])
+                rest = [draft for draft in drafts if not self._is_priced(candidate, draft)]
+                rest = [draft for draft in rest if self._bounds[candidate, id(draft)][0] < least]
+                asked += [(candidate, draft) for draft in rest if most > 1 or draft is rest[0]]
+            self._price(asked, at_most_s)
+        return [
+            min((self._shared_s(c, self._bounds[c, id(draft)][0], draft.time_s) for draft in drafts), default=0.0)
+            for c, drafts in zip(candidates, every, strict=True)
+        ]
+
+    def known_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+        """For each candidate that was evaluated the bound of its layouts, each that is below ``at_most_s`` priced.
+
+        What is found here is not remembered: the order of later searches is that of the bounds that there were.
+        """
+        remembered = dict(self._bounds)
+        self._price([(c, draft) for c in candidates for draft in self._drafts(c)], at_most_s)
+        found = [
+            min((self._shared_s(c, self._bounds[c, id(d)][0], d.time_s) for d in self._drafts(c)), default=0.0)
+            for c in candidates
+        ]
+        self._bounds = remembered
+        return found
+
+    def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
+        """The bound of a candidate that was evaluated, by a linear program for each of its layouts that is below ``goal_s``.
+
+        As it is known where ranks differ or share cores, where there is one, or where pins or the space say what stages hold.
+        Likewise not remembered.
+        """
+        known_s = self.known_bounds_s([candidate], goal_s)[0]
+        is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
+        if candidate.mesh.pp == 1 or not is_alike or self.stages or self.moved or self.space.equal_stages:
+            return known_s
+        found = math.inf
+        for draft in self._drafts(candidate):
+            bound_s = self._bounds.get((candidate, id(draft)), (0.0, False))[0]
+            if bound_s < min(goal_s, found):
+                option = self.layouts.option(draft)
+                made = program(self.rows, candidate, option, self.step(candidate, option))
+                for share in AGAIN:
+                    bound_s = max(bound_s, _bounds([made.row], share * goal_s)[0])
+                if bound_s < min(goal_s, found):
+                    bound_s = made.bound_s(bound_s, goal_s)
+            found = min(found, bound_s)
+        return max(found, known_s)
+
+    def _speed(self, candidate: Candidate) -> float:
+        """The least part of their stated times that a pipeline's ranks take, where they share cores.
+
+        See ``autopar.cost.model``; bounds inside of this class are of stated times, those that it gives are not.
+        """
+        return self.model.device.core_share if candidate.mesh.pp > 1 else 1.0
+
+    def _least_speed(self, candidates: Sequence[Candidate]) -> float:
+        return min(map(self._speed, candidates), default=1.0)
+
+    def _shared_s(self, candidate: Candidate, bound_s: float, work_s: float) -> float:
+        """A bound of stated times as one of the step: cores need as long as for the work of all ranks at least.
+
+        ``work_s``: of one micro-batch through all stages, at the least.
+        """
+        speed = self._speed(candidate)
+        if speed == 1.0:
+            return bound_s
+        return max(speed * bound_s, candidate.num_micro_batches * work_s / candidate.mesh.pp)
+
+    def _at_speed(
+        self, candidates: Sequence[Candidate], found: Iterable[float], rows: Sequence[Row | MixedRow]
+    ) -> list[float]:
+        works = (row.total_s if isinstance(row, Row) else 0.0 for row in rows)
+        return [self._shared_s(*own) for own in zip(candidates, found, works, strict=True)]
+
+    def _least_first(self, candidate: Candidate) -> list[Draft]:
+        """Its layouts by their first bounds."""
+        drafts = self._drafts(candidate)
+        self._price([(candidate, draft) for draft in drafts], 0.0)
+        return sorted(drafts, key=lambda draft: self._bounds[candidate, id(draft)][0])
+
+    def _is_priced(self, candidate: Candidate, draft: Draft) -> bool:
+        return self._bounds[candidate, id(draft)][1]
+
+    def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
+        """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
+        asked = []
+        for candidate, draft in pairs:
+            key = (candidate, id(draft))
+            if key not in self._bounds:
+                self._bounds[key] = (self._draft_s(candidate, draft), False)
+            known, is_priced = self._bounds[key]
+            if not is_priced and known < at_most_s:
+                asked.append((candidate, draft, self.layouts.option(draft)))
+        makers = [self.placed if self.placed.has(c) else self.rows for c, _, _ in asked]
+        rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
+        mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
+        for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s, mixed=mixed), strict=True):
+            known, _ = self._bounds[candidate, id(draft)]
+            self._bounds[candidate, id(draft)] = (max(bound, known), True)
+
+    def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
+        self._price([(candidate, draft)], at_most_s)
+        return self._bounds[candidate, id(draft)]
+
+    def _drafts(self, candidate: Candidate) -> tuple[Draft, ...]:
+        """Its layouts before they are priced; none where there is none, which its evaluation explains."""
+        try:
+            return self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+        except InfeasibleError:
+            return ()
+
+    def _draft_s(self, candidate: Candidate, draft: Draft) -> float:
+        if not draft.time_s:
+            return 0.0
+        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        step = self.step(candidate, whole)
+        if self.placed.has(candidate):
+            return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
+        return self.rows.draft_s(candidate, draft, whole, step)
+
+    # --- bounds where pipeline ranks differ
+
+    def _mixed_bounds(self, rows: list[MixedRow], at_most_s: float, *, only_test: bool = False) -> NDArray[np.float64]:
+        """With weighed chains that are known already, where they tell that a row takes longer than ``at_most_s``."""
+        known_s = np.zeros(len(rows))
+        if math.isfinite(at_most_s):
+            known_s = np.array([self.placed.chains.known_s(row, at_most_s) for row in rows])
+        # what they do not tell is left out: bounds must not depend on what was looked at before
+        left = np.flatnonzero(known_s < at_most_s)
+        known_s[left] = mixed_bounds([rows[i] for i in left], at_most_s, only_test=only_test)
+        return known_s
+
+    def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
+        """The closest bound that is known.
+
+        Where devices differ: without stages the step itself, whatever memory it needs, with stages that of
+        :mod:`autopar.search.mixed_chains`. Elsewhere :meth:`sharper_bound_s` where a precision is asked, else 0.
+
+        Args:
+            at_most_s: layouts are looked at until one is found that may take less.
+            precision: of the bound, if it is to be found whether a layout takes less or not.
+        """
+        if not self.differs:
+            return 0.0 if precision is None else self.sharper_bound_s(candidate, at_most_s)
+        speed = self._speed(candidate)
+        drafts, at_most_s = self._least_first(candidate), at_most_s / speed
+        found = [self._bounds[candidate, id(draft)][0] for draft in drafts]
+        for i, draft in enumerate(drafts):
+            found[i] = self._closest_s(candidate, draft, at_most_s, precision)
+            if found[i] < at_most_s and precision is None:
+                break
+        return speed * min(found, default=0.0)
+
+    def _closest_s(self, candidate: Candidate, draft: Draft, at_most_s: float, precision: float | None) -> float:
+        """Of stated times in one layout."""
+        bound = self._bound(candidate, draft, at_most_s)[0]
+        key = candidate, id(draft)
+        found, asked_s = self._closest.get(key, (0.0, math.inf))
+        if self.differs and max(bound, found) < at_most_s and (precision or at_most_s < asked_s):
+            option = self.layouts.option(draft)
+            step = self.step(candidate, option)
+            if candidate.mesh.pp == 1:
+                found = self._unstaged_s(option, step)
+            else:
+                row = self.placed.exact(candidate, option, step)
+                found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=precision))
+            self._closest[key] = found, at_most_s
+        return max(bound, found)
+
+    def _unstaged_s(self, option: Option, step: Step) -> float:
+        """Without a pipeline: the step with as little recompute as there may be."""
+        modes = self.cuts.fastest_modes()
+        (stage,) = self.cuts.stages((len(modes),), modes, option, 1)
+        return self.model.breakdown([stage], step).total_s * (1 - ROUNDING)
+
+    def lower_bound_s(self, candidate: Candidate) -> float:
+        """No plan with these degrees is faster, in any layout that a price of the space makes best."""
+        return self.bounds_s([candidate])[0]
+
+
+def _bounds(
+    rows: Sequence[Row | MixedRow],
+    at_most_s: float = float("inf"),
+    *,
+    precision: float = PRECISION,
+    mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
+) -> list[float]:
+    """Of rows of both kinds, in their order.
+
+    Args:
+        mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
+    """
+    plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision=precision))
+    some = [row for row in rows if isinstance(row, MixedRow)]
+    others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
+    return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
+
+
+def load_of(candidate: Candidate) -> Load:
+    """How many micro-batches a rank runs and holds at once, on which the price of memory depends."""
+    in_flight = min(candidate.num_micro_batches, candidate.mesh.pp)
+    return Load(num_micro_batches=candidate.num_micro_batches, in_flight=in_flight)
