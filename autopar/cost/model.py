@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
+from autopar.cost.block import BlockCost
+from autopar.cost.block_model import BlockModel
 from autopar.cost.collectives import CollectiveModel
-from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
-from autopar.cost.known import OfStep
-from autopar.cost.measured import Measured
-from autopar.cost.memory import Known, StageCost, State, kept_bytes, least_state_bytes, rank_memory, state_bytes
-from autopar.cost.optimizer import optimizer_cost
+from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
 from autopar.cost.pipeline import PipelineTimes, shared_time_s, simulate
-from autopar.cost.places import check_kinds, peak_flops, places_of, slowest
+from autopar.cost.places import peak_flops, places_of
 from autopar.cost.stages import StageSums, moving, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
-from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, scalars, tied
+from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, tied
 from autopar.device import Device
 from autopar.errors import UsageError
-from autopar.graph.ir import Block, Graph, Op, TensorSpec
-from autopar.host import HostLink
-from autopar.layout import Type
 from autopar.mesh import Mesh
-from autopar.plan import Breakdown, Memory, Precision, Prediction, Recompute
-from autopar.rules.conversions import collective_bytes, conversion
+from autopar.plan import Breakdown, Memory, Precision, Prediction
 from autopar.schedule import check_schedule
 
 __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
 
 
-class CostModel:
+class CostModel(BlockModel):
     """Prices of operators, changes of type, blocks and whole plans on one cluster.
 
     Where node groups differ, :meth:`parts` has a model for each pipeline rank, and whole plans take blocks that were priced
@@ -59,25 +51,12 @@ class CostModel:
         collectives: CollectiveModel | None = None,
         places: frozenset[int] | None = None,
     ) -> None:
-        self.cluster, self.precision, self.places = cluster, precision, places
-        self.optimizer, self._optimizer_name = optimizer_cost(optimizer), optimizer
-        groups = [group for i, group in enumerate(cluster.groups) if places is None or i in places]
-        self.devices = tuple(dict.fromkeys(group.device for group in groups))
-        check_kinds(cluster)
-        self.device = slowest(self.devices, precision.compute)
-        self.collectives = collectives or CollectiveModel(cluster, places)
-        self.quantized = self.device.rate(precision.products).dtype if precision.products else None
+        super().__init__(cluster, precision, optimizer, collectives, places)
+        self._optimizer_name = optimizer
         self.is_mixed = places is None and not cluster.is_homogeneous
         self._parts: dict[frozenset[int], CostModel] = {}
         self._orders: dict[tuple[int, ...], CostModel] = {(): self, tuple(range(len(cluster.groups))): self}
-        table = self.device.operators
-        self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
-        self._datas: dict[tuple[Mesh, int, bool, bool, bool], DataParallel] = {}
-        self._last: OfStep | None = None
         self._summed: dict[int, Summed] = {}
-        # blocks and data axes are kept too, so that their ids stay their own
-        self._units: dict[tuple[int, int], tuple[BlockCost, DataParallel, Unit]] = {}
-        self._placed_units: dict[tuple[object, ...], tuple[BlockCost, Unit]] = {}
 
     # --- devices that differ
 
@@ -101,146 +80,7 @@ class CostModel:
             self._orders[order] = CostModel(self.cluster.reordered(order), self.precision, self._optimizer_name)
         return self._orders[order]
 
-    # --- parts
-
-    def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> OpTime:
-        """Seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
-
-        Raises:
-            UsageError: the device's profile has no matmul rate for the dtype.
-        """
-        return op_time(op, operands, self.device, self.measured, quantized=self.quantized)
-
-    def conversion_time_s(self, source: Type, target: Type, spec: TensorSpec, axis: str, mesh: Mesh) -> OpTime | None:
-        """Seconds of a change of type on one axis, forward and backward; None where there is none.
-
-        Args:
-            source, target: types on ``axis``.
-            spec: of the whole tensor on that axis.
-            axis: of the mesh.
-            mesh: whose groups communicate.
-        """
-        change = conversion(source, target, requires_grad=spec.requires_grad)
-        if change is None:
-            return None
-        seconds = []
-        for kind in (change.forward, change.backward):
-            size = collective_bytes(kind or "", full_num_bytes=spec.num_bytes, size=mesh.size((axis,)))
-            call_s = self.device.overheads.collective_s * (mesh.size((axis,)) > 1)
-            seconds.append(self.collectives.time_s(kind, size, mesh, (axis,)) + call_s if kind else 0.0)
-        dim = max(source.dim, target.dim)
-        if dim > 0 and (change.forward in ("all_gather", "reduce_scatter") or change.backward == "all_gather"):
-            # a gather or scatter along an inner dim copies the whole tensor into or out of rank order
-            inner = 2 * spec.num_bytes / self.device.memory_bandwidth_bytes_per_s
-            seconds = [
-                s + inner if kind else s for s, kind in zip(seconds, (change.forward, change.backward), strict=True)
-            ]
-        return OpTime(*seconds)
-
-    def block_work(self, graph: Graph, block: Block, *, selective: bool = True) -> BlockWork:
-        """What a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.
-
-        Args:
-            selective: whether selective recompute is looked at too.
-        """
-        return block_work(graph, block, self.device.kind, selective=selective)
-
-    def price(self, work: BlockWork, mesh: Mesh) -> BlockCost:
-        """The cost of :meth:`block_work`."""
-        return price_block(work, mesh, self.device, self.collectives, quantized=self.quantized, measured=self.measured)
-
-    def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
-        """The cost of a block of one rank's graph for one micro-batch."""
-        return self.price(self.block_work(graph, block), mesh)
-
-    def prelude_time_s(self, graph: Graph) -> float:
-        """Seconds of the operators that every stage repeats for each micro-batch."""
-        times = (self.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in graph.prelude)
-        return sum(time.forward_s for time in times)
-
-    def block_time_s(self, block: BlockCost, step: Step, *, recompute: Recompute) -> OpTime:
-        """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included."""
-        data = self._data(step)
-        unit = self._unit(block, data)
-        forward_s, backward_s = own_times(block, recompute)
-        units, interference = [unit, unit], self.device.interference
-        extra_f = data.every_forward_s(units, [forward_s, forward_s], interference)
-        extra_f -= data.every_forward_s([unit], [forward_s], interference)
-        extra_f *= not data.is_pipelined  # a bound: the forward after a backward gathers nothing
-        extra_b = data.backward_s(units, [backward_s] * 2, interference, is_last=False)
-        extra_b -= data.backward_s([unit], [backward_s], interference, is_last=False)
-        return OpTime(forward_s + extra_f, backward_s + extra_b)
-
-    def block_adding_s(self, block: BlockCost, step: Step) -> float:
-        """Adding a block's gradients of a micro-batch to those before, as each backward of the step takes it on average."""
-        if not step.adds_gradients:
-            return 0.0
-        data = self._data(step)
-        return data.adding_s([self._unit(block, data)], step.num_micro_batches, self.device)
-
-    def block_state(self, block: BlockCost, step: Step) -> State:
-        """Bytes of a block's parameters, gradients and optimizer states on one rank."""
-        data = self._data(step)
-        unit, on_host = self._unit(block, data), step.offloads_optimizer
-        return state_bytes(unit, data, self.optimizer, step.num_micro_batches, on_host=on_host)
-
-    def block_once_s(self, block: BlockCost, step: Step) -> float:
-        """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
-        data = self._data(step)
-        unit = self._unit(block, data)
-        return sum(self._stepped_s([unit], step)) + data.tail_s([unit])
-
-    def data_unit(self, block: BlockCost, step: Step) -> Unit:
-        """What a block costs on the data axes."""
-        return self._unit(block, self._data(step))
-
-    def scalars_s(self, step: Step) -> float:
-        """What every rank sums once a step, whatever its blocks."""
-        return self._once_s(self._data(step), step)
-
-    def block_gather_s(self, block: BlockCost, step: Step) -> float:
-        """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
-        data = self._data(step)
-        return self._unit(block, data).gather_s if data.uses_fsdp and not data.gathers_always else 0.0
-
-    def state_bytes_per_element(self, step: Step) -> float:
-        """The least that a trained element (not of experts over data ranks) takes of each rank that holds its parameter."""
-        data, storage = self._data(step), itemsize(self.precision.storage)
-        kept = 0.0 if step.offloads_optimizer else self.optimizer.bytes_per_element(storage)
-        return least_state_bytes(data, kept, step.num_micro_batches)
-
     # --- whole plans
-
-    @property
-    def memory_limit_bytes(self) -> int:
-        """What the smallest device has."""
-        return min(device.memory_bytes for device in self.devices)
-
-    @property
-    def host(self) -> HostLink:
-        """What offloading can use: the slowest device's.
-
-        Raises:
-            UsageError: a device's profile has no link to a host.
-        """
-        if self.device.host is None or any(device.host is None for device in self.devices):
-            missing = next(device.name for device in self.devices if device.host is None)
-            raise UsageError(
-                "something is offloaded where the device's profile has the link to its host",
-                value=f"none of {missing}",
-                remedy="pin offload=none, or add [device.host] to the profile (profiles/README.md)",
-            )
-        return self.device.host
-
-    @property
-    def memory_spread(self) -> float:
-        """Upper end of a predicted peak's interval over the prediction: the widest of the devices' profiles."""
-        return 1 + max(device.memory_uncertainty for device in self.devices)
-
-    @property
-    def fitting_bytes(self) -> int:
-        """The largest predicted peak that fits: the upper end of its interval is the limit."""
-        return math.floor(self.memory_limit_bytes / self.memory_spread)
 
     def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:
         """Peak memory of each pipeline rank.
@@ -419,42 +259,6 @@ class CostModel:
         check_schedule(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
         return len(stages) // pp
 
-    def data_parallel(self, step: Step) -> DataParallel:
-        """How a step runs the data axes."""
-        return self._data(step)
-
-    def _data(self, step: Step) -> DataParallel:
-        """Of a step; the same object for the same axes, as units are looked up by it again and again."""
-        return self._of_step(step).data
-
-    def _of_step(self, step: Step) -> OfStep:
-        """What is known of a step that is asked for again and again."""
-        if self._last is None or self._last.step is not step:
-            key = step.mesh, step.zero_stage, step.all_reduces, step.late_reductions, step.quantized_gathers
-            if key not in self._datas:
-                self._datas[key] = DataParallel(
-                    step.mesh,
-                    step.zero_stage,
-                    self.precision,
-                    step.mesh.pp > 1 or step.late_reductions,
-                    step.all_reduces,
-                    step.quantized_gathers,
-                )
-            self._last = OfStep(step=step, data=self._datas[key])
-        return self._last
-
-    def _unit(self, block: BlockCost, data: DataParallel) -> Unit:
-        found = self._units.get((id(block), id(data)))
-        if found is None:
-            mesh = data.mesh  # neither ZeRO stage nor, where all nodes are equal, pipeline changes what a unit costs
-            where = None if self.places is None else mesh
-            degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
-            place = (id(block), *degrees, data.precision, data.all_reduces, data.quantized_gathers, where)
-            if place not in self._placed_units:
-                self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
-            found = self._units[id(block), id(data)] = (block, data, self._placed_units[place][1])
-        return found[2]
-
     def _stage_units(self, stage: StageCost, data: DataParallel) -> list[Unit]:
         units, known = [], {}
         for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True):
@@ -539,50 +343,6 @@ class CostModel:
         for axes, num_bytes in late_sums(blocks, self._summed_of(data), size).items():
             seconds[_owner(axes)] += self.sum_s(axes, num_bytes, step.mesh, copied_bytes=num_bytes)
         return seconds
-
-    def ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
-        """Sums of the gradients of parameters that several pipeline ranks have (:func:`tied`)."""
-        seconds = 0.0
-        for ranks, num_bytes in ties.items():
-            if rank in ranks:
-                if len(ranks) == step.mesh.pp:
-                    seconds += self.collectives.time_s("all_reduce", num_bytes, step.mesh, ("pp",))
-                else:
-                    seconds += self.collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
-        return seconds
-
-    def sum_s(self, axes: tuple[str, ...], num_bytes: int, mesh: Mesh, *, copied_bytes: int) -> float:
-        """One all-reduce of gradients, of which some are read into its buffer and written there."""
-        copies = 2 * copied_bytes / self.device.memory_bandwidth_bytes_per_s
-        return self.collectives.time_s("all_reduce", num_bytes, mesh, axes) + copies
-
-    def _once_s(self, data: DataParallel, step: Step) -> float:
-        """The scalars that a step sums: counts of the batch, the loss, the norm."""
-        return sum(
-            count * self.collectives.time_s(c.kind, c.num_bytes, step.mesh, c.axes)
-            for c, count in scalars(data, step.totals, step.clips).items()
-        )
-
-    def _launched_s(self, units: Sequence[Unit], step: Step) -> float:
-        """The optimizer's operators; on a GPU torch groups those of all parameters."""
-        parameters = sum(unit.num_trained for unit in units)
-        if step.offloads_optimizer:
-            return self.optimizer.kernels * parameters * self.host.launch_s
-        launch_s = self.device.overheads.sharded_launch_s or self.device.launch_s
-        return self.optimizer.kernels * (1 if self.device.kind == "cuda" else parameters) * launch_s
-
-    def _stepped_s(self, units: Sequence[Unit], step: Step) -> tuple[float, float]:
-        """What the optimizer reads and writes; and, where it does so on the host, of copies: both down, parameters up.
-
-        Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it.
-        """
-        size = sum(unit.trained_shard_numel for unit in units) * itemsize(self.precision.storage)
-        moved = self.optimizer.passes * size
-        if not step.offloads_optimizer:
-            return moved / self.device.memory_bandwidth_bytes_per_s, 0.0
-        host, copies = self.host, 3 * sum(unit.num_trained for unit in units)
-        copied_s = 2 * size / host.to_host_bytes_per_s + size / host.to_device_bytes_per_s + copies * host.latency_s
-        return moved / host.memory_bandwidth_bytes_per_s, copied_s
 
 
 def _owner(axes: tuple[str, ...]) -> str:
