@@ -20,7 +20,7 @@ from autopar.api import PRECISIONS, search
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
-from autopar.plan import Plan
+from autopar.plan import BUCKET_BYTES, Plan
 from tests.campaigns.product import Product, Small, every_plan
 from tests.campaigns.small import draw
 
@@ -141,6 +141,10 @@ def compare(seed: int, small: Small, whole: Product, peak_bytes: int, *, usual: 
     )
 
 
+LEFT_OUT = ("offload=none", f"bucket_bytes={BUCKET_BYTES}")
+"""What ``tests.campaigns.product`` does not go through."""
+
+
 def _search(small: Small, memory_bytes: int, space: str) -> Plan | None:
     try:
         return search(
@@ -150,7 +154,7 @@ def _search(small: Small, memory_bytes: int, space: str) -> Plan | None:
             precision=small.precision,  # type: ignore[arg-type]
             optimizer=small.optimizer,
             space=space,
-            pins=() if small.splits else ("tp=1",),
+            pins=(*LEFT_OUT, *(() if small.splits else ("tp=1",))),
         )
     except InfeasibleError:
         return None

@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
-from tests.campaigns.brute import ROUNDING, Result, limited, problems
+from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, limited, problems
 from tests.campaigns.product import Choice, Point, best_of, every_plan, front_of
 from tests.campaigns.small import draw, tiny
 
@@ -65,7 +65,7 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
             global_batch_size=small.global_batch_size,
             precision=PRECISIONS[small.precision],
             optimizer=small.optimizer,
-            pins=Pins.parse(["tp=1"]),
+            pins=Pins.parse(["tp=1", *LEFT_OUT]),
             space=load_space("exhaustive"),
         )
     )

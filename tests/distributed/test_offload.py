@@ -143,9 +143,9 @@ def test_bytes_that_move_are_those_predicted(pool: WorkerPool, pins: str) -> Non
     rows = pool.run(jobs.moved_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
     for pp_rank, down, up in rows:
         own = [(b, r) for s in stages[pp_rank :: plan.mesh.pp] for b, r in zip(s.blocks, s.recompute, strict=True)]
-        predicted = sum(block.moved_bytes(again) for block, again in own)
+        predicted = sum(block.moved_bytes(mode) for block, mode in own)
         assert predicted
         # torch's attention keeps the boolean mask as numbers, which the cost model does not count
-        plain = sum(block.offloads and not again for block, again in own)
+        plain = sum(block.offloads and mode == "none" for block, mode in own)
         predicted += plain * plan.micro_batch_size * SEQUENCE**2 * 4
         assert (down, up) == (2 * predicted, 2 * predicted)
