@@ -42,7 +42,7 @@ def search(
     pin: Pin = None,
     opaque: Opaque = None,
     space: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="What may be chosen: quick, default, exhaustive or a file.")
+        str, typer.Option(metavar="NAME|FILE", help="What may be chosen: quick, default, wide, exhaustive or a file.")
     ] = ("default"),
     trials: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds.")] = None,

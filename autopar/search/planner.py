@@ -319,8 +319,15 @@ class Planner:
         return InfeasibleError(
             "some plan satisfies all constraints",
             value="these conflict: " + "; ".join((*left.texts, memory, world, *samples)),
-            remedy="drop one of the pins named, or take more devices" if left.texts else "take more or larger devices",
+            remedy=("drop one of the pins named, or take more devices" if left.texts else "take more or larger devices")
+            + ", or search --space wide, where optimizers may live on the host" * self._may_offload(),
         )
+
+    def _may_offload(self) -> bool:
+        """Whether optimizers could live on the host, but the space has none there."""
+        task = self.task
+        tried = not task.space.offload and task.pins.allows("offload", "optimizer")
+        return tried and len(offloaded(self.pool[:1], task.cluster, task.pins, ("optimizer",), task.optimizer)) > 1
 
     def _anything_fits(self, pins: Pins, problem: Problem) -> bool:
         pool = sorted(self._candidates(problem, pins), key=_leanness)

@@ -77,11 +77,11 @@ def test_the_smallest_conflict_is_named(pins: list[str], world: int, expected: s
 @pytest.mark.parametrize("world", [8, 24, 128, 1024])
 def test_each_space_holds_the_smaller_one(world: int) -> None:
     shape = {"experts": (8,), "sequences": (32768,), "key_heads": (8,), "world_size": world}
-    quick, default, most = (
+    quick, default, wide, most = (
         set(candidates(replace(PROBLEM, space=load_space(name), **shape), Pins()))  # type: ignore[arg-type]
-        for name in ("quick", "default", "exhaustive")
+        for name in ("quick", "default", "wide", "exhaustive")
     )
-    assert quick < default < most
+    assert quick < default == wide < most  # optimizers on the host are added to a pool where profiles have the link
 
 
 def test_groups_of_tp_may_span_nodes_where_the_space_says_so() -> None:

@@ -180,3 +180,12 @@ def test_without_a_link_there_is_no_offload_and_a_pin_says_so() -> None:
         api.estimate(
             graph(), cluster=cluster("16GB"), global_batch_size=64, optimizer="adafactor", pins=["offload=optimizer"]
         )
+
+
+def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:
+    def search(space: str) -> Plan:
+        return api.search(graph(), cluster=cluster(NEEDS_HOST), global_batch_size=64, space=space)
+
+    with pytest.raises(InfeasibleError, match="or search --space wide, where optimizers may live on the host"):
+        search("default")
+    assert search("wide").offload == ("optimizer",)
