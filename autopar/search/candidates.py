@@ -82,6 +82,7 @@ class Problem:
         mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
             samples in one micro-batch.
         casts: parameters are stored and computed with in different dtypes.
+        num_layers: blocks of which there are equal ones, on devices that are equal too; 0: not known.
     """
 
     world_size: int
@@ -96,6 +97,7 @@ class Problem:
     experts: tuple[int, ...] = ()
     has_written_attention: bool = False
     casts: bool = False
+    num_layers: int = 0
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -297,6 +299,12 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
         found.append(
             Constraint(name="GPipe", holds=lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"]))
         )
+    if problem.num_layers and not _pinned(pins, "virtual_stages"):  # else some stages are a layer longer, and all wait
+        found.append(
+            Constraint(
+                name="virtual stages", holds=lambda t: -(-problem.num_layers // t["pp"]) % t["virtual_stages"] == 0
+            )
+        )
     if not _pinned(pins, "dp_replicate", "dp_shard"):
         found.append(Constraint(name="shard groups", holds=lambda t: _shard_groups(t, space.hsdp, per_node)))
     if not _pinned(pins, "ep", "ep_data"):
@@ -315,9 +323,10 @@ def _in_nodes(tp: Column, per_node: int) -> NDArray[np.bool_]:
 
 
 def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:
-    """Experts over no data ranks, over as many as can be, or over as many as can be inside a node."""
+    """Experts over no data ranks, over as many as can be, or over as many as can be inside a node, beside ``cp`` and ``tp``."""
     spread, largest = t["ep_data"], np.gcd(t["dp_replicate"] * t["dp_shard"], most)
-    usual: NDArray[np.bool_] = (spread == 1) | (spread == largest) | (spread == np.gcd(largest, per_node))
+    inside = np.gcd(largest, np.maximum(per_node // (t["cp"] * t["tp"]), 1))
+    usual: NDArray[np.bool_] = (spread == 1) | (spread == largest) | (spread == inside)
     return usual
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 from autopar.cost.data_parallel import is_mixed
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.graph.ir import Op
+from autopar.graph.ir import Graph, Op
 from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
@@ -89,6 +90,7 @@ class Planner:
             mixes_samples=bool(self.mixing),
             experts=expert_counts(task.graph),
             casts=is_mixed(task.precision),
+            num_layers=_num_layers(task.graph) if task.cluster.is_homogeneous else 0,
         )
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
@@ -333,6 +335,12 @@ class Planner:
         pool = sorted(self._candidates(problem, pins), key=_leanness)
         evaluator = self._evaluator(pins, problem.global_batch_size)
         return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[:MAX_CONFLICT_TRIALS])
+
+
+def _num_layers(graph: Graph) -> int:
+    """Blocks that have others equal to them."""
+    counts = Counter(block.hash for block in graph.blocks)
+    return sum(n for n in counts.values() if n > 1)
 
 
 def _leanness(candidate: Candidate) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def graph() -> Graph:  # 66 words do not divide by 4: the vocabulary is padded w
 
 def layouts_of(graph: Graph) -> Layouts:
     model = CostModel(CLUSTER, BF16, "adamw")
-    return Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
+    return Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("wide"))
 
 
 def options_of(layouts: Layouts, split: Split) -> list[Option]:

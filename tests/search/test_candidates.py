@@ -84,6 +84,15 @@ def test_each_space_holds_the_smaller_one(world: int) -> None:
     assert quick < default == wide < most  # optimizers on the host are added to a pool where profiles have the link
 
 
+def test_virtual_stages_divide_the_layers_of_a_rank_unless_pinned() -> None:
+    known = replace(PROBLEM, num_layers=14)  # 4 ranks have 4 layers at most, 2 have 7
+    found = {(c.mesh.pp, c.virtual_stages) for c in candidates(known, Pins()) if c.virtual_stages > 1}
+    assert {v for pp, v in found if pp == 4} == {2, 4}
+    assert {v for pp, v in found if pp == 2} <= {7}
+    pinned = candidates(known, Pins.parse(["virtual_stages=3"]))
+    assert any(c.mesh.pp == 4 and c.virtual_stages == 3 for c in pinned)
+
+
 def test_groups_of_tp_may_span_nodes_where_the_space_says_so() -> None:
     found = {c.mesh.tp for c in candidates(replace(PROBLEM, space=load_space("exhaustive")), Pins())}
     assert found == {1, 2, 4, 8, 16}
