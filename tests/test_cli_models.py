@@ -261,7 +261,7 @@ def test_conflict_exits_with_3_and_is_named(cluster: str, pins: list[str], named
         (["--cluster", "cpu:1x2", "--pin", "model.layers.7.weight=tp:S(0)"], "a pin names parameters of the model"),
         (["--cluster", "cpu:1x2", "--precision", "fp7"], "the precision is known"),
         (["--cluster", "cpu:1x2", "--optimizer", "lion"], "the optimizer is known"),
-        (["--cluster", "cpu:1x2", "--space", "wide"], "the space is shipped with autopar or a TOML file"),
+        (["--cluster", "cpu:1x2", "--space", "vast"], "the space is shipped with autopar or a TOML file"),
         (["--cluster", "cpu:1x2", "--storage", "nowhere"], "--storage"),
     ],
 )

@@ -82,7 +82,7 @@ class Problem:
         mixes_samples: operators look at the whole batch (batch norm), so that a data rank takes its
             samples in one micro-batch.
         casts: parameters are stored and computed with in different dtypes.
-        num_layers: blocks of which there are equal ones, on devices that are equal too; 0: not known.
+        num_layers: blocks of which there are equal ones; 0: not known.
     """
 
     world_size: int

@@ -90,7 +90,7 @@ class Planner:
             mixes_samples=bool(self.mixing),
             experts=expert_counts(task.graph),
             casts=is_mixed(task.precision),
-            num_layers=_num_layers(task.graph) if task.cluster.is_homogeneous else 0,
+            num_layers=_num_layers(task.graph),
         )
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:

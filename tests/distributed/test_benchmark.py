@@ -74,11 +74,11 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
     tasks = [task_of(WISH, source, Cluster.parse("cpu:1x1"), precision) for precision in ("fp32", "bf16")]
     pins = [p for p in one_device_pins(tasks[0].space, WISH) if "micro_batch=2" in p]
     choice = variants(tasks, pins)
-    assert [entry.plan.precision.name for entry in choice.entries] == ["fp32"] * 3 + ["bf16"] * 3
-    assert {entry.plan.recompute for entry in choice.entries} == {"none", "selective", "full"}
+    assert [entry.plan.precision.name for entry in choice.entries] == ["fp32"] * 2 + ["bf16"] * 2
+    assert {entry.plan.recompute for entry in choice.entries} == {"none", "full"}
     job = Job(source=source, graphs={t.precision.name: t.graph for t in tasks}, plans={}, rounds=1, steps=1)
     outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=1, timeout_s=60.0), title="t")
-    assert outcome.score.plans == 6
+    assert outcome.score.plans == 4
 
 
 @pytest.mark.parametrize("rank", [0, 3])
