@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
-from autopar.plan import Recompute
+from autopar.plan import RECOMPUTES, Recompute
 from autopar.schedule import live_peaks, peak_table
 from autopar.search.candidates import Candidate
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
@@ -184,7 +184,7 @@ class Cuts:
 
     def fastest_modes(self) -> tuple[Recompute, ...]:
         """Of each block the one that takes the least time."""
-        free: Recompute = "none" if "none" in self.space_modes else self.space_modes[0]
+        free = min(self.space_modes, key=RECOMPUTES.index)
         return tuple(self.recompute.get(index, free) for index in range(len(self.class_of)))
 
     def stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option, pp: int) -> list[StageCost]:

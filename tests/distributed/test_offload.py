@@ -13,14 +13,13 @@ from autopar import api
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.host import HostLink
-from autopar.runtime.verify import adamw, loss_of
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import SEQUENCE, HfSubject
 from tests.distributed.test_layouts import LAYOUTS, traced
 from tests.distributed.test_traffic import stages_of
-from tests.distributed.test_training import _bf16_plan, batches, close, planned
+from tests.distributed.test_training import _bf16_plan, batches, clipped, close, planned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -48,18 +47,11 @@ def with_host(cluster: str, **changes: Any) -> Cluster:
 def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "llama")
     data = batches(subject, 3)
-    model = subject.build()
-    optimizer = adamw(model.parameters())
-    norms = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model(**batch)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
-        optimizer.step()
+    norms, parameters = clipped(subject, data)
     plan = replace(plan, offload=("optimizer",))
     for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        close(rank["parameters"], dict(model.named_parameters()))
+        close(rank["parameters"], parameters)
 
 
 def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: WorkerPool) -> None:

@@ -13,12 +13,12 @@ from autopar import api
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.verify import loss_of
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject, NoisySubject, Unpadded
-from tests.distributed.test_training import batches, close
+from tests.distributed.test_training import batches, clipped, close
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -39,17 +39,10 @@ def planned(graph: Any, kind: str, *pins: str, **options: Any) -> Plan:
 def test_clipping_counts_what_cp_repeats_once(pool: WorkerPool, kind: str, pins: str) -> None:
     subject = HfSubject("llama")
     plan, data = planned(traced(subject), kind, *pins.split()), batches(subject, 2)
-    model = subject.build()
-    optimizer = adamw(model.parameters())
-    norms = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model(**batch)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
-        optimizer.step()
+    norms, parameters = clipped(subject, data)
     for rank in pool.run(jobs.train, subject, plan, traced(subject), data, 0.1, timeout_s=60.0):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        close(rank["parameters"], dict(model.named_parameters()))
+        close(rank["parameters"], parameters)
 
 
 @pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=4"), ("ulysses", "cp=2 tp=2"), ("ring", "cp=2 dp_shard=2")])

@@ -44,10 +44,8 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float 
         assert error <= tolerance * tensor.abs().max(), name
 
 
-@pytest.mark.parametrize("layout", MIXED)
-def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: str) -> None:
-    subject, plan, graph = planned(layout, "llama")
-    data = batches(subject, 3)
+def clipped(subject: HfSubject, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms before they are clipped to 0.1, and parameters after these steps of one device."""
     model = subject.build()
     optimizer = adamw(model.parameters())
     norms = []
@@ -56,10 +54,18 @@ def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: st
         loss_of(model(**batch)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         optimizer.step()
+    return norms, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "llama")
+    data = batches(subject, 3)
+    norms, parameters = clipped(subject, data)
     found = pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0)
     for rank in found:
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
-        close(rank["parameters"], dict(model.named_parameters()))
+        close(rank["parameters"], parameters)
 
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 ZeRO 2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 1"])
