@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of
+from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of, passing_bytes
 
 Array = NDArray[np.float64]
 
@@ -164,15 +164,15 @@ class _Columns:
             self.m * group["more_byte_s"] / np.maximum(own, _TINY) for own in (counts.held_most, counts.held)
         )
         self.more_free_s = self.m * group["more_free_s"]
-        passing = np.maximum(self.is_first * first["passing_bytes"], self.is_last * last["passing_bytes"])
-        room = np.array([r.limit_bytes for r in rows]) * (1 + 1e-9) - passing  # what fits exactly, fits
+        room = np.array([r.limit_bytes for r in rows]) * (1 + 1e-9)  # what fits exactly, fits
         for part, mask, held in ((first, self.is_first, counts.first), (last, self.is_last, counts.last)):
             kept = held * np.minimum(part["held_bytes"], part["held_again_bytes"])
             room = room - mask * (part["static_bytes"] + kept)
         last_stage = self.is_last * counts.last
         room = room - (counts.all - last_stage) * np.array([r.stage_bytes for r in rows])
-        self.fits = ~self.active | (room >= 0)
-        room = room - np.maximum(group["passing_bytes"] - passing, 0.0)
+        alone, beside = passing_bytes(first, last, group, self.is_first, self.is_last)
+        self.fits = ~self.active | (room >= np.minimum(alone, beside))
+        room = room - beside
         self.room = (room - counts.held_more * full, room - counts.held_more * again)
 
     def _recomputed(self) -> None:
