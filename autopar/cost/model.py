@@ -9,6 +9,7 @@ from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost
 from autopar.cost.block_model import BlockModel
 from autopar.cost.collectives import CollectiveModel
+from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
 from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
@@ -154,6 +155,15 @@ class CostModel(BlockModel):
     def breakdown(self, stages: Sequence[StageCost], step: Step) -> Breakdown:
         """The step time of :meth:`predict` and what it is made of, without memory."""
         return self._timed(stages, step)[0]
+
+    def longest_chains(self, stages: Sequence[StageCost], step: Step, most: int = 1) -> list[Chain]:
+        """The longest chains of actions of a step; see :func:`autopar.cost.critical.longest_chains`."""
+        data, parts = self._data(step), self.parts(step.mesh)
+        sums = self._all_sums(stages, self._all_units(stages, step, parts), data, step)
+        overheads = [part.device.overheads for part in parts]
+        times = stage_times(stages, sums, step, self.collectives, overheads, by_hop=self.is_mixed)
+        after_s = [0.0] * step.mesh.pp
+        return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
 
     def _timed(self, stages: Sequence[StageCost], step: Step) -> tuple[Breakdown, list[StageSums]]:
         self._virtual_stages(stages, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from autopar.search.mixed_polish import polished
 from autopar.search.options import Option, split_of
 from autopar.search.pins import Pins
 from autopar.search.space import Space
+from autopar.search.uneven import exactly, is_even, moved
 
 NEAR = 1.1
 """Times the best plan that one may take for other blocks of its cut to be recomputed."""
@@ -189,6 +191,38 @@ class Evaluator(Bounding):
         predicted = [found, *((model.predict(p.made, step, memory=p.memory), p) for p in turns)]
         return min(predicted, key=lambda pair: pair[0].step_time_s)
 
+    def _moved(self, found: Evaluation) -> Evaluation:
+        """A plan whose virtual stages have their blocks where the step is shorter, if they are not equal."""
+        candidate, option = found.candidate, found.option
+        counted = [k in self.rows.largest(option) for k in self.rows.class_of]
+        if candidate.virtual_stages == 1 or is_even(found.stops, counted):
+            return found
+        model, step = self.placed.ordered(candidate), self.step(candidate, option)
+        cutters = self.cuts.cutters(candidate, option, step)
+        tried: dict[tuple[int, ...], Fitting] = {}
+
+        def priced(stops: tuple[int, ...]) -> float:
+            way = exactly(stops, len(counted))
+            plans = self.cuts.fits(candidate, option, step, cutters, math.inf, way, math.inf)
+            if isinstance(plans, Failure):
+                return math.inf
+            times = [model.breakdown(plan.made, step).total_s for plan in plans]
+            tried[stops] = plans[times.index(min(times))]
+            return min(times)
+
+        def weights(stops: tuple[int, ...]) -> list[float]:
+            (chain, *_) = model.longest_chains(tried[stops].made, step)
+            return [float(weight) for weight in chain.forwards + 2.0 * chain.backwards]
+
+        time_s = priced(found.stops)
+        if time_s == math.inf:
+            return found
+        plan = tried[moved(found.stops, time_s, priced, weights)]
+        prediction = model.predict(plan.made, step, memory=plan.memory)
+        if prediction.step_time_s >= found.prediction.step_time_s or not self._host_fits(plan.memory):
+            return found
+        return self._bucketed(candidate, option, plan.cut, step, prediction)
+
     def _ways(self, candidate: Candidate, option: Option) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
@@ -266,10 +300,12 @@ class Evaluator(Bounding):
         return limit is None or all(m.host <= limit for m in memory)
 
     def polished(self, found: Evaluation) -> Evaluation:
-        """A plan whose stages are cut better still; the same one where ranks are alike or its stages are given."""
+        """A plan whose stages are cut better still; the same one where its stages are given."""
         candidate = found.candidate
-        if not self.placed.has(candidate) or self.stages or self.space.equal_stages:
+        if self.stages or self.moved or self.space.equal_stages:
             return found
+        if not self.placed.has(candidate):
+            return self._moved(found)
         option, model = found.option, self.placed.ordered(candidate)
         step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
         step = replace(step, bucket_bytes=found.bucket_bytes)

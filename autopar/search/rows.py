@@ -25,6 +25,9 @@ from autopar.search.once import at_both_ends, least_sums_s, tie_s
 from autopar.search.options import Draft, Option
 
 _PARTS = tuple(field.name for field in fields(BlockPrice))
+LATE = 6
+"""Parts of the pipeline's ranks, of which some have short first stages."""
+
 NOTHING = BlockPrice(**dict.fromkeys(_PARTS, 0.0))
 
 
@@ -415,7 +418,8 @@ class RowMaker:
 
         Where blocks do not divide evenly, the first ways give those that are left to the middle of a rank's stages: the
         first and the last of them stand in the fill and the drain of the pipeline. A rank's first stages hold the most
-        micro-batches, and the first ranks' more than others': theirs may go to their last stages.
+        micro-batches, and the first ranks' more than others': theirs may go to their last stages. Of two stages a rank, the
+        first ranks' first ones may be those that are short.
         """
         stages = pp * virtual_stages
         most = self.most_blocks(option, stages)
@@ -426,9 +430,12 @@ class RowMaker:
         held = counted[None, :] - counted[:, None]
         each, rest = divmod(int(counted[-1]), stages)
         even = [held <= most] * stages
-        if not rest or virtual_stages == 2:
+        if not rest:
             return [even]
         count, fewer, larger = -(-rest // pp), held <= each, held <= each + 1
+        if virtual_stages == 2:  # the pipeline fills sooner where the first stages are short
+            shares = sorted({pp * k // LATE for k in range(1, LATE)} - {0})
+            return [even, *([fewer if s < late else larger for s in range(stages)] for late in shares)]
         middle = set(sorted(range(virtual_stages), key=lambda turn: (abs(2 * turn - virtual_stages + 1), turn))[:count])
         last = set(range(virtual_stages - count, virtual_stages))
         ways = [
