@@ -10,11 +10,11 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost.collectives import CollectiveModel
-from autopar.device import ALIGNED_ELEMENTS
 from autopar.errors import AutoparError, UsageError
 from autopar.links import CollectiveLibrary
 from autopar.plan import Prediction
 from autopar.profile.store import MachineProfile, load_library, load_profile
+from autopar.rates import ALIGNED_ELEMENTS
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict, step_time_s
 from autopar.validate.fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
