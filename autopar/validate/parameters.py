@@ -50,7 +50,6 @@ _SHARED = (
     ("kernel_fraction", 0.85, 0.4, 1.0, "of the memory bandwidth that operators other than copies reach"),
     ("wave_loss", 0.3, 0.02, 3.0, "of one wave of tiles that stands idle on average"),
     ("interference", 0.15, 0.02, 1.0, "compute lost to communication beside it"),
-    ("nic_fraction", 1.0, 0.7, 1.0, "of a network card's benchmark bandwidth, in a step"),
 )
 _BY_ARCHITECTURE = (
     (
@@ -98,9 +97,6 @@ them multiply in it: 19.5 TFLOP/s of an A100 (datasheet) over the ceiling of 271
 Fused attention on Hopper: that of cuDNN, causal, at 128 and 8192 tokens (Shah et al. 2024, arXiv 2407.08608, figures 5
 and 6); backward without a mask there, times what a mask leaves forward.
 
-Network cards: nccl-tests published for 4 to 128 nodes of 8 H100 have reduce-scatter at 360 falling to 260 GB/s of bus
-bandwidth, where eight cards have 372 by themselves: less than 0.7 of them is no network's doing.
-
 No kernel published reaches more of the ceiling than FlashAttention-3 with causal masks, heads of 128 and 8192 tokens on an
 H100: 660 TFLOP/s forward and 575 backward of 795 (Dao-AILab/flash-attention, pull request 1893); bounds are these, rounded up.
 
@@ -143,7 +139,6 @@ def _read(profile: MachineProfile, name: str) -> float:
         "blocking_launch_s": lambda: device.blocking_launch_s or device.launch_s,
         "kernel_fraction": lambda: device.kernel_fraction,
         "interference": lambda: device.interference,
-        "nic_fraction": lambda: profile.nic.step_fraction,
         "link_fraction": lambda: profile.intra_node.step_fraction,
         "float8": lambda: device.rate(FLOAT8).curve[-1].efficiency,
         "matmul": lambda: half.curve[-1].efficiency,
@@ -163,12 +158,10 @@ def write(profile: MachineProfile, values: Mapping[str, float], *, provenance: s
     """
     own = {p.name: values[p.key] for p in parameters_of(profile.device.name) if p.key in values}
     device = _device(profile.device, own, provenance)
-    nic, link = profile.nic, profile.intra_node
-    if "nic_fraction" in own:
-        nic = replace(nic, step_fraction=own["nic_fraction"], provenance=noted(nic.provenance, provenance))
+    link = profile.intra_node
     if "link_fraction" in own:
         link = replace(link, step_fraction=own["link_fraction"], provenance=noted(link.provenance, provenance))
-    return replace(profile, device=device, nic=nic, intra_node=link)
+    return replace(profile, device=device, intra_node=link)
 
 
 def _device(device: Device, own: Mapping[str, float], provenance: str) -> Device:

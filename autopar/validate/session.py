@@ -166,8 +166,6 @@ class Session:
         if parameter.architecture not in ("", free.architecture_of(self.profiles[run.device].device.name)):
             return False
         match parameter.name:
-            case "nic_fraction":
-                return not site.nic_bandwidth_bytes_per_s
             case "launch_s":
                 return not site.blocking_launches
             case "blocking_launch_s":
