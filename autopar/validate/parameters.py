@@ -62,7 +62,13 @@ _BY_ARCHITECTURE = (
     ("fill_depth", (128.0, 192.0, 192.0), 16.0, 400.0, "depth of a product that takes as long as filling the units"),
     ("attention", (0.75, 0.666, 0.6), 0.15, 0.85, "of the ceiling that fused attention reaches forward"),
     ("attention_backward", (0.65, 0.575, 0.5), 0.15, 0.75, "and backward"),
-    ("triton", (0.41, 0.233, 0.115), 0.05, 1.0, "of the ceiling that the first fused attention in Triton reaches forward"),
+    (
+        "triton",
+        (0.41, 0.233, 0.115),
+        0.05,
+        1.0,
+        "of the ceiling that the first fused attention in Triton reaches forward",
+    ),
     ("triton_backward", (0.36, 0.2, 0.094), 0.05, 1.0, "and backward"),
     ("link_fraction", (1.0, 1.0, 1.0), 0.4, 1.0, "of a node link's benchmark bandwidth, in a step"),
 )
