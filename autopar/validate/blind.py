@@ -39,7 +39,7 @@ No number was fitted to these runs. By what it changed most:
   memory bandwidth and without tiles. All have them now, and `--calibrate all` writes them. V100: 26 to 42 % too fast
   on one node before, within 15 % since.
 - **Links by chip.** One `link_fraction` stood for the links of all nodes, at half, since BigScience's A100s ask for
-  it. Now each chip has its own, and Hopper asks for 0.89. Devices that no run tells of stand at the measured
+  it. Now each chip has its own, and Hopper asks for all of it. Devices that no run tells of stand at the measured
   bandwidth.
 - **NVLink over nodes.** 72 GB200 are one domain of links (`link_domain` in a profile): sharding over 64 of them was
   predicted up to 3.8 times too slow through network cards.
@@ -61,11 +61,11 @@ _MISSED = """
 - Jean Zay's V100s: the source says that its numbers hold to 40 %. One 52B run took 125, 129, 217 and 225 s on four
   days; half of its rows are of slow days, all rows of 18B with many micro-batches too. The five rows of the largest models
   are met within 2.5 %, the others are 5 to 17 % too fast. So neither the device nor its kernels are wrong.
-- DeepSpeed's pipelines: on the same V100s Megatron with DeepSpeed reaches 38 TFLOP/s at 13B (tr1-13B, 27 % too fast), Megatron
-  alone 53 at 52B; MT-NLG (12 %) and BigScience's A100s (8 %, left out) run it as well. Looked for: what its engine does for each
+- DeepSpeed's pipelines: on the same V100s Megatron with DeepSpeed reaches 38 TFLOP/s at 13B (recompute
+  counted; tr1-13B, 27 % too fast), Megatron alone 53 at 52B; MT-NLG (13 %) and BigScience's A100s (8 %, left out) run it as well. Looked for: what its engine does for each
   micro-batch (one synchronization, copies of inputs, parts of messages sent and gathered), its checkpoints, sums and checks of
-  gradients. They add up to a few percent; no cause found that its code tells.
-- FSDP through slow network cards (IBM's A100s with 400 Gbit/s a node): 19 to 23 % too slow when compiled. Collectives
+  gradients. By its code they are worth a few percent; none explains the rest.
+- FSDP through slow network cards (IBM's A100s with 400 Gbit/s a node): 21 to 25 % too slow when compiled. Collectives
   that the network holds up take memory bandwidth and multiprocessors for less of their time than those inside a node;
   `interference` counts their whole time.
 - torchtitan's 405B (tensor parallelism of 8, shards over 16 nodes): 16 % too slow, and 28 % in fp8, where its
