@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from autopar import resources
 from autopar.cluster import NETWORK, Cluster
-from autopar.device import CurvePoint, MatmulRate
 from autopar.errors import UsageError
 from autopar.links import CollectiveLibrary
 from autopar.profile.store import known_devices, load_library, load_profile
+from autopar.rates import CurvePoint, MatmulRate
 from autopar.table import Table, line_of
 
 TWO_RACKS = """

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autopar.cost.work import LINEAR, VIEWS, Product, Specs, Work, work
-from autopar.device import Device, MatmulRate
+from autopar.device import Device
 from autopar.graph.ir import Op
+from autopar.rates import MatmulRate
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ this table; the figures are no blind test of that. By mechanism, and where it wa
   of data parallelism stood for it before. Seen in the bias of NVIDIA's recipes.
 - The first fused attention in Triton has parameters of its own; as a factor on that of cuDNN only their product was told
   by MPT's runs, so that NVIDIA's recipes, left out, were priced with what MPT's runs did. Its priors are those of the
-  FlashAttention-2 paper.
+  FlashAttention-2 paper: FlashAttention-2 over 1.8. Hopper's had cuDNN's rate over 1.8 by mistake, which was found where MPT's
+  long samples on H100, left out, were predicted up to 25 % too fast (6.4 % missed before, 4.6 % since).
 - What stands in `profiles/sites/published.toml`: software of each source, by its own texts. Looked for again where the
   table showed a source to err as a whole, and found in the source's files, not fitted: torchtitan's attention on H100 is
   FlashAttention-2 (its rates are published ones, fitted to nothing), two of its rows ran without a compiler, its selective
@@ -47,8 +48,20 @@ this table; the figures are no blind test of that. By mechanism, and where it wa
   in products; attention over a split sequence is a ring of fused kernels in Transformer Engine; query, key and value (and
   gate and up) are one product in Megatron and MPT; Megatron drops 0.1 by default. What these had cost stood in the
   parameters of Hopper's attention before, so that NVIDIA's recipes, left out, were predicted 29 % too slow.
-- At least 0.7 of a network card's bandwidth arrives in a step, as published collectives have it; the bound was 0.3, and
-  fits without BigScience took 0.37 to 0.63 (rank correlation 0.74 of BigScience's runs instead of 0.78).
+- Megatron's test runs add up in one order (`deterministic-mode`, `NCCL_ALGO=Ring` in their files): attention's backward is
+  slower, torch fills what Transformer Engine allocates, collectives run on rings alone, and on GB200 FlashAttention-2 is the
+  only fused attention left, at a fifth of the ceiling. All rates are published ones, fitted to nothing. Looked for because
+  these runs were missed most (28 %, GB200 44 %). Without it they had drawn Hopper's parameters, and all other sources are
+  missed less since. GB200 itself was not wrong: 17 other published runs on it are 5.7 % off in the mean, to either side
+  ([blind.md](blind.md)).
+- DeepSpeed's ZeRO 1 sums whole gradients on every data rank, in half precision too, by its code (a reduction bucket without
+  `contiguous_gradients` is all-reduced); it was taken to scatter them. Looked for in row 82, and told by the four
+  runs that differ in global batch alone, which are 0.3 to 2 % off since: of the 12.0 s that a step takes besides its
+  micro-batches' time, 8.2 are the pipeline's and 3.9 these sums and the gathers.
+- Attention is no faster than FlashAttention-3 on an H100, the fastest kernel published: fits went to the whole ceiling.
+- What of a network card's bandwidth arrives in a step is no free number any more (published collectives have 0.97 on 4 nodes and
+  0.70 on 128): 0.7 and 1 fit all runs alike (loss 0.540 and 0.546), and sources left out are missed by 5.5 and 5.6 %. Looked for
+  because fits went from one to the other, which the blind test showed: IBM's nodes with few cards were missed by 15 and 9 %.
 - What an A100 node's links take for messages of training: two tables that agree (nccl-tests and Hetu-Galvatron's) have
   all-reduces of 16 to 540 MB 15 % slower than the model had. Looked for because fits that see BigScience's runs halve
   `link_fraction`; the tables alone set the number.
@@ -56,8 +69,8 @@ this table; the figures are no blind test of that. By mechanism, and where it wa
   now their single precision rate, in which PyTorch sums. Seen in the four runs with heads of 108.
 - Each chip has its `link_fraction`: A100's runs ask for half of the links, Hopper's for nearly all, and one number for both
   missed MPT's and NVIDIA's runs. Looked for after the blind test ([blind.md](blind.md)), in which H100s were too slow.
-- GB200: a rack is one domain of NVLink, by the datasheet. Two of Megatron's test runs are missed by 43 to 44 % since, and by 30 to
-  34 % before, when they seemed to wait for network cards; what they do wait for their files do not tell.
+- GB200: a rack is one domain of NVLink, by the datasheet. Two of Megatron's test runs were missed by 30 to 34 % before, when
+  they seemed to wait for network cards, and by 43 to 44 % with it.
 - torchtitan gathers parameters in fp8 where its products are fp8 (its page on performance says so).
 - BigScience's network is taken as it measured it itself, and DeepSpeed's optimizer for bfloat16 adds up whole sums in single
   precision: by its code, and by a run that is not in the table (16 samples, 15.2 s, predicted about 15).
@@ -65,8 +78,8 @@ this table; the figures are no blind test of that. By mechanism, and where it wa
   compare with those after it: they are two releases, each with its own factor in `scaled`. What is predicted knows nothing of
   it. With the 3 % that the source states, which it saw in these same runs, 15 pairs more would be in order.
 - The network was tried before and left out, as MPT's runs, left out, were missed by 10.6 %. Cause: BigScience's
-  network no longer tells `nic_fraction`, and no run without MPT's has much else to tell it, so that the fit goes to its
-  bound and host time, memory and interference stand for each other. A fit that measures its slopes again in the second round
+  network no longer told what of a card arrives, and no run without MPT's had much else to tell it, so that the fit went to its
+  bound and host time, memory and interference stood for each other. A fit that measures its slopes again in the second round
   ends at a lower loss, and with the links' table mended misses less; NVIDIA's recipes gain most. How often slopes are measured
   again was chosen by these figures, of three ways tried.
 
@@ -83,17 +96,18 @@ missing that costs about 8 to 20 ms for each layer and micro-batch with tensor p
 neither network nor pipeline is the cause. With micro-batches of 2 it is largest (8 rows 5 to 8 % below the others); no
 kernel, tile or message of that size is known to be slow.
 
-What no fit reaches: fitted to these 103 runs alone, the model has a rank correlation of 0.86 and 329 pairs in order, and 0.87
-and 343 with the 3 % of February; terms for each of work, bytes, launches, messages and sums weighed freely by these
-same runs have 0.91 and 350. So 0.90 and 342 ask of runs that were not seen what only those that were can tell. Against any model
+What no fit reaches: of the 379 pairs 347 at most can be in order by any function of the columns (20 are of one configuration
+measured twice, others contradict each other; an order that reaches 347 was found by search). Configurations that were
+measured more than once differ by 4.6 % in the median, each time by 3.1 % of standard deviation (21 repeats); with that
+noise even their true times would put about 333 in order, and 342 (90 %) are asked for. Of the pairs that are wrong 24 differ
+by under 5 %, 30 by 5 to 10 %, 10 by more. Before ZeRO 1's sums were whole, the model fitted to these 103 runs alone had a rank correlation of 0.86
+and 329 pairs in order. Against any model
 stand: row 13 (ZeRO 1), in which the source exchanged seconds and TFLOP/s with each other (it is row 3 once more, 134 s and
 not 120 s, and in 8 wrong pairs); row 59 (micro-batch 1: 148 s, 104 s with 2), row 70 (137.5 s, of which 114.0 s with half
 the micro-batch), rows 26, 35 and 93 (heads of 128 elements: 15 to 18 % slower than with 64 heads, 2 % in rows 98 and 83), and
-row 104 (110.2 s, twice 105.2 s in rows 102 and 103). Each step was timed once. Regret: of the mean of 14 groups 1.6 % is row
-37 alone, where 1568 samples took 113.0 s, as long as 2048 did (114.1 s in row 38); the other is row 82 (16 data ranks
-on pipelines of 6, 115.6 s, predicted as fast as the best, 107.1 s), whose reductions take about twice what the network
-measured says. Of the 379 pairs 347 at most can be in order by any prediction that knows no dates: 20 are of one
-configuration measured twice, and others contradict each other.
+row 104 (110.2 s, twice 105.2 s in rows 102 and 103). Each step was timed once, the second of each run. Regret: of the mean of
+14 groups 1.6 % is row 37 alone, where 1568 samples took 113.0 s, as long as 2048 did (114.1 s in row 38). Rows 52, 53 and 82 (16
+data ranks on pipelines of 6) are still 5 to 7 % faster than others with tensor parallelism of 4.
 """
 
 

@@ -29,6 +29,7 @@ from autopar.search.options import Load, Option, Split
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
 from autopar.validate.families import Sizes, build
+from autopar.validate.filled import filled
 from autopar.validate.runs import Run
 from autopar.validate.sites import PLAIN, Site
 
@@ -81,7 +82,14 @@ class Expressed:
         """The layouts that the run may have had: several where the sequence can be split in several ways."""
         site = self.site_of(run)
         layout = (run.device, run.micro_batch, run.cp, run.tp, _splits_rows(run, site), _recomputes(run))
-        key = (sizes_of(run, site), layout, kernels_of(site), site.regathers, site.recomputes_products)
+        key = (
+            sizes_of(run, site),
+            layout,
+            kernels_of(site),
+            site.regathers,
+            site.recomputes_products,
+            site.deterministic,
+        )
         if key not in self._structures:
             self._structures[key] = tuple(self._solved(run))
         return tuple(replace(s, members=scaled(s.members, run.layers)) for s in self._structures[key])
@@ -193,6 +201,8 @@ def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: K
     works = tuple(
         block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=kernels) for b in graph.blocks
     )
+    if site.deterministic:
+        works = tuple(filled(done, graph) for done in works)
     members = tuple(len(m) for m in layouts.compact.members)
     flops = tuple(flops_of_block(layouts.compact, i, kind) for i in range(len(members)))
     return Structure(works=works, members=members, block_flops=flops)
@@ -311,7 +321,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         adds_gradients=not site.adds_in_products,
         late_reductions=site.late_reductions,
         quantized_gathers=site.quantized_gathers and run.precision == "fp8",
-        all_reduces=site.all_reduces_sums and model.precision.reduce == "float32",
+        all_reduces=site.all_reduces_sums,
     )
     return stages, step
 

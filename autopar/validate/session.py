@@ -10,11 +10,11 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost.collectives import CollectiveModel
-from autopar.device import ALIGNED_ELEMENTS
 from autopar.errors import AutoparError, UsageError
 from autopar.links import CollectiveLibrary
 from autopar.plan import Prediction
 from autopar.profile.store import MachineProfile, load_library, load_profile
+from autopar.rates import ALIGNED_ELEMENTS
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict, step_time_s
 from autopar.validate.fit import Array, Fit, Linearized, corrected, fit, robust_loss, sensitivities
@@ -166,8 +166,6 @@ class Session:
         if parameter.architecture not in ("", free.architecture_of(self.profiles[run.device].device.name)):
             return False
         match parameter.name:
-            case "nic_fraction":
-                return not site.nic_bandwidth_bytes_per_s
             case "launch_s":
                 return not site.blocking_launches
             case "blocking_launch_s":

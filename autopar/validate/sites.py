@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields, replace
 
 from autopar import resources
 from autopar.cluster import Cluster
-from autopar.device import Device, MatmulRate
+from autopar.device import Device
 from autopar.links import CollectiveLibrary
 from autopar.profile.store import MachineProfile, load_library
+from autopar.rates import MatmulRate
 from autopar.table import Table
 from autopar.validate.families import ATTENTIONS, FAMILIES
 from autopar.validate.runs import PRECISIONS, Run
@@ -49,11 +50,13 @@ class Site:
         regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
         recomputes_products: selective recompute makes every second product of a layer again, besides what is cheap.
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
-        all_reduces_sums: gradients that accumulate in single precision are summed whole on every data rank (DeepSpeed's
-            BF16_Optimizer).
+        all_reduces_sums: gradients are summed whole on every data rank, of which each then steps its part (DeepSpeed).
         late_reductions: gradients are summed over data ranks after the last backward (Megatron until 2022).
         quantized_gathers: runs in fp8 gather parameters in one byte an element.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
+        deterministic: kernels add up in one order, and Transformer Engine fills what it allocates before it writes to it
+            (``torch.use_deterministic_algorithms``).
+        ring_collectives: collectives run on rings alone (``NCCL_ALGO=Ring``).
     """
 
     source: str
@@ -88,6 +91,8 @@ class Site:
     fixed_segments: bool = False
     late_reductions: bool = False
     quantized_gathers: bool = False
+    deterministic: bool = False
+    ring_collectives: bool = False
     provenance: str = ""
 
 
@@ -168,7 +173,11 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
         group, device=_as_run(group.device, site), nic=nic, nics_per_node=site.nics_per_node or group.nics_per_node
     )
     name = f"{run.device}:{num_nodes}x{group.devices_per_node}"
-    return Cluster(name=name, groups=(group,), tiers=(), library=library or load_library(profile.library))
+    library = library or load_library(profile.library)
+    if site.ring_collectives:
+        rings = tuple(a for a in library.algorithms if a.name == "ring")
+        library = replace(library, name=f"{library.name}, rings", algorithms=rings)
+    return Cluster(name=name, groups=(group,), tiers=(), library=library)
 
 
 def _as_run(device: Device, site: Site) -> Device:
@@ -177,16 +186,18 @@ def _as_run(device: Device, site: Site) -> Device:
         device = replace(device, launch_s=device.blocking_launch_s, interference=1.0, overheads=around)
     if site.fixed_segments and device.fixed_segments:
         device = replace(device, fragmentation=device.fixed_segments)
-    if site.triton_attention or site.flash2_attention:
+    if site.triton_attention or site.flash2_attention or site.deterministic:
         device = replace(device, matmul=tuple(_as_computed(rate, site) for rate in device.matmul))
     return device
 
 
 def _as_computed(rate: MatmulRate, site: Site) -> MatmulRate:
     """The rate with the site's kernel of fused attention, where the profile knows it."""
-    forward, backward = (
-        (rate.triton_fraction, rate.triton_backward_fraction)
-        if site.triton_attention
-        else (rate.flash2_fraction, rate.flash2_backward_fraction)
-    )
-    return replace(rate, attention_fraction=forward, attention_backward_fraction=backward) if forward else rate
+    forward, backward = rate.attention_fraction, rate.attention_backward_fraction
+    if site.triton_attention and rate.triton_fraction:
+        forward, backward = rate.triton_fraction, rate.triton_backward_fraction
+    elif site.flash2_attention and rate.flash2_fraction and not site.triton_attention:
+        forward, backward = rate.flash2_fraction, rate.flash2_backward_fraction
+    if site.deterministic and rate.ordered_fraction:
+        backward = (backward or forward) * rate.ordered_fraction
+    return replace(rate, attention_fraction=forward, attention_backward_fraction=backward)
