@@ -265,6 +265,10 @@ class RankGroup:
     stop: int
     device: str
 
+    @property
+    def num_ranks(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -288,6 +292,8 @@ class Plan:
         groups: of ranks, where nodes differ: the job has to number its nodes in this order. Empty: all are equal.
         offload: what lives in host memory.
         bucket_bytes: of gradients that are summed together: an all-reduce of as many or more takes no further ones.
+        data_shares: for each of ``groups`` the samples that one of its data ranks takes through the model at once, where
+            that is not the same for all; ``micro_batch_size`` is then the largest. Empty: all take ``micro_batch_size``.
     """
 
     model: ModelInfo
@@ -313,12 +319,31 @@ class Plan:
     groups: tuple[RankGroup, ...] = ()
     offload: tuple[Offload, ...] = field(default=(), metadata=RARE)
     bucket_bytes: int = field(default=BUCKET_BYTES, metadata=RARE)
+    data_shares: tuple[int, ...] = field(default=(), metadata=RARE)
     version: int = FORMAT_VERSION
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one step on each data rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.mesh.data)
+        if not self.data_shares:
+            return self.global_batch_size // (self.micro_batch_size * self.mesh.data)
+        sizes = (share * group.num_ranks for group, share in zip(self.groups, self.data_shares, strict=True))
+        return self.global_batch_size // sum(sizes)
+
+    def micro_batch_of(self, data_rank: int) -> int:
+        """Samples that a data rank takes through the model at once."""
+        if not self.data_shares:
+            return self.micro_batch_size
+        shares = zip(self.groups, self.data_shares, strict=True)  # without pipeline, cp and tp a rank is a data rank
+        return next(share for group, share in shares if data_rank < group.stop)
+
+    def samples_of(self, data_rank: int) -> range:
+        """Which samples of the global batch a data rank takes in a step: consecutive ones, in the order of data ranks."""
+        before = (
+            sum(map(self.micro_batch_of, range(data_rank))) if self.data_shares else data_rank * self.micro_batch_size
+        )
+        count = self.num_micro_batches
+        return range(count * before, count * (before + self.micro_batch_of(data_rank)))
 
     @property
     def recompute(self) -> str:
