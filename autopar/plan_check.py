@@ -35,8 +35,6 @@ def _faults(plan: Plan) -> Iterator[_Fault]:
     yield from _degrees(plan)
     yield from _layouts(plan)
     yield from _stages(plan)
-    if plan.data_shares:
-        yield from _shares(plan)
 
 
 def _numbers(value: object, path: str) -> Iterator[_Fault]:
@@ -127,6 +125,9 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
         if memory.pp_rank >= plan.mesh.pp:
             path = f"predicted.memory[{i}].pp_rank"
             yield path, f"a pipeline rank lies below pp={plan.mesh.pp}", memory.pp_rank, _AGAIN
+        if memory.group and memory.group >= len(plan.data_shares):
+            path, law = f"predicted.memory[{i}].group", "a group is named where its ranks have a share of their own"
+            yield path, law, memory.group, _AGAIN
 
 
 def _groups(plan: Plan) -> Iterator[_Fault]:
@@ -138,14 +139,12 @@ def _groups(plan: Plan) -> Iterator[_Fault]:
         start = group.stop
     if plan.groups and start != plan.mesh.world_size:
         yield "groups", f"the groups cover all {plan.mesh.world_size} ranks", start, _AGAIN
+    if plan.data_shares:
+        yield from _shares(plan)
     limits = len(plan.predicted.memory_limits_bytes)
-    if limits and limits != plan.mesh.pp:
-        yield (
-            "predicted.memory_limits_bytes",
-            f"there is one for each of {plan.mesh.pp} pipeline ranks or none",
-            limits,
-            _AGAIN,
-        )
+    if limits and limits != (len(plan.data_shares) or plan.mesh.pp):
+        whose = f"{len(plan.data_shares)} node groups" if plan.data_shares else f"{plan.mesh.pp} pipeline ranks"
+        yield "predicted.memory_limits_bytes", f"there is one for each of {whose} or none", limits, _AGAIN
 
 
 def _shares(plan: Plan) -> Iterator[_Fault]:

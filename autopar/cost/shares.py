@@ -36,13 +36,11 @@ def predict_shares(models: Sequence[CostModel], stages: Sequence[StageCost], ste
         steps: how they are run; they differ in the prelude alone.
 
     Returns:
-        The time of the slowest group with its parts; the memory of the one that fills most of its devices' own, and the
-        largest peak of all with the limit there.
+        The time of the slowest group with its parts; the memory of each group, and the largest peak with the limit there.
     """
     found = [model.predict([stage], step) for model, stage, step in zip(models, stages, steps, strict=True)]
     slowest = max(found, key=lambda p: p.step_time_s)
     fullest = max(found, key=lambda p: p.peak_memory_bytes)
-    tightest = max(found, key=lambda p: p.memory[0].total / p.memory_limit_bytes)
     time_s, peak = slowest.step_time_s, fullest.peak_memory_bytes
     width = max(p.step_time_interval_s[1] / p.step_time_s for p in found)
     spread = max(model.memory_spread for model in models)
@@ -52,7 +50,7 @@ def predict_shares(models: Sequence[CostModel], stages: Sequence[StageCost], ste
         peak_memory_bytes=peak,
         peak_memory_interval_bytes=(round(peak / spread), round(peak * spread)),
         memory_limit_bytes=fullest.memory_limit_bytes,
-        memory=tightest.memory,
-        memory_limits_bytes=(tightest.memory_limit_bytes,),
+        memory=tuple(replace(p.memory[0], group=i) for i, p in enumerate(found)),
+        memory_limits_bytes=tuple(p.memory_limit_bytes for p in found),
         host_memory_limit_bytes=max(p.host_memory_limit_bytes for p in found),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar import api
@@ -42,12 +44,19 @@ def test_the_step_is_that_of_the_slower_group_on_its_own_devices(
     assert mixed.predicted.mfu == pytest.approx(done / sum(peaks))
 
 
-def test_memory_is_that_of_the_group_with_the_least_to_spare(graph: Graph) -> None:
+def test_each_group_has_its_own_memory(graph: Graph) -> None:
     small = 500 * 2**20
     cluster = two_kinds(factor=2.0, slow_memory=small)
     plan = estimate(graph, cluster, 16, "zero=1", "data_shares=3-1")
-    slow = estimate(graph, of_one(cluster, 1, num_nodes=2), 8, "zero=1", "micro_batch=1")
-    assert plan.predicted.memory == slow.predicted.memory
-    assert plan.predicted.memory_limits_bytes == (small,)
-    assert plan.predicted.memory_limit_bytes == cluster.groups[0].device.memory_bytes  # of the largest peak
+    alone = [
+        estimate(graph, of_one(cluster, group, num_nodes=2), 8 * share, "zero=1", f"micro_batch={share}")
+        for group, share in enumerate(plan.data_shares)
+    ]
+    assert [replace(m, group=0) for m in plan.predicted.memory] == [own.predicted.memory[0] for own in alone]
+    assert [plan.memory_of(rank)[0].group for rank in range(4)] == [0, 0, 1, 1]
+    limits = (cluster.groups[0].device.memory_bytes, small)
+    assert plan.predicted.memory_limits_bytes == limits
+    assert plan.predicted.memory_limit_bytes == limits[0]  # of the largest peak
     assert plan.predicted.fits
+    tight = replace(plan.predicted, memory_limits_bytes=(limits[0], plan.predicted.memory[1].total - 2))
+    assert not tight.fits

@@ -116,6 +116,11 @@ def load_run(
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
 
 
+def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
+    """The loss of a launched job."""
+    return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
+
+
 def _continue(parallel: Parallel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
     losses = []
     for batch in batches:

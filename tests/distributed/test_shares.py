@@ -9,7 +9,7 @@ import pytest
 from autopar import api
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
-from autopar.runtime.verify import verify
+from autopar.runtime.verify import loss_of, verify
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.subjects import HfSubject
@@ -48,6 +48,13 @@ def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
     for rank in pool.run(jobs.train, SUBJECT, planned(zero), traced(), data, 0.1, size=2, timeout_s=60.0):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
         close(rank["parameters"], parameters)
+
+
+def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:
+    batch = SUBJECT.make_batch(8, seed=0, padded=True)
+    expected = loss_of(SUBJECT.build()(**batch)).item()
+    for loss in pool.run(jobs.launched_loss, SUBJECT, planned(0), traced(), batch, size=2, timeout_s=60.0):
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_rank_may_bring_its_own_samples(pool: WorkerPool) -> None:
