@@ -135,7 +135,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Predicted bytes of the largest rank of one pipeline rank, at the peak."""
+    """Predicted bytes of the largest rank of one pipeline rank, at the peak; of one node group where shares of data differ."""
 
     pp_rank: int
     parameters: int
@@ -146,6 +146,8 @@ class Memory:
     reserved: int
     host: int = field(default=0, metadata=RARE)
     """Of the host's memory, no part of the total: states of optimizers with parameters and gradients, what blocks keep."""
+    group: int = field(default=0, metadata=RARE)
+    """Which of ``Plan.groups``, where there are ``Plan.data_shares`` (and so one pipeline rank)."""
 
     @property
     def total(self) -> int:
@@ -209,7 +211,7 @@ class Prediction:
     peak_memory_interval_bytes: tuple[int, ...] = ()
     """Lower and upper end; empty in plans of older versions."""
     memory_limits_bytes: tuple[int, ...] = ()
-    """For each pipeline rank what its smallest device has, where devices differ; empty: ``memory_limit_bytes`` each.
+    """For each entry of ``memory`` what its smallest device has, where devices differ; empty: ``memory_limit_bytes`` each.
     ``memory_limit_bytes`` is then that of the rank with the largest peak."""
     host_memory_limit_bytes: int = field(default=0, metadata=RARE)
     """Of the host's memory, a device's share, where something is offloaded; 0: the profile does not know it."""
@@ -230,13 +232,14 @@ class Prediction:
             return all(self.rank_fits(memory) for memory in self.memory)
         return max((self.peak_memory_bytes, *self.peak_memory_interval_bytes)) <= self.memory_limit_bytes
 
-    def limit_of(self, pp_rank: int) -> int:
-        """Bytes of the smallest device of a pipeline rank."""
-        return self.memory_limits_bytes[pp_rank] if self.memory_limits_bytes else self.memory_limit_bytes
+    def limit_of(self, memory: Memory) -> int:
+        """Bytes of the smallest device of a pipeline rank, or of a node group."""
+        place = memory.pp_rank + memory.group  # one of the two is 0
+        return self.memory_limits_bytes[place] if self.memory_limits_bytes else self.memory_limit_bytes
 
     def rank_fits(self, memory: Memory) -> bool:
         """Whether the upper end of a pipeline rank's memory stays under its limit."""
-        most = self.limit_of(memory.pp_rank) + 1  # the interval is in whole bytes
+        most = self.limit_of(memory) + 1  # the interval is in whole bytes
         return memory.total * self.memory_spread <= most and self.host_fits(memory)
 
     def host_fits(self, memory: Memory) -> bool:
@@ -265,6 +268,10 @@ class RankGroup:
     stop: int
     device: str
 
+    @property
+    def num_ranks(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -288,6 +295,8 @@ class Plan:
         groups: of ranks, where nodes differ: the job has to number its nodes in this order. Empty: all are equal.
         offload: what lives in host memory.
         bucket_bytes: of gradients that are summed together: an all-reduce of as many or more takes no further ones.
+        data_shares: for each of ``groups`` the samples that one of its data ranks takes through the model at once, where
+            that is not the same for all; ``micro_batch_size`` is then the largest. Empty: all take ``micro_batch_size``.
     """
 
     model: ModelInfo
@@ -313,12 +322,37 @@ class Plan:
     groups: tuple[RankGroup, ...] = ()
     offload: tuple[Offload, ...] = field(default=(), metadata=RARE)
     bucket_bytes: int = field(default=BUCKET_BYTES, metadata=RARE)
+    data_shares: tuple[int, ...] = field(default=(), metadata=RARE)
     version: int = FORMAT_VERSION
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one step on each data rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.mesh.data)
+        if not self.data_shares:
+            return self.global_batch_size // (self.micro_batch_size * self.mesh.data)
+        sizes = (share * group.num_ranks for group, share in zip(self.groups, self.data_shares, strict=True))
+        return self.global_batch_size // sum(sizes)
+
+    def micro_batch_of(self, data_rank: int) -> int:
+        """Samples that a data rank takes through the model at once."""
+        if not self.data_shares:
+            return self.micro_batch_size
+        shares = zip(self.groups, self.data_shares, strict=True)  # without pipeline, cp and tp a rank is a data rank
+        return next(share for group, share in shares if data_rank < group.stop)
+
+    def memory_of(self, rank: int) -> tuple[Memory, ...]:
+        """What is predicted of a rank: at most one entry."""
+        pp_rank = self.mesh.coordinate(rank)["pp"]
+        group = next((i for i, g in enumerate(self.groups) if rank < g.stop), 0) if self.data_shares else 0
+        return tuple(m for m in self.predicted.memory if (m.pp_rank, m.group) == (pp_rank, group))
+
+    def samples_of(self, data_rank: int) -> range:
+        """Which samples of the global batch a data rank takes in a step: consecutive ones, in the order of data ranks."""
+        before = (
+            sum(map(self.micro_batch_of, range(data_rank))) if self.data_shares else data_rank * self.micro_batch_size
+        )
+        count = self.num_micro_batches
+        return range(count * before, count * (before + self.micro_batch_of(data_rank)))
 
     @property
     def recompute(self) -> str:

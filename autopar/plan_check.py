@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.errors import PlanError
 from autopar.plan import Plan
@@ -62,7 +62,7 @@ def _degrees(plan: Plan) -> Iterator[_Fault]:
     for name in ("global_batch_size", "micro_batch_size", "virtual_stages", "bucket_bytes"):
         if getattr(plan, name) < 1:
             yield name, "the value is at least 1", getattr(plan, name), _AGAIN
-    if plan.global_batch_size % (plan.micro_batch_size * mesh.data):
+    if not plan.data_shares and plan.global_batch_size % (plan.micro_batch_size * mesh.data):
         law = "micro_batch_size * dp_replicate * dp_shard divides global_batch_size"
         value = f"{plan.micro_batch_size} * {mesh.dp_replicate} * {mesh.dp_shard} and {plan.global_batch_size}"
         yield "global_batch_size", law, value, _AGAIN
@@ -125,6 +125,9 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
         if memory.pp_rank >= plan.mesh.pp:
             path = f"predicted.memory[{i}].pp_rank"
             yield path, f"a pipeline rank lies below pp={plan.mesh.pp}", memory.pp_rank, _AGAIN
+        if memory.group and memory.group >= len(plan.data_shares):
+            path, law = f"predicted.memory[{i}].group", "a group is named where its ranks have a share of their own"
+            yield path, law, memory.group, _AGAIN
 
 
 def _groups(plan: Plan) -> Iterator[_Fault]:
@@ -136,14 +139,60 @@ def _groups(plan: Plan) -> Iterator[_Fault]:
         start = group.stop
     if plan.groups and start != plan.mesh.world_size:
         yield "groups", f"the groups cover all {plan.mesh.world_size} ranks", start, _AGAIN
+    if plan.data_shares:
+        yield from _shares(plan)
     limits = len(plan.predicted.memory_limits_bytes)
-    if limits and limits != plan.mesh.pp:
-        yield (
-            "predicted.memory_limits_bytes",
-            f"there is one for each of {plan.mesh.pp} pipeline ranks or none",
-            limits,
-            _AGAIN,
+    if limits and limits != (len(plan.data_shares) or plan.mesh.pp):
+        whose = f"{len(plan.data_shares)} node groups" if plan.data_shares else f"{plan.mesh.pp} pipeline ranks"
+        yield "predicted.memory_limits_bytes", f"there is one for each of {whose} or none", limits, _AGAIN
+
+
+def _shares(plan: Plan) -> Iterator[_Fault]:
+    fault = shares_fault(plan.data_shares, [group.num_ranks for group in plan.groups], plan.global_batch_size)
+    if fault is not None:
+        law, value, remedy = fault
+        yield "data_shares", law, value, remedy
+    mesh = plan.mesh
+    if (mesh.pp, mesh.cp, mesh.tp, mesh.ep_data) != (1, 1, 1, 1):
+        yield "data_shares", SHARES_ALONE, mesh, "drop data_shares, or search with pp=1, cp=1, tp=1 and ep_data=1"
+    if plan.micro_batch_size != max(plan.data_shares):
+        law = f"micro_batch_size is the largest of data_shares, {max(plan.data_shares)}"
+        yield "micro_batch_size", law, plan.micro_batch_size, _AGAIN
+
+
+SHARES_ALONE = (
+    "data ranks take shares of their own where there is neither pipeline, context, tensor nor expert parallelism"
+)
+
+
+def shares_fault(shares: Sequence[int], ranks: Sequence[int], global_batch_size: int) -> tuple[str, object, str] | None:
+    """What is wrong with shares of data ranks: a law, the value and the remedy; None where nothing is.
+
+    Args:
+        shares: for each node group the samples that one of its ranks takes at once.
+        ranks: of each node group; empty where all nodes are equal.
+    """
+    text, one = "-".join(map(str, shares)), sum(s * n for s, n in zip(shares, ranks, strict=False))
+    if len(shares) != len(ranks):
+        law = f"there is a share for each of {len(ranks)} node groups" if ranks else "there are node groups that differ"
+        return (
+            law,
+            text,
+            "give one for each group, or none" if ranks else "drop the shares: equal nodes take equal ones",
         )
+    if min(shares) < 1:
+        return (
+            "every data rank takes at least one sample at once",
+            text,
+            "leave the slow nodes out of the cluster instead",
+        )
+    if len(set(shares)) == 1:
+        return "shares of node groups differ", text, f"say micro_batch={shares[0]}: then all ranks take as many"
+    if global_batch_size % one:
+        law = f"the global batch {global_batch_size} divides by the samples that all ranks take at once"
+        products = " + ".join(f"{n} x {s}" for s, n in zip(shares, ranks, strict=True))
+        return law, f"{products} = {one}", "take other shares or another global batch"
+    return None
 
 
 def check_model(plan: Plan, name: str, fingerprint: str, *, place: str = "plan") -> None:

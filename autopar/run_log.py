@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.plan import Breakdown, Plan, Prediction
+from autopar.plan import Breakdown, Plan
 
 FILE_NAME = "autopar-run.jsonl"
 FORMAT_VERSION = 1
@@ -154,9 +154,9 @@ def predicted_parts(breakdown: Breakdown) -> dict[str, float]:
     return {name: sum(getattr(breakdown, field) for field in fields) for name, fields in _FIELDS.items()}
 
 
-def predicted_bytes(prediction: Prediction, pp_rank: int) -> int:
-    """Predicted peak of a pipeline rank's tensors, reserves left out."""
-    return max((m.total - m.reserved for m in prediction.memory if m.pp_rank == pp_rank), default=0)
+def predicted_bytes(plan: Plan, rank: int) -> int:
+    """Predicted peak of a rank's tensors, reserves left out."""
+    return max((m.total - m.reserved for m in plan.memory_of(rank)), default=0)
 
 
 def step_of(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.plan_io import plan_to_dict
+from autopar.report.units import micro_batch_text
 from autopar.search.outer import Limits
 from autopar.search.planner import Planner, Task
 
@@ -112,7 +113,7 @@ def entry_of(plan: Plan) -> Entry:
     for key in ("predicted", "search", "notes", "pins", "cluster"):
         data.pop(key, None)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
-    parts = [str(plan.mesh), f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch_size}"]
+    parts = [str(plan.mesh), f"zero={plan.zero_stage}", f"micro_batch={micro_batch_text(plan)}"]
     if plan.mesh.pp > 1:
         parts.append(plan.schedule + (f" v={plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.recompute != "none":

@@ -131,7 +131,7 @@ class _Runner:
 
     def __init__(self, job: Job, plan: Plan, model: torch.nn.Module, world: World) -> None:
         graph = job.graphs[plan.precision.name]
-        program = lower(plan, graph, device=world.device)
+        program = lower(plan, graph, device=world.device, rank=world.rank)
         self.parallel = Parallel(program, world, ModelWeights(model, 0))
         if job.as_rank is not None:
             self.parallel.monitor.close()  # the other ranks have nothing to tell

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.report.table import plain_table
-from autopar.report.units import num_bytes, schedule_text, seconds, share
+from autopar.report.units import micro_batch_text, num_bytes, schedule_text, seconds, share
 
 if TYPE_CHECKING:
     from autopar.pareto import Point
@@ -142,6 +142,6 @@ def _cells(plan: Plan | None) -> tuple[str, ...]:
         str(plan.mesh),
         str(plan.zero_stage),
         schedule_text(plan),
-        str(plan.micro_batch_size),
+        micro_batch_text(plan),
         plan.recompute,
     )

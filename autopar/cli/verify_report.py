@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.report.table import plain_table
+from autopar.report.units import micro_batch_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -22,7 +23,7 @@ def render_verification(report: VerifyReport, plan: Plan) -> str:
     head = ("rank", "loss", "gradient", "worst gradient", "parameter", "worst parameter", "")
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     schedule = "" if plan.schedule == "none" else f", {plan.schedule}"
-    batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
+    batches = f"{plan.num_micro_batches} micro-batches of {micro_batch_text(plan)}"
     lines = [
         f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}",
         *_splits(plan),

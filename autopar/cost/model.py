@@ -81,6 +81,13 @@ class CostModel(BlockModel):
             self._orders[order] = CostModel(self.cluster.reordered(order), self.precision, self._optimizer_name)
         return self._orders[order]
 
+    def alone(self) -> tuple[CostModel, ...]:
+        """For each node group a model of its devices, with the collectives of all ranks: see :mod:`autopar.cost.shares`."""
+        return tuple(
+            CostModel(self.cluster, self.precision, self._optimizer_name, self.collectives, places=frozenset({place}))
+            for place in range(len(self.cluster.groups))
+        )
+
     # --- whole plans
 
     def memory(self, stages: Sequence[StageCost], step: Step) -> tuple[Memory, ...]:

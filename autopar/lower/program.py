@@ -156,18 +156,19 @@ class Program:
         return "\n\n\n".join(parts) + "\n"
 
 
-def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu") -> Program:
+def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu", rank: int = 0) -> Program:
     """The program of a plan for a traced model.
 
     Args:
         graph: the whole model as traced; the plan's fingerprint names it.
         device: where preludes make tensors that depend on no input (positions).
+        rank: whose program; it matters where data ranks take different numbers of samples (``Plan.data_shares``).
 
     Raises:
         PlanError: the plan is for another graph or names strategies that do not exist.
         RuleError: a typing of the plan does not hold.
     """
-    return from_local_graph(plan, local_graph(plan, graph), device=device)
+    return from_local_graph(plan, local_graph(plan, graph, plan.mesh.data_index(rank)), device=device)
 
 
 def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "cpu") -> Program:

@@ -23,17 +23,20 @@ SHARDED_AXES = ("cp", "tp")
 """Axes that are carried out by operators in the program, in the order in which they are applied."""
 
 
-def local_graph(plan: Plan, graph: Graph) -> Graph:
+def local_graph(plan: Plan, graph: Graph, data_rank: int = 0) -> Graph:
     """One rank's graph for one micro-batch: the traced ``graph`` with every typing of the plan applied.
+
+    Args:
+        data_rank: whose micro-batch, where they differ (``Plan.data_shares``).
 
     Raises:
         PlanError: the plan is for another graph, or names a strategy that no rule gives.
         RuleError: a typing does not hold.
     """
-    return local_graph_and_typings(plan, graph)[0]
+    return local_graph_and_typings(plan, graph, data_rank)[0]
 
 
-def local_graph_and_typings(plan: Plan, graph: Graph) -> tuple[Graph, tuple[Typing, ...]]:
+def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tuple[Graph, tuple[Typing, ...]]:
     """:func:`local_graph` with the typings that it applies, in their order: ``batch``, then the sharded axes."""
     if plan.model.fingerprint != graph.fingerprint:
         raise PlanError(
@@ -44,11 +47,14 @@ def local_graph_and_typings(plan: Plan, graph: Graph) -> tuple[Graph, tuple[Typi
     if len(plan.blocks) != len(graph.blocks):
         raise PlanError("the plan has a layout for each block", value=f"{len(plan.blocks)} of {len(graph.blocks)}")
     complete(graph)  # a plan may name strategies of rules that were found when it was made
-    typings = [batch_typing(plan, graph)]
-    result = shard(graph, typings[0], global_batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size)
+    size = plan.micro_batch_of(data_rank)
+    typings = [batch_typing(plan, graph, size)]
+    result = shard(graph, typings[0], global_batch_size=plan.global_batch_size, micro_batch_size=size)
     totalled = crosses_samples(result)
     if totalled and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, totalled[0])
+    if totalled and plan.data_shares:
+        raise _equal_shares(plan, f"{totalled[0].name} ({totalled[0].target}), {totalled[0].module}")
     if plan.mesh.ep_data > 1:
         result = spread.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
     for axis in SHARDED_AXES:
@@ -61,7 +67,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph) -> tuple[Graph, tuple[Typi
 
 def whole_graph(plan: Plan, graph: Graph) -> Graph:
     """The traced ``graph`` for the plan's global batch on one device: every operator as traced, shapes aside."""
-    one = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size)
+    one = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size, data_shares=())
     typing = batch_typing(one, graph)
     as_traced = {
         name: replace(strategy, target="", extra=(), communication=()) for name, strategy in typing.strategies.items()
@@ -107,9 +113,13 @@ def _padded(plan: Plan, graph: Graph) -> Graph:
         ) from error
 
 
-def batch_typing(plan: Plan, graph: Graph) -> Typing:
-    """The typing that cuts a micro-batch out: prelude strategies stand in the plan, inputs split by samples."""
-    size = Fraction(graph.batch_size, plan.micro_batch_size)
+def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) -> Typing:
+    """The typing that cuts a micro-batch out: prelude strategies stand in the plan, inputs split by samples.
+
+    Args:
+        micro_batch_size: default that of the plan.
+    """
+    size = Fraction(graph.batch_size, micro_batch_size or plan.micro_batch_size)
     reader = _Reader(graph, BATCH, size)
     if len(plan.prelude) != len(graph.prelude):
         raise PlanError("the plan has a strategy for each operator of the prelude", value=len(plan.prelude))
@@ -132,7 +142,19 @@ def batch_typing(plan: Plan, graph: Graph) -> Typing:
     mixing = next((op for op in graph.ops if reader.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, mixing)
+    if plan.data_shares and (graph.mixing or mixing is not None):
+        place = f"{mixing.name} ({mixing.target}), {mixing.module}" if mixing is not None else graph.mixing
+        raise _equal_shares(plan, place)
     return typing
+
+
+def _equal_shares(plan: Plan, place: str) -> PlanError:
+    return PlanError(
+        "where samples meet, all data ranks take equal numbers of them",
+        value=f"shares {'-'.join(map(str, plan.data_shares))}",
+        place=place,
+        remedy="pin data_shares=equal",
+    )
 
 
 def _one_micro_batch(plan: Plan, op: Op) -> PlanError:

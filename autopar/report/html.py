@@ -96,11 +96,15 @@ def _time(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     text = ""
     for memory in plan.predicted.memory:
-        limit = plan.predicted.limit_of(memory.pp_rank)
+        limit = plan.predicted.limit_of(memory)
         parts = [(name, value, num_bytes(value)) for name, value in memory_parts(memory)]
         verdict = "" if plan.predicted.rank_fits(memory) else ' <span class="no">does not fit</span>'
-        where = f" ({escape(devices_text(plan, memory.pp_rank))})" if plan.groups else ""
-        text += f"<div>pipeline rank {memory.pp_rank}{where}: {num_bytes(memory.total)} of {num_bytes(limit)}{verdict}"
+        who, devices = f"pipeline rank {memory.pp_rank}", devices_text(plan, memory.pp_rank)
+        if plan.data_shares:
+            group = plan.groups[memory.group]
+            who, devices = f"ranks {group.start}-{group.stop - 1}", group.device
+        where = f" ({escape(devices)})" if plan.groups else ""
+        text += f"<div>{who}{where}: {num_bytes(memory.total)} of {num_bytes(limit)}{verdict}"
         text += _bar(parts, max(limit, memory.total)) + _legend(parts) + "</div>"
     return text
 

@@ -22,6 +22,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "global_batch_size": plan.global_batch_size,
         "micro_batch_size": plan.micro_batch_size,
         "num_micro_batches": plan.num_micro_batches,
+        "data_shares": list(plan.data_shares),
         "schedule": plan.schedule,
         "virtual_stages": plan.virtual_stages,
         "zero_stage": plan.zero_stage,

@@ -143,24 +143,27 @@ def _stages(plan: Plan) -> str:
         cells += [_span(stage.start, stage.stop), ranges(block.label for block in blocks), recompute_text(blocks)]
         rows.append([*cells, *(map(seconds, times[stage.index]) if times else ())])
     table = plain_table(head, rows, left=("devices", "layers", "recompute"), width=WIDTH)
-    return f"Stages{' (times of one micro-batch)' if times else ''}\n{table}"
+    whose = " on the slowest devices" if plan.data_shares else ""
+    return f"Stages{f' (times of one micro-batch{whose})' if times else ''}\n{table}"
 
 
 def _memory(plan: Plan) -> str:
     rows = [
         (
-            str(memory.pp_rank),
+            str(memory.group if plan.data_shares else memory.pp_rank),
             *(num_bytes(getattr(memory, name)) for name in MEMORY_PARTS),
             num_bytes(memory.total),
-            *((num_bytes(plan.predicted.limit_of(memory.pp_rank)),) if plan.groups else ()),
+            *((num_bytes(plan.predicted.limit_of(memory)),) if plan.groups else ()),
             "yes" if plan.predicted.rank_fits(memory) else "no",
         )
         for memory in plan.predicted.memory
     ]
     # no wider than the page
-    head = ("rank", *MEMORY_PARTS, "total", "limit") if plan.groups else ("pp rank", *MEMORY_PARTS, "total")
+    rank = "kind" if plan.data_shares else "rank"
+    head = (rank, *MEMORY_PARTS, "total", "limit") if plan.groups else ("pp rank", *MEMORY_PARTS, "total")
     table = plain_table((*head, "fits"), rows, left=("fits",), width=WIDTH)
-    return f"Memory of the largest rank of each pipeline rank, at its peak\n{table}"
+    of = "a rank of each kind (node group, from 0)" if plan.data_shares else "the largest rank of each pipeline rank"
+    return f"Memory of {of}, at its peak\n{table}"
 
 
 def _layouts(plan: Plan) -> str:

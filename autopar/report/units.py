@@ -136,12 +136,22 @@ def zero_text(plan: Plan) -> str:
 
 def batch_text(plan: Plan) -> str:
     """How the global batch is cut."""
+    count = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}"
+    if plan.data_shares:
+        groups = zip(plan.groups, plan.data_shares, strict=True)
+        shares = " + ".join(f"{group.num_ranks} x {share} on {group.device}" for group, share in groups)
+        return f"{plan.global_batch_size} = {count} x ({shares}) samples"
     parts = [
-        f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}",
+        count,
         f"{plan.micro_batch_size} sample{'s' if plan.micro_batch_size > 1 else ''}",
         f"{plan.mesh.data} data rank{'s' if plan.mesh.data > 1 else ''}",
     ]
     return f"{plan.global_batch_size} = {' x '.join(parts)}"
+
+
+def micro_batch_text(plan: Plan) -> str:
+    """Samples of a micro-batch; of each node group where they differ (``3-1``)."""
+    return "-".join(map(str, plan.data_shares)) or str(plan.micro_batch_size)
 
 
 def schedule_text(plan: Plan) -> str:

@@ -59,7 +59,7 @@ def launch(
         names: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(names, torch.cuda.get_device_name(world.device))
         check_groups(plan.groups, names)
-    program = lower(plan, graph, device=world.device)
+    program = lower(plan, graph, device=world.device, rank=world.rank)
     check_program(program)
     source: Weights = ModelWeights(model, seed)
     if weights is not None:

@@ -237,14 +237,13 @@ class Monitor:
         row = [*mine.values(), between, -1.0 if peak is None else float(peak)]
         ranks = []
         for rank, values in enumerate(_gathered(row, world)):
-            pp_rank = world.mesh.coordinate(rank)["pp"]
             ranks.append(
                 RankTimes(
                     rank=rank,
                     seconds=dict(zip(CATEGORIES, values, strict=False)),
                     between_s=values[-2],
                     measured_bytes=None if values[-1] < 0 else int(values[-1]),
-                    predicted_bytes=predicted_bytes(self._plan.predicted, pp_rank),
+                    predicted_bytes=predicted_bytes(self._plan, rank),
                 )
             )
         self.record = record_of(self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind)

@@ -49,6 +49,7 @@ class Parallel:
     Attributes:
         plan: what is executed.
         data_rank, data_size: for samplers: which part of the global batch this rank takes.
+        samples: which samples of the global batch these are, ``samples.start`` to ``samples.stop - 1``.
         step_count: training steps done; the random streams follow from it and from ``seed``.
         monitor: holds the first steps against the plan's prediction.
 
@@ -70,6 +71,7 @@ class Parallel:
         self.seed, self.step_count = seed, 0
         self._in_backward = False
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
+        self.samples = self.plan.samples_of(self.data_rank)
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
@@ -277,7 +279,8 @@ class Parallel:
                 f"the batch has the inputs that the model was traced with ({', '.join(expected)})",
                 value=", ".join(batch) or "none",
             )
-        whole, part = self.plan.global_batch_size, self.plan.global_batch_size // self.data_size
+        whole, own = self.plan.global_batch_size, self.samples
+        part = len(own)
         local: dict[str, Tensor] = {}
         for leaf in inputs:
             value, dim = batch[leaf.name], leaf.batch_dim
@@ -297,7 +300,7 @@ class Parallel:
                         place=leaf.name,
                     )
                 if value.shape[dim] != part:
-                    value = value.narrow(dim, self.data_rank * part, part)
+                    value = value.narrow(dim, own.start, part)
             local[leaf.name] = value.to(self._world.device, non_blocking=True)
         return local
 

@@ -37,6 +37,8 @@ class Candidate:
     Attributes:
         order: of the node groups along the ranks, empty: as the cluster has them.
         offload: what lives on the host.
+        shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
+            the largest. Empty: all take as many.
     """
 
     mesh: Mesh
@@ -47,9 +49,11 @@ class Candidate:
     virtual_stages: int
     order: tuple[int, ...] = ()
     offload: tuple[Offload, ...] = ()
+    shares: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={self.micro_batch_size}"]
+        samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)
+        parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={samples}"]
         if self.mesh.pp > 1:
             parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
         if self.order:

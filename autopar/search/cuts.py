@@ -219,7 +219,7 @@ class Cuts:
             made: dict[int, StageCutter] = {}
             for rank, part in enumerate(parts):
                 if id(part) not in made:
-                    made[id(part)] = self._cutter(self.blocks(option.of_rank(rank), step, part))
+                    made[id(part)] = self.cutter(self.blocks(option.of_rank(rank), step, part))
             found = [made[id(part)] for part in parts]
             if len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
                 self._cut[key] = found
@@ -248,7 +248,8 @@ class Cuts:
             costs[index] = self._moved[id(cost)][1]
         return costs
 
-    def _cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
+    def cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
+        """What cuts these blocks."""
         counts = Counter(b.key for b in blocks)
         one_of = {b.key: b.options for b in blocks}
         # nothing is traded among blocks of which there is one: so that more prices have the same shape

@@ -81,7 +81,7 @@ def rank_groups(candidate: Candidate, cluster: Cluster) -> tuple[RankGroup, ...]
 
 def mixed_notes(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
     """Stages that do not use their faster devices to the full."""
-    if cluster.is_homogeneous:
+    if cluster.is_homogeneous or candidate.shares:
         return ()
     wide = [str(rank) for rank, own in enumerate(origins(candidate, cluster)) if len(own) > 1]
     if not wide:

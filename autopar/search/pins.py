@@ -10,6 +10,7 @@
 | ``offload=optimizer``, ``offload=none``          | what lives on the host                             |
 | ``offload=activations``, ``offload=activations@layers.0-11`` | likewise what blocks keep for backward |
 | ``groups=1-0``                                  | the order of the node groups of a mixed cluster    |
+| ``data_shares=3-1``, ``data_shares=equal``      | samples that a rank of each node group takes at once |
 | ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
 | ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
 | ``stage@layers.0-7=0``                          | the pipeline stage of the selected blocks          |
@@ -76,7 +77,10 @@ _CHOICES = {
     "cp_attention": KINDS,
     "offload": ("none", "optimizer"),
 }
-_KEYS = (*_NUMBERS, *_CHOICES, "groups", "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
+EQUAL = "equal"
+"""Of ``data_shares``: all data ranks take as many samples."""
+
+_KEYS = (*_NUMBERS, *_CHOICES, "groups", "data_shares", "recompute", "opaque", "stage@BLOCKS", "PARAMETER=tp:TYPE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,7 @@ class NumberPin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicePin:
-    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention``, ``offload`` or ``groups``."""
+    """A name that must (or, with ``!=``, must not) be chosen: ``schedule``, ``precision``, ``cp_attention``, ``offload``, ``groups``, ``data_shares``."""
 
     text: str
     key: str
@@ -172,8 +176,8 @@ def parse_pin(text: str) -> Pin:
         if not value.isdecimal():
             raise UsageError(f"the pin of {name} is a whole number", value=repr(value), place=f"pin '{text}'")
         return NumberPin(text=text, key=_NUMBERS[name], relation=relation, value=int(value))
-    if name == "groups":
-        return _order(text, relation, value)
+    if name in ("groups", "data_shares"):
+        return (_order if name == "groups" else _shares)(text, relation, value)
     if name == "offload" and value.partition("@")[0] == ACTIVATIONS:
         return _activations(text, relation, value)
     if name in _CHOICES:
@@ -222,6 +226,17 @@ def _order(text: str, relation: str, value: str) -> ChoicePin:
             remedy="write for example groups=1-0",
         )
     return ChoicePin(text=text, key="groups", relation=relation, value=value)
+
+
+def _shares(text: str, relation: str, value: str) -> ChoicePin:
+    if relation not in ("=", "==", "!=") or not (value == EQUAL or re.fullmatch(r"\d+(-\d+)+", value)):
+        raise UsageError(
+            "shares are pinned by = or !=: the samples that a data rank of each node group takes at once, or 'equal'",
+            value=repr(text),
+            remedy="write for example data_shares=3-1",
+        )
+    shares = value if value == EQUAL else "-".join(str(int(share)) for share in value.split("-"))
+    return ChoicePin(text=text, key="data_shares", relation=relation, value=shares)
 
 
 def _of_modules(text: str, name: str, value: str) -> Pin:

@@ -19,7 +19,7 @@ from autopar.search.amounts import readable
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
 from autopar.search.collection import seldom_collected
-from autopar.search.evaluate import Evaluation, Evaluator, Misfit, memory_of_devices
+from autopar.search.evaluate import Evaluation, Misfit, memory_of_devices
 from autopar.search.ledger import Ledger
 from autopar.search.mixed import in_orders, mixed_notes, rank_groups
 from autopar.search.offload import offloaded
@@ -30,6 +30,8 @@ from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, S
 from autopar.search.reasons import explain
 from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
 from autopar.search.shapes import measured_note
+from autopar.search.shared_evaluate import SharedEvaluator
+from autopar.search.shares import against, equally_shared, shared
 from autopar.search.task import Task
 from autopar.search.workers import Sharing, helpers
 from autopar.search.written import block_layouts, mixtures, operators_without_rule
@@ -99,11 +101,13 @@ class Planner:
     def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
         task = self.task
         pool = in_orders(candidates(problem, pins), task.cluster, pins)
-        return offloaded(pool, task.cluster, pins, task.space.offload, task.optimizer)
+        equal = offloaded(equally_shared(pool, pins), task.cluster, pins, task.space.offload, task.optimizer)
+        where = self.mixing[0].name if self.mixing else ""
+        return [*equal, *shared(problem, pins, task.cluster, self.evaluator.seconds, mixing=where)]
 
-    def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
+    def _evaluator(self, pins: Pins, global_batch_size: int) -> SharedEvaluator:
         task = self.task
-        return Evaluator(task.graph, self.model, global_batch_size=global_batch_size, pins=pins, space=task.space)
+        return SharedEvaluator(task.graph, self.model, global_batch_size=global_batch_size, pins=pins, space=task.space)
 
     # --- verbs
 
@@ -260,6 +264,7 @@ class Planner:
             groups=rank_groups(candidate, task.cluster),
             bucket_bytes=best.bucket_bytes,
             offload=candidate.offload,
+            data_shares=candidate.shares,
             notes=(
                 *graph.notes,
                 *padding_notes(graph, best.option.padding, candidate.mesh.tp),
@@ -277,6 +282,9 @@ class Planner:
     # --- no plan
 
     def _structural(self) -> InfeasibleError:
+        shares = against(self.problem, self.task.pins)
+        if shares is not None:
+            return shares
         names = conflict(self.problem, self.task.pins)
         ways = ("drop one of the pins named", *remedies(self.problem, self.task.pins, names))
         return InfeasibleError(

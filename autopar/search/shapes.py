@@ -9,6 +9,7 @@ from autopar.cost.compute import op_time
 from autopar.cost.measured import Measured, Recorder, Source, measurement_note
 from autopar.cost.work import operand_specs
 from autopar.graph.ir import Op
+from autopar.search.layouts import Layouts
 from autopar.search.options import split_of
 
 if TYPE_CHECKING:
@@ -29,13 +30,17 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
     """
     recorder = Recorder()
     planner.model.measured = recorder
-    layouts = planner.evaluator.layouts
-    splits = {split_of(c.micro_batch_size, c.mesh): c for c in planner.pool}
-    for done, candidate in enumerate(splits.values()):
+    task = planner.task  # layouts of its own: those that shares of samples were chosen by are known already
+    layouts = Layouts(
+        task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
+    )
+    sizes = [(size, c.mesh) for c in planner.pool for size in c.shares or (c.micro_batch_size,)]
+    splits = dict.fromkeys(split_of(size, mesh) for size, mesh in sizes)
+    for done, split in enumerate(splits):
         if progress is not None:
             progress("laying out", done, len(splits))
-        layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        layouts.quickest_s(split_of(candidate.micro_batch_size, candidate.mesh))
+        layouts.whole(split.micro_batch_size, split.ep_data)
+        layouts.quickest_s(split)
     return tuple(recorder.calls.values())
 
 

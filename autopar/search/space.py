@@ -29,6 +29,8 @@ class Space:
         bucket_bytes: sizes of the buckets in which gradients are summed, for the best plan of each candidate; a file has them
             as ``bucket_mib``.
         offload: what may live on the host, where the devices' profiles have the link to it.
+        data_shares: without a pipeline, data ranks on different devices may take different numbers of samples; False where a
+            file does not say.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
             the block's compute time.
         practice: what is hardly ever worth trying is left out (see ``candidates.practice``).
@@ -58,6 +60,7 @@ class Space:
     every: int = 0
     bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
     offload: tuple[Offload, ...] = ()
+    data_shares: bool = False
 
 
 def load_space(name: str) -> Space:
@@ -99,6 +102,7 @@ def load_space(name: str) -> Space:
         every=table.integer("every", 0, positive=False),
         bucket_bytes=_buckets(table),
         offload=_offload(table),
+        data_shares=table.flag("data_shares", default=False),
     )
     table.finish()
     return space

@@ -205,8 +205,12 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "micro_batch": candidate.micro_batch_size,
         "zero": candidate.zero_stage,
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
-        "groups": "-".join(map(str, candidate.order)) or "in order",
+        "groups": ("-".join(map(str, candidate.order)) or "in order") + _shares(candidate),
     }
+
+
+def _shares(candidate: Candidate) -> str:
+    return f", {'-'.join(map(str, candidate.shares))} samples" if candidate.shares else ""
 
 
 def _written(told: Told) -> tuple[TrialState, float | None, dict[str, str | int]]:

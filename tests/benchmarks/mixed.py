@@ -3,7 +3,8 @@
 ``python -m tests.benchmarks.mixed plan [--model SPEC]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
 cuts them and with the same number of layers on each, by the same cost model. ``python -m tests.benchmarks.mixed run`` runs
 such plans on two CPU ranks, of which one gets half a core: by a quota of a control group where one can be made (root), else
-beside a process that does nothing but turn on the same core.
+beside a process that does nothing but turn on the same core. ``python -m tests.benchmarks.mixed shares`` does the same
+without a pipeline, with samples shared by speed against equal numbers of samples.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from autopar.plan import FP32, Plan, Precision
 from autopar.profile.detect import machine_profile
 from autopar.profile.store import load_library
 from autopar.report.table import plain_table
-from autopar.report.units import seconds
+from autopar.report.units import micro_batch_text, seconds
 from autopar.runtime.workers import WorkerPool
 from autopar.search.outer import Limits
 from autopar.search.pins import Pins
@@ -216,13 +217,24 @@ def run_slowed(jobs: Sequence[tuple[Job, int]]) -> list[dict[str, Any]]:
     return found
 
 
-def run_small(model: str, batch: int, rounds: int, out: Path | None) -> None:
-    cluster, source = two_ranks(), resolve_model(model, sequence_length=64)
-    graph = source.trace()
+def by_stages(graph: Graph, cluster: Cluster, batch: int) -> dict[str, Plan]:
+    """Plans in two stages, the better one first."""
     pins = ("pp=2", "tp=1", "micro_batch=2", "schedule=1F1B")
     equal = best_equal(graph, cluster, batch, FP32, pins)
-    picked = search(graph, cluster, batch, FP32, pins)
-    plans = {"stages by speed": picked, "equal stages": equal}
+    return {"stages by speed": search(graph, cluster, batch, FP32, pins), "equal stages": equal}
+
+
+def by_shares(graph: Graph, cluster: Cluster, batch: int) -> dict[str, Plan]:
+    """Plans on two data ranks, the better one first."""
+    pins = ("pp=1", "tp=1", "zero=0")
+    names = {"shares by speed": "data_shares!=equal", "equal shares": "data_shares=equal"}
+    return {name: search(graph, cluster, batch, FP32, (*pins, pin)) for name, pin in names.items()}
+
+
+def run_small(model: str, batch: int, rounds: int, out: Path | None, *, shares: bool) -> None:
+    cluster, source = two_ranks(), resolve_model(model, sequence_length=64)
+    graph = source.trace()
+    plans = (by_shares if shares else by_stages)(graph, cluster, batch)
     found: dict[str, Any] = {}
     with WorkerPool(2, preload=PRELOAD) as pool:
         for name, plan in plans.items():
@@ -234,7 +246,8 @@ def run_small(model: str, batch: int, rounds: int, out: Path | None) -> None:
                 "predicted_s": plan.predicted.step_time_s,
                 "measured_s": median(steps),
                 "blocks": [stage.stop - stage.start for stage in plan.stages],
-                "devices": [plan.devices_of(stage.pp_rank)[0] for stage in plan.stages],
+                "samples": f"{plan.num_micro_batches} x {micro_batch_text(plan)}",
+                "devices": [device for stage in plan.stages for device in plan.devices_of(stage.pp_rank)],
                 "how": by_rank[slow][0]["how"],
                 "steps": steps,
             }
@@ -244,29 +257,31 @@ def run_small(model: str, batch: int, rounds: int, out: Path | None) -> None:
             seconds(f["predicted_s"]),
             seconds(f["measured_s"]),
             " ".join(map(str, f["blocks"])),
+            f["samples"],
             ", ".join(f["devices"]),
         )
         for name, f in found.items()
     ]
-    print(plain_table(("plan", "predicted", "measured", "blocks", "devices"), rows, left=("devices",)))
+    print(plain_table(("plan", "predicted", "measured", "blocks", "samples", "devices"), rows, left=("devices",)))
+    picked, equal = found.values()
     for part in ("predicted_s", "measured_s"):
-        print(f"{part}: equal over picked {found['equal stages'][part] / found['stages by speed'][part]:.3f}")
+        print(f"{part}: equal over picked {equal[part] / picked[part]:.3f}")
     if out is not None:
         out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("plan", "run"))
+    parser.add_argument("what", choices=("plan", "run", "shares"))
     parser.add_argument("--model")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="results of 'run' as JSON")
+    parser.add_argument("--out", type=Path, help="results of a run as JSON")
     wish = parser.parse_args()
     if wish.what == "plan":
         plan_large(wish.model or LARGE, wish.batch or 1024)
     else:
-        run_small(wish.model or SMALL, wish.batch or 16, wish.rounds, wish.out)
+        run_small(wish.model or SMALL, wish.batch or 16, wish.rounds, wish.out, shares=wish.what == "shares")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import Plan
 from autopar.report.table import plain_table
-from autopar.report.units import seconds
+from autopar.report.units import micro_batch_text, seconds
 
 from .mixed import A100_V100, FP16, search
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 def _told(plan: Plan) -> tuple[str, str, str]:
     blocks = " ".join(str(stage.stop - stage.start) for stage in plan.stages)
-    return seconds(plan.predicted.step_time_s), f"{plan.mesh}, micro-batch {plan.micro_batch_size}", blocks
+    return seconds(plan.predicted.step_time_s), f"{plan.mesh}, micro-batch {micro_batch_text(plan)}", blocks
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ Batch = Mapping[str, Tensor]
 
 
 def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> Parallel:
-    return Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(subject.build(), seed), seed=seed)
+    world = World(plan.mesh, "cpu")
+    program = lower(plan, graph, rank=world.rank)
+    return Parallel(program, world, ModelWeights(subject.build(), seed), seed=seed)
 
 
 def train(
@@ -76,8 +78,8 @@ def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) ->
     """The loss from the global batch on every rank, and from each rank's own samples."""
     parallel = build(subject, plan, graph)
     whole = parallel.train_step(batch).item()
-    size = plan.global_batch_size // parallel.data_size
-    own = {name: value.narrow(0, parallel.data_rank * size, size) for name, value in batch.items()}
+    mine = parallel.samples
+    own = {name: value.narrow(0, mine.start, len(mine)) for name, value in batch.items()}
     return whole, parallel.train_step(own).item()
 
 
@@ -112,6 +114,11 @@ def load_run(
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
+
+
+def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
+    """The loss of a launched job."""
+    return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
 
 
 def _continue(parallel: Parallel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:

@@ -19,6 +19,7 @@ from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.shapes import operator_calls
 from autopar.search.space import load_space
+from tests.mixed_clusters import two_kinds
 
 CLUSTER = Cluster.parse("cpu:1x4")
 
@@ -47,6 +48,16 @@ def test_what_is_collected_is_what_planning_every_candidate_asks_for(graph: Grap
     degrees = {c.mesh.tp for c in asking.pool}
     assert degrees == {1, 2, 4}
     assert set(recorder.calls) == collected
+
+
+def test_every_share_of_a_batch_is_collected(graph: Graph) -> None:
+    made = planner(graph, two_kinds(1, 1), ("data_shares!=equal",))
+    sizes = {share for candidate in made.pool for share in candidate.shares}
+    assert {2, 3, 5} <= sizes  # 2 is one by which shares are chosen, before operators are collected
+    calls = operator_calls(made)
+    counts = {sum(f"[{size},16,32]" in call for call in calls) for size in sizes - {1}}
+    assert len(counts) == 1
+    assert min(counts) > 5  # one sample has the shape of positions, too
 
 
 def test_a_plan_on_measured_operators_says_so_and_costs_what_they_take(graph: Graph) -> None:

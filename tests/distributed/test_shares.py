@@ -1,0 +1,63 @@
+"""Ranks that take 3 samples and 1 of each micro-batch against one device: losses, gradients, norms, weights."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from autopar import api
+from autopar.graph.ir import Graph
+from autopar.plan import Plan
+from autopar.runtime.verify import loss_of, verify
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.subjects import HfSubject
+from tests.distributed.test_training import clipped, close
+from tests.mixed_clusters import two_kinds
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+SUBJECT = HfSubject("gpt2")
+
+
+@cache
+def traced() -> Graph:
+    return SUBJECT.trace()
+
+
+def planned(zero: int) -> Plan:
+    pins = ["data_shares=3-1", f"zero={zero}"]
+    plan = api.estimate(traced(), cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=pins)
+    assert plan.num_micro_batches == 2
+    assert [plan.samples_of(rank) for rank in range(2)] == [range(6), range(6, 8)]
+    return plan
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
+    report = verify(SUBJECT, planned(zero), traced(), steps=2, pool=pool, timeout_s=60.0)
+    assert len(report.rows) == 2
+    report.check()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
+    data = [SUBJECT.make_batch(8, seed=seed) for seed in range(2)]
+    norms, parameters = clipped(SUBJECT, data)
+    for rank in pool.run(jobs.train, SUBJECT, planned(zero), traced(), data, 0.1, size=2, timeout_s=60.0):
+        assert rank["norms"] == pytest.approx(norms, rel=1e-5)
+        close(rank["parameters"], parameters)
+
+
+def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:
+    batch = SUBJECT.make_batch(8, seed=0, padded=True)
+    expected = loss_of(SUBJECT.build()(**batch)).item()
+    for loss in pool.run(jobs.launched_loss, SUBJECT, planned(0), traced(), batch, size=2, timeout_s=60.0):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_rank_may_bring_its_own_samples(pool: WorkerPool) -> None:
+    batch = SUBJECT.make_batch(8, seed=0)
+    for whole, own in pool.run(jobs.local_batches, SUBJECT, planned(3), traced(), batch, size=2, timeout_s=60.0):
+        assert whole == pytest.approx(own, rel=1e-6)

@@ -1,0 +1,115 @@
+"""Data ranks that take different numbers of samples, in a plan: its file, its text, what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import api
+from autopar.errors import PlanError, UsageError
+from autopar.lower.program import lower
+from autopar.plan import Plan
+from autopar.plan_io import diff_plans, dumps, plan_from_dict, plan_to_dict
+from autopar.report.summary import plan_summary
+from autopar.tracing import trace_model
+from tests.mixed_clusters import two_kinds
+from tests.search.graphs import mlp
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    pins = ["data_shares=3-1", "zero=1", "dp_replicate=1"]
+    return api.estimate(mlp(layers=2), cluster=two_kinds(2, 2), global_batch_size=16, pins=pins)
+
+
+def test_shares_come_back_from_a_file_and_say_whose_samples_are_whose(plan: Plan) -> None:
+    again = plan_from_dict(json.loads(dumps(plan_to_dict(plan))))
+    assert again == plan
+    assert (again.data_shares, again.micro_batch_size, again.num_micro_batches) == ((3, 1), 3, 2)
+    assert [again.micro_batch_of(rank) for rank in range(4)] == [3, 3, 1, 1]
+    assert [again.samples_of(rank) for rank in range(4)] == [range(6), range(6, 12), range(12, 14), range(14, 16)]
+    assert plan_summary(plan)["data_shares"] == [3, 1]
+
+
+def test_equal_shares_are_not_in_the_file(plan: Plan) -> None:
+    predicted = replace(plan.predicted, memory=plan.predicted.memory[:1], memory_limits_bytes=())
+    equal = replace(plan, data_shares=(), micro_batch_size=2, predicted=predicted)
+    assert "data_shares" not in plan_to_dict(equal)
+    assert plan_from_dict(plan_to_dict(equal)) == equal
+    assert [equal.samples_of(rank) for rank in range(4)] == [range(i, i + 4) for i in range(0, 16, 4)]
+    changes = [str(change) for change in diff_plans(equal, plan) if not change.path.startswith("predicted.")]
+    assert changes == ["micro_batch_size: 2 -> 3", "data_shares: [] -> [3, 1]"]
+
+
+def test_the_text_says_who_takes_how_many(plan: Plan) -> None:
+    assert "16 = 2 micro-batches x (2 x 3 on cpu + 2 x 1 on cpu-slow) samples" in str(plan)
+    assert "slowest device sets the pace" not in str(plan)
+
+
+def shares(*value: int) -> Callable[[dict[str, Any]], None]:
+    return lambda data: data.update(data_shares=list(value), micro_batch_size=max(value))
+
+
+def degrees(data: dict[str, Any]) -> None:
+    data["mesh"].update(dp_shard=2, tp=2)
+
+
+def group(data: dict[str, Any]) -> None:
+    data["predicted"]["memory"][0]["group"] = 2
+
+
+BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (shares(3), "data_shares: there is a share for each of 2 node groups, but found 3"),
+    (shares(3, 0), "data_shares: every data rank takes at least one sample at once, but found 3-0"),
+    (shares(2, 2), "data_shares: shares of node groups differ, but found 2-2; say micro_batch=2"),
+    (shares(3, 2), "global batch 16 divides by the samples that all ranks take at once, but found 2 x 3 + 2 x 2 = 10"),
+    (lambda data: data.update(groups=[]), "data_shares: there are node groups that differ, but found 3-1"),
+    (
+        lambda data: data.update(micro_batch_size=1),
+        "micro_batch_size: micro_batch_size is the largest of data_shares, 3",
+    ),
+    (group, "predicted.memory[0].group: a group is named where its ranks have a share of their own, but found 2"),
+    (degrees, "neither pipeline, context, tensor nor expert parallelism, but found dp_shard=2 x tp=2"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), BAD, ids=[text[:30] for _, text in BAD])
+def test_broken_shares_are_named(plan: Plan, change: Callable[[dict[str, Any]], None], expected: str) -> None:
+    data = json.loads(dumps(plan_to_dict(plan)))
+    change(data)
+    with pytest.raises(PlanError) as caught:
+        plan_from_dict(data, place="p.json")
+    assert expected in str(caught.value)
+
+
+def test_each_rank_lowers_its_own_micro_batch(plan: Plan) -> None:
+    graph = mlp(layers=2)
+    assert [lower(plan, graph, rank=rank).graph.batch_size for rank in range(4)] == [3, 3, 1, 1]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.inner(x)).square().mean()
+
+
+def test_samples_that_meet_are_shared_equally() -> None:
+    graph = trace_model(Normed(), {"x": torch.randn(8, 4)}, api.PRECISIONS["fp32"], global_batch_size=8)
+    cluster = two_kinds(1, 1, factor=3.0)
+    found = api.search(graph, cluster=cluster, global_batch_size=8, pins=["dp=2"])
+    assert not found.data_shares
+    with pytest.raises(
+        UsageError, match=r"pin 'data_shares=6-2': where samples meet, all data ranks take equal numbers"
+    ):
+        api.search(graph, cluster=cluster, global_batch_size=8, pins=["data_shares=6-2"])
+    with pytest.raises(PlanError, match=r"norm: where samples meet, all data ranks take equal numbers .* 6-2"):
+        lower(replace(found, data_shares=(6, 2), micro_batch_size=6), graph)
