@@ -164,6 +164,13 @@ class _Columns:
             self.m * group["more_byte_s"] / np.maximum(own, _TINY) for own in (counts.held_most, counts.held)
         )
         self.more_free_s = self.m * group["more_free_s"]
+        # as if no block kept more than in any mode but the leanest: so many are in that one at least
+        some = np.minimum(full, group["some_bytes"])
+        self.some = group["static_bytes"] + counts.held * some + _TINY
+        self.lean_freed = tuple(np.maximum(own * (some - again), _TINY) for own in (counts.held_most, counts.held))
+        self.full_s = self.m * np.maximum(
+            group["full_s"] - group["again_s"], 0.0
+        )  # over its bytes at the least seconds
         passing = np.maximum(self.is_first * first["passing_bytes"], self.is_last * last["passing_bytes"])
         room = np.array([r.limit_bytes for r in rows]) * (1 + 1e-9) - passing  # what fits exactly, fits
         for part, mask, held in ((first, self.is_first, counts.first), (last, self.is_last, counts.last)):
@@ -174,6 +181,7 @@ class _Columns:
         self.fits = ~self.active | (room >= 0)
         room = room - np.maximum(group["passing_bytes"] - passing, 0.0)
         self.room = (room - counts.held_more * full, room - counts.held_more * again)
+        self.lean_room = (room - counts.held_more * some, self.room[1])
 
     def _recomputed(self) -> None:
         """Adds to the chains what the ranks before recompute even with as few blocks as they can have."""
@@ -207,6 +215,10 @@ class _Columns:
             self.room_s = np.concatenate([self.room_s, more * room], axis=1)
             self.both_slope = np.concatenate([self.both_slope, both_slope], axis=1)
         self.again_each, self.again_less = (plain / freed)[:, :, 0, :], (room / freed)[:, :, 0, :]
+        self.has_some = bool(self.more_for_byte[0].any())
+        self.line_s, self.line_room_s = (for_byte * plain)[:, :, 0, :], (for_byte * room)[:, :, 0, :]
+        lean_freed, lean_room = np.stack(self.lean_freed, axis=1), np.stack(self.lean_room, axis=1)
+        self.lean_each, self.lean_less = self.some[:, None, :] / lean_freed, lean_room / lean_freed
         self.leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
 
     def only(self, rows: NDArray[np.intp]) -> _Ranks:
@@ -228,6 +240,12 @@ class _Columns:
             again_s=self.again_s[rows],
             again_each=of(self.again_each),
             again_less=of(self.again_less),
+            has_some=self.has_some,
+            full_s=self.full_s[rows],
+            line_s=of(self.line_s),
+            line_room_s=of(self.line_room_s),
+            lean_each=of(self.lean_each),
+            lean_less=of(self.lean_less),
             unhurried=of(self.unhurried),
             room_s=of(self.room_s),
             both_slope=of(self.both_slope),
@@ -252,6 +270,12 @@ class _Ranks:
     again_s: Array
     again_each: Array
     again_less: Array
+    has_some: bool
+    full_s: Array
+    line_s: Array
+    line_room_s: Array
+    lean_each: Array
+    lean_less: Array
     unhurried: Array
     room_s: Array
     both_slope: Array
@@ -391,7 +415,11 @@ def _whole(c: _Ranks, rank: int, most: Array, budget: Array) -> Array:
     """``most`` blocks, or fewer where so many cannot be: of whole blocks, those that recompute too."""
     for _ in range(TRIES):
         again = np.maximum(np.ceil(most * c.again_each[rank] - c.again_less[rank] - 1e-6).max(axis=0), 0.0)
-        needed_s = most * c.chain_slope[rank, 0] + np.where(again > 0, again * c.again_s, 0.0)
+        again_s = again * c.again_s
+        if c.has_some:  # so many are in the leanest mode; the other bytes are freed at the least seconds
+            lean = np.maximum(np.ceil(most * c.lean_each[rank] - c.lean_less[rank] - 1e-6).max(axis=0), 0.0)
+            again_s = np.maximum(again_s, (most * c.line_s[rank] - c.line_room_s[rank]).max(axis=0) + lean * c.full_s)
+        needed_s = most * c.chain_slope[rank, 0] + np.where(again > 0, again_s, 0.0)
         late = (needed_s > budget * (1 + 1e-9)).any(axis=0) & (most > 0)
         if not late.any():
             break

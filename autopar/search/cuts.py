@@ -15,8 +15,9 @@ from autopar.errors import InfeasibleError
 from autopar.plan import RECOMPUTES, Recompute
 from autopar.schedule import live_peaks, peak_table
 from autopar.search.candidates import Candidate
+from autopar.search.choices import CutShape
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
-from autopar.search.inter import Cut, CutBlock, CutShape, StageCutter
+from autopar.search.inter import Cut, CutBlock, StageCutter
 from autopar.search.mixed import Placed
 from autopar.search.options import Option
 from autopar.search.rows import RowMaker

@@ -218,14 +218,27 @@ class Evaluator(Bounding):
         made = self.cuts.stages(cut.stops, cut.modes, option, candidate.mesh.pp)
         if not model.sums_in_buckets(made, step):
             return best
-        for size in self.buckets[1:]:
+        for size in self.buckets:
             other = replace(step, bucket_bytes=size)
-            if model.breakdown(made, other).total_s >= best.prediction.step_time_s:
+            if size == step.bucket_bytes or model.breakdown(made, other).total_s >= best.prediction.step_time_s:
                 continue
             memory = model.memory(made, other)
             if _fit(memory, limits):
                 best = replace(best, prediction=model.predict(made, other, memory=memory), bucket_bytes=size)
         return best
+
+    def _fitting(
+        self, candidate: Candidate, option: Option, cut: Cut, step: Step, room: Sequence[int]
+    ) -> tuple[Step, Fitting]:
+        """A cut with the first size of buckets with which it fits; as the step has it where it fits with none."""
+        usual = self.cuts.fitting(candidate, cut, option, step)
+        if not _fit(usual.memory, room) and self.model.sums_in_buckets(usual.made, step):
+            for size in self.buckets[1:]:
+                other = replace(step, bucket_bytes=size)
+                found = self.cuts.fitting(candidate, cut, option, other)
+                if _fit(found.memory, room):
+                    return other, found
+        return step, usual
 
     def _best_of_all(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
@@ -246,15 +259,15 @@ class Evaluator(Bounding):
             if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
                 is_slow = True
                 break
-            found = self.cuts.fitting(candidate, cut, option, step)
+            own, found = self._fitting(candidate, option, cut, step, room)
             if not self._host_fits(found.memory):
                 host = max(host, *(memory.host for memory in found.memory))
                 continue
             needs.append(max(memory.total for memory in found.memory))
             if not _fit(found.memory, room):
                 continue
-            prediction = model.predict(found.made, step, memory=found.memory)
-            plan = self._bucketed(candidate, option, cut, step, prediction)
+            prediction = model.predict(found.made, own, memory=found.memory)
+            plan = self._bucketed(candidate, option, cut, own, prediction)
             if best is None or plan.prediction.step_time_s < best.prediction.step_time_s:
                 best = plan
         if best is None and host and not needs and not is_slow:

@@ -471,6 +471,8 @@ def again_prices(seconds: Sequence[float], held: Sequence[float]) -> dict[str, f
         "least_again_s": min(own_s for own_s, _ in freeing),
         "more_byte_s": last_s if len(before) > 1 else 0.0,
         "more_free_s": last_s * all_bytes - all_s if len(before) > 1 else 0.0,
+        "some_bytes": most - max(freed for _, freed in before),
+        "full_s": all_s,
     }
 
 

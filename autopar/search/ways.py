@@ -35,16 +35,20 @@ class Ways:
     """In which ways equal blocks of a stage may recompute, as counts of each option.
 
     Where ``first`` blocks of the first of three options and ``last`` ones of the last may all take the second one instead, and
-    then neither take more time nor keep more bytes, no stage needs as many as both: those counts are left out.
+    then neither take more time nor keep more bytes, no stage needs as many as both: those counts are left out. Likewise those
+    of ``middle`` blocks and more of the second one, which may take the first and the last instead.
 
     Attributes:
         options: how many a block has.
-        first, last: see above; 0: there are no such numbers.
+        first, last, middle: see above; 0: there are no such numbers.
+        anyway: the second option needs the most in passing: nothing is left out where no block takes it.
     """
 
     options: int
     first: int = 0
     last: int = 0
+    middle: int = 0
+    anyway: bool = False
 
     def counts(self, blocks: int) -> NDArray[np.int64]:
         """All counts worth trying [ways, options], of so many blocks."""
@@ -59,7 +63,9 @@ class Ways:
         first = blocks - second - third
         needed = first >= 0
         if self.first:
-            needed &= (first < self.first) | (third < self.last)
+            needed &= (first < self.first) | (third < self.last) | (self.anyway & (second == 0))
+        if self.middle:  # something of the third option is there, which needs the most in passing
+            needed &= (second < self.middle) | (third == 0)
         return np.stack([first, second, third], axis=1)[needed]
 
 
@@ -71,15 +77,25 @@ def ways_of(options: Sequence[BlockOption]) -> Ways:
     if len(options) != 3:
         return Ways(len(options))
     one, two, three = options
-    if two.transient_bytes > max(one.transient_bytes, three.transient_bytes):
-        return Ways(3)
     for both in range(2, MAX_TRADE + 1):
         for last in range(1, both):
             first = both - last
             quicker = first * (two.time_s - one.time_s) <= last * (three.time_s - two.time_s)
             if quicker and first * (one.held_bytes - two.held_bytes) >= last * (two.held_bytes - three.held_bytes):
-                return Ways(3, 1 << (first - 1).bit_length(), 1 << (last - 1).bit_length())
+                anyway = two.transient_bytes > max(one.transient_bytes, three.transient_bytes)
+                return Ways(3, _rounded(first), _rounded(last), anyway=anyway)
+    for both in range(2, MAX_TRADE + 1) if one.transient_bytes <= three.transient_bytes else ():
+        for last in range(1, both):
+            first = both - last
+            quicker = first * (two.time_s - one.time_s) >= last * (three.time_s - two.time_s)
+            if quicker and first * (one.held_bytes - two.held_bytes) <= last * (two.held_bytes - three.held_bytes):
+                return Ways(3, middle=_rounded(both))
     return Ways(3)
+
+
+def _rounded(count: int) -> int:
+    """Up to a power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def useful(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:

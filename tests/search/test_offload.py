@@ -22,6 +22,7 @@ from autopar.search.offload import offloaded
 from autopar.search.outer import Limits, OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
+from autopar.search.study import params
 
 from .graphs import mlp
 
@@ -189,3 +190,10 @@ def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:
     with pytest.raises(InfeasibleError, match="or search --space wide, where optimizers may live on the host"):
         search("default")
     assert search("wide").offload == ("optimizer",)
+
+
+def test_no_two_candidates_are_the_same_trial_of_a_study() -> None:
+    """Of twins that differ in what lives on the host each has its own outcome."""
+    pool = outer("16GB").pool
+    assert any(candidate.offload for candidate in pool)
+    assert len({tuple(params(candidate).values()) for candidate in pool}) == len(pool)
