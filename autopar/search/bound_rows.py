@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -111,6 +112,20 @@ class Row:
         """What rank 0 does at least once a step."""
         own = max(self.virtual_stages - self.others - 1 - (self.pp == 1), 0)
         return self.first.once_s + min(own, self.count) * self.group.once_s
+
+
+def passing_bytes(
+    first: Mapping[str, Array], last: Mapping[str, Array], group: Mapping[str, Array], is_first: Array, is_last: Array
+) -> tuple[Array, Array]:
+    """Bytes in passing at least, over what all blocks keep: of ranks without blocks of the group, and with some.
+
+    While a block is at its peak, what those behind it on its stage kept of the micro-batch is gone
+    (:func:`autopar.cost.memory.passing_bytes`): nothing is behind the last block, little behind the last of the group.
+    """
+    kept = np.minimum(last["held_bytes"], last["held_again_bytes"])
+    of_last = is_last * last["passing_bytes"]
+    alone = np.maximum(is_first * (first["passing_bytes"] - is_last * kept), of_last)
+    return alone, np.maximum(group["passing_bytes"] - is_last * kept, of_last)
 
 
 @lru_cache(maxsize=8192)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of
+from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of, passing_bytes
 
 Array = NDArray[np.float64]
 
@@ -168,18 +168,17 @@ class _Columns:
         some = np.minimum(full, group["some_bytes"])
         self.some = group["static_bytes"] + counts.held * some + _TINY
         self.lean_freed = tuple(np.maximum(own * (some - again), _TINY) for own in (counts.held_most, counts.held))
-        self.full_s = self.m * np.maximum(
-            group["full_s"] - group["again_s"], 0.0
-        )  # over its bytes at the least seconds
-        passing = np.maximum(self.is_first * first["passing_bytes"], self.is_last * last["passing_bytes"])
-        room = np.array([r.limit_bytes for r in rows]) * (1 + 1e-9) - passing  # what fits exactly, fits
+        # of one in that mode, over the least seconds for its bytes
+        self.full_s = self.m * np.maximum(group["full_s"] - group["again_s"], 0.0)
+        room = np.array([r.limit_bytes for r in rows]) * (1 + 1e-9)  # what fits exactly, fits
         for part, mask, held in ((first, self.is_first, counts.first), (last, self.is_last, counts.last)):
             kept = held * np.minimum(part["held_bytes"], part["held_again_bytes"])
             room = room - mask * (part["static_bytes"] + kept)
         last_stage = self.is_last * counts.last
         room = room - (counts.all - last_stage) * np.array([r.stage_bytes for r in rows])
-        self.fits = ~self.active | (room >= 0)
-        room = room - np.maximum(group["passing_bytes"] - passing, 0.0)
+        alone, beside = passing_bytes(first, last, group, self.is_first, self.is_last)
+        self.fits = ~self.active | (room >= np.minimum(alone, beside))
+        room = room - beside
         self.room = (room - counts.held_more * full, room - counts.held_more * again)
         self.lean_room = (room - counts.held_more * some, self.room[1])
 

@@ -42,7 +42,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.bound_rows import Array, BlockPrice
+from autopar.search.bound_rows import Array, BlockPrice, passing_bytes
 
 STEPS = 14
 """Bisections at most."""
@@ -299,17 +299,18 @@ class _Columns:
     ) -> Array:
         """Seconds that so many blocks recompute at least; and whether so many fit."""
         blocks = np.arange(self.count + 1.0)
-        passing = np.maximum(ends[0] * first_["passing_bytes"], ends[1] * last["passing_bytes"])
+        alone, beside = passing_bytes(first_, last, group, *ends)
         kept = sum(
             end * (part["static_bytes"] + self.held * np.minimum(part["held_bytes"], part["held_again_bytes"]))
             for end, part in zip(ends, (first_, last), strict=True)
         )
-        room = limit * (1 + 1e-9) - kept - passing  # what fits exactly, fits
-        more = np.maximum(group["passing_bytes"] - passing, 0.0)[..., None] * (blocks > 0)
-        needed = (group["static_bytes"] + self.held * group["held_bytes"])[..., None] * blocks - room[..., None] + more
+        room = limit * (1 + 1e-9) - kept  # what fits exactly, fits
+        passing = np.where(blocks > 0, beside[..., None], alone[..., None])
+        needed = (group["static_bytes"] + self.held * group["held_bytes"])[..., None] * blocks - room[..., None]
+        needed += passing
         freed = np.maximum(self.held * (group["held_bytes"] - group["held_again_bytes"]), _TINY)
         again = np.maximum(np.ceil(needed / freed[..., None] - 1e-6), 0.0)
-        self.fits = (again <= blocks) & (blocks >= least[..., None]) & (room >= 0)[..., None]
+        self.fits = (again <= blocks) & (blocks >= least[..., None])
         part = np.clip(needed / freed[..., None], 0.0, blocks) * group["again_s"][..., None]
         more = np.maximum(needed, 0.0) * (group["more_byte_s"] / self.held)[..., None]
         more -= blocks * group["more_free_s"][..., None]

@@ -86,18 +86,22 @@ class _Stages:
         self.gather0_s, self.once0_s = np.zeros(pp * v), np.zeros(pp)
         self.least = np.ones(pp * v) if not own.others else np.zeros(pp * v)
         done = forwards_done(own.schedule, pp, v, m).T.reshape(-1).astype(float)
-        limit, passing = by_rank[:, 10] * (1 + 1e-9), np.zeros(pp)  # what fits exactly, fits
+        limit, beside = by_rank[:, 10] * (1 + 1e-9), by_rank[:, 8].copy()  # what fits exactly, fits
+        alone = np.zeros(pp)
         for stage, rank, block in ends:
             self.forward0_s[stage] += block.forward_s
             self.backward0_s[stage] += max(block.time_s - block.forward_s, 0.0)
             self.gather0_s[stage] += block.gather_s
             self.once0_s[rank] += block.once_s
             self.least[stage] = 0.0  # it may have no other
-            limit[rank] -= block.static_bytes + done[stage] * min(block.held_bytes, block.held_again_bytes)
-            passing[rank] = max(passing[rank], block.passing_bytes)
+            kept = min(block.held_bytes, block.held_again_bytes)
+            limit[rank] -= block.static_bytes + done[stage] * kept
+            alone[rank] = block.passing_bytes
+            if block is last and not own.alone:  # see autopar.search.bounds.passing_bytes
+                beside[rank] = max(beside[rank] - kept, block.passing_bytes)
         self.least = np.maximum(self.least, own.least)
         sure = np.bincount(self.rank, weights=self.least, minlength=pp) > 0
-        self.room = limit - np.where(sure, np.maximum(passing, by_rank[:, 8]), passing)
+        self.room = limit - np.where(sure, beside, np.minimum(alone, beside))
         self.bytes, self.freed = static + done * full, done * (full - again)
         none = (0.0,) * (pp - 1)
         self.send_s = np.array([*(row.sends_s or none), 0.0])[self.rank]

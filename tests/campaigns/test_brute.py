@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
-from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, limited, problems
+from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems
 from tests.campaigns.product import Choice, Point, best_of, every_plan, front_of
 from tests.campaigns.small import draw, tiny
 
@@ -30,6 +30,13 @@ def test_no_layout_is_quicker_than_that_of_the_search() -> None:
     found = check(limited(1, tiny(), limits=2, usual=False))
     assert found[0].layouts > 50
     assert "tp=2" in {result.best.split(",")[0] for result in found}
+
+
+def test_what_later_blocks_kept_is_gone_when_a_block_is_at_its_peak() -> None:
+    small = draw(30)
+    found = compare(30, small, every_plan(small), 2_385_342_628, usual=False)
+    assert found.gap == 0.0
+    assert "pp=2 x dp_shard=2, zero=1" in found.found  # its limit is what this plan needs, to the byte
 
 
 def check(results: Iterable[Result]) -> list[Result]:

@@ -133,7 +133,10 @@ def step_s(row: Row, edges: Sequence[tuple[int, int]], again: Sequence[int], alo
         kept.append(sum(mode(b, r)[1] for b, r in own) + (not is_last) * row.stage_bytes)
         once[s % pp] += sum(b.once_s for b, _ in own)
         static[s % pp] += sum(b.static_bytes for b, _ in own)
-        passing[s % pp] = max(passing[s % pp], *(b.passing_bytes for b, _ in own))
+        later = 0.0  # what blocks behind kept of the micro-batch is gone
+        for b, r in reversed(own):
+            passing[s % pp] = max(passing[s % pp], b.passing_bytes - later)
+            later += mode(b, r)[1]
     for rank in range(pp):
         peaks = live_peaks(row.schedule, pp, row.virtual_stages, m, rank)
         held = max(sum(n * size for n, size in zip(counts, kept[rank::pp], strict=True)) for counts in peaks)

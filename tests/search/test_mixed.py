@@ -192,7 +192,10 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
                     )
                 )
                 used[r] += sum(b.static_bytes + held[r, s // pp] * mode(b, a)[1] for b, a in own)
-                passing[r] = max(passing[r], *(b.passing_bytes for b, _ in own))
+                later = 0.0  # what blocks behind kept of the micro-batch is gone
+                for b, a in reversed(own):
+                    passing[r] = max(passing[r], b.passing_bytes - later)
+                    later += mode(b, a)[1]
                 once[r] += sum(b.once_s for b, _ in own)
             if all(u + p <= limit for u, p, limit in zip(used, passing, limits, strict=True)):
                 finish = simulate(schedule, pp, m, times).finish_s
