@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,43 +57,55 @@ class CutShape:
             counts[i + 1, self.keys.index(key)] += 1
         upper = np.triu_indices(n + 1, 1)
         spans = (counts[None, :, :] - counts[:, None, :])[upper]
-        self.distinct, which = np.unique(spans, axis=0, return_inverse=True)
+        distinct, which = np.unique(spans, axis=0, return_inverse=True)
+        order = np.argsort(distinct.sum(axis=1), kind="stable")
+        self.distinct = distinct[order]
+        """Blocks of each key of stages that differ, those of fewer blocks first."""
+        self.sizes = self.distinct.sum(axis=1)
         self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
-        self.which[upper] = which.reshape(-1)
+        self.which[upper] = np.argsort(order)[which.reshape(-1)]
         self.exists = self.which >= 0
         self._counts: dict[tuple[Ways, int], NDArray[np.int64]] = {}
-        sizes = [[len(self._of(own, int(c))) for own, c in zip(self.ways, row, strict=True)] for row in self.distinct]
-        self.is_few = np.prod(np.array(sizes, dtype=np.float64), axis=1) <= MAX_CHOICES
-        self.is_small = bool(self.is_few.all())
+        self._choices: dict[int, Choices] = {}
 
     def _of(self, own: Ways, blocks: int) -> NDArray[np.int64]:
         if (own, blocks) not in self._counts:
             self._counts[own, blocks] = own.counts(blocks)
         return self._counts[own, blocks]
 
-    @cached_property
-    def all_choices(self) -> Choices:
-        """:meth:`enumerate` where every choice is there, whatever it gains."""
-        return self.enumerate([])
+    def no_longer(self, most: int) -> NDArray[np.bool_]:
+        """Whether blocks i:j are a stage of at most so many blocks."""
+        return self.exists & (self.which < self.up_to(most))
 
-    def enumerate(self, steps: Sequence[tuple[int, int, int]]) -> Choices:
-        """Choices of all distinct stages: all of them where those are few, else one block after the other.
+    def up_to(self, most: int) -> int:
+        """How many distinct stages have at most so many blocks."""
+        return int(np.searchsorted(self.sizes, most, side="right"))
+
+    def choices(self, stages: int, steps: Sequence[tuple[int, int, int]]) -> Choices:
+        """Choices of the first so many distinct stages: all of them where those are few, else one block after the other.
 
         Args:
             steps: keys by position, and from which option to which one their blocks go, best first.
         """
-        rows = []
-        for counts, is_few in zip(self.distinct, self.is_few, strict=True):
-            parts = [self._of(own, int(c)) for own, c in zip(self.ways, counts, strict=True)] if is_few else []
+        if stages in self._choices:
+            return self._choices[stages]
+        rows, are_few = [], True
+        for counts in self.distinct[:stages]:
+            parts = [self._of(own, int(c)) for own, c in zip(self.ways, counts, strict=True)]
+            is_few = prod(map(len, parts)) <= MAX_CHOICES
+            are_few &= is_few
             rows.append(_crossed(parts) if is_few else self._in_turn(counts, steps))
         lengths = np.array([len(r) for r in rows])
         taken = np.asfortranarray(np.concatenate(rows), dtype=np.float64)
-        return Choices(
+        found = Choices(
             taken=taken,
             lengths=lengths,
             first=np.concatenate([[0], np.cumsum(lengths)[:-1]]),
             has=tuple((taken[:, k] > 0).astype(np.float64) for k in range(taken.shape[1])),
         )
+        if are_few:  # whatever each gains
+            self._choices[stages] = found
+        return found
 
     def _in_turn(self, counts: NDArray[np.int64], steps: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
         taken = np.zeros(int(self.columns[-1]), dtype=np.int64)

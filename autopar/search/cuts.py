@@ -24,8 +24,8 @@ from autopar.search.rows import RowMaker
 from autopar.search.turns import by_turns
 from autopar.search.ways import BlockOption, Ways, useful, ways_of
 
-MAX_KEPT = 20_000
-"""Choices of recompute of all stages up to which a cutter is kept."""
+MAX_KEPT = 1_000_000
+"""Choices of recompute of all cutters that are kept; past it they are made anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +222,9 @@ class Cuts:
                 if id(part) not in made:
                     made[id(part)] = self._cutter(self.blocks(option.of_rank(rank), step, part))
             found = [made[id(part)] for part in parts]
-            if len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
-                self._cut[key] = found
+            if sum(len(own[0].time) for own in self._cut.values()) > MAX_KEPT:
+                self._cut.clear()
+            self._cut[key] = found  # asked again for other schedules
         return found
 
     def blocks(self, option: Option, step: Step, model: CostModel) -> list[CutBlock]:

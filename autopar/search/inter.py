@@ -28,6 +28,9 @@ from autopar.plan import Recompute
 from autopar.search.choices import Array, CutShape
 from autopar.search.ways import BlockOption, along, gain, lighter, ways_of
 
+LONG = 2
+"""Times its even share that a stage has at first; longer ones are looked at where they may be worth it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutBlock:
@@ -89,17 +92,31 @@ class StageCutter:
         if shape is None:
             shape = CutShape([b.key for b in blocks], {k: ways_of(b.options) for k, b in one_of.items()}, fixed=fixed)
         self.shape = shape
-        ordered = [one_of[key] for key in self.shape.keys]
-        choices = self.shape.all_choices if self.shape.is_small else self.shape.enumerate(_steps(ordered))
-        self.choices, self.first = choices, choices.first
-        options = [(b, o) for b in ordered for o in b.options]
+        self.ordered = [one_of[key] for key in self.shape.keys]
+        self.kinds = 0
+        self.grow(1)
+
+    def grow(self, kinds: int) -> None:
+        """Weigh the choices of recompute of the first so many distinct stages, if more than before."""
+        if kinds <= self.kinds:
+            return
+        self.kinds = kinds
+        self.choices = choices = self.shape.choices(kinds, _steps(self.ordered))
+        self.first = choices.first
+        options = [(b, o) for b in self.ordered for o in b.options]
         self.time = choices.taken @ [o.time_s + b.more_s for b, o in options]
         self.held = choices.taken @ [o.held_bytes for _, o in options]
         transient = np.zeros(len(self.time))
         for has, (_, option) in zip(choices.has, options, strict=True):
             np.maximum(transient, has * option.transient_bytes, out=transient)
-        static = self.shape.distinct @ [b.static_bytes for b in ordered]
+        static = self.shape.distinct[:kinds] @ [b.static_bytes for b in self.ordered]
         self.resident = np.repeat(static, choices.lengths) + transient
+
+    @cached_property
+    def least_s(self) -> Array:
+        """Of each block the time in its quickest mode."""
+        known = {b.key: min(o.time_s for o in b.options) + b.more_s for b in self.ordered}
+        return np.array([known[b.key] for b in self.blocks])
 
     @cached_property
     def lighter(self) -> dict[tuple[int, Recompute], int]:
@@ -137,7 +154,32 @@ class StageCutter:
         if stages > n:
             return None
         cutters = [by_rank[s % len(by_rank)] if by_rank else self for s in range(stages)]
-        spans = self._spans(stages, allowed)
+        short = min(n, LONG * -(-n // stages) + 2) if allowed is None else n
+        for most in sorted({short, n}):
+            found = self._cut(cutters, in_flight, limit_bytes, num_micro_batches, allowed, most)
+            if found is not None and found.time_s <= self._least_s(cutters, most, num_micro_batches):
+                break
+        return found
+
+    def _least_s(self, cutters: Sequence[StageCutter], most: int, num_micro_batches: int) -> float:
+        """What a cut with a stage of more than ``most`` blocks takes at least."""
+        if most == len(self.blocks):
+            return np.inf
+        least = [c.least_s for c in {id(c): c for c in cutters}.values()]
+        before = np.concatenate([[0.0], np.cumsum(np.min(least, axis=0))])
+        return float(before[-1] + (num_micro_batches - 1) * (before[most + 1 :] - before[: -most - 1]).min())
+
+    def _cut(
+        self,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limit_bytes: Sequence[float],
+        num_micro_batches: int,
+        allowed: Sequence[NDArray[np.bool_]] | None,
+        most: int,
+    ) -> Cut | None:
+        """:meth:`cut` with at most so many blocks on a stage."""
+        spans = self._spans(len(cutters), allowed, most)
         if spans is None:
             return None
         tables = self._tables(cutters, in_flight, limit_bytes, spans)
@@ -192,7 +234,7 @@ class StageCutter:
     ) -> list[Array]:
         """For each stage the time of blocks i:j as it at [i, j]; inf where they do not fit, or are not allowed, or a pin forbids."""
         n = len(self.blocks)
-        spans = self._spans(len(cutters), allowed)
+        spans = self._spans(len(cutters), allowed, n)
         if spans is None:
             return [np.full((n + 1, n + 1), np.inf)] * len(cutters)
         made: dict[int, Array] = {}
@@ -204,14 +246,15 @@ class StageCutter:
                 made[id(band)][stop - length - spans.least, stop] = band[length, stop]
         return [made[id(band)] for band in bands]
 
-    def _spans(self, stages: int, allowed: Sequence[NDArray[np.bool_]] | None) -> Spans | None:
-        """Which blocks may be which stage; None where some stage may have none."""
+    def _spans(self, stages: int, allowed: Sequence[NDArray[np.bool_]] | None, most: int) -> Spans | None:
+        """Which blocks may be which stage, at most ``most``; None where some stage may have none."""
+        exists = self.shape.exists if most == len(self.blocks) else self.shape.no_longer(most)
         known: dict[int, NDArray[np.bool_]] = {}
         masks: list[NDArray[np.bool_]] = []
         for s in range(stages):
-            own = self.shape.exists if allowed is None else allowed[s]
+            own = exists if allowed is None else allowed[s]
             if id(own) not in known:
-                known[id(own)] = own & self.shape.exists
+                known[id(own)] = own & exists
             masks.append(known[id(own)] & self._pinned(s) if self.shape.fixed else known[id(own)])
         union = np.logical_or.reduce(list({id(mask): mask for mask in masks}.values()))
         start, stop = np.nonzero(union)
@@ -248,6 +291,7 @@ class StageCutter:
         times: dict[tuple[int, int, float], Array] = {}
         for key, cutter in asked.items():
             if id(cutter) not in parts:
+                cutter.grow(int(spans.kinds[-1]) + 1)
                 choices, first = cutter._choices_of(spans.kinds)
                 parts[id(cutter)] = cutter.held[choices], cutter.resident[choices], cutter.time[choices], first
             held, resident, time, first = parts[id(cutter)]
@@ -277,6 +321,7 @@ class StageCutter:
 
     def _recomputed(self, kind: int, in_flight: int, limit_bytes: float) -> Array:
         """How many blocks of each key of a stage of this kind take each of their options."""
+        self.grow(kind + 1)
         begin = int(self.first[kind])
         span = slice(begin, begin + int(self.choices.lengths[kind]))
         best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes, span)))
