@@ -34,7 +34,7 @@ MAX_ACTIONS = 60_000
 
 MAX_COLUMNS = 1000
 
-MAX_CHOICES = 5000
+MAX_CHOICES = 40_000
 """Choices of modes on a rank's stages that are weighed."""
 
 MAX_COUNTS = 600_000
@@ -387,7 +387,8 @@ def useful_counts(most: int, more_s: Array, held: Array, passing: Array) -> NDAr
         own = own[np.lexsort((last[own], kept[own], time_s[own], blocks[own]))]
         before = np.concatenate([[np.inf], np.minimum.accumulate(kept[own])[:-1]])
         worth[own] |= (last[own] == size) & (kept[own] < before)
-    return found[worth]
+    counts: NDArray[np.int64] = found[worth]
+    return counts
 
 
 def _below(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -15,8 +15,8 @@ from autopar.cost.optimizer import OPTIMIZERS, optimizer_cost
 from autopar.errors import UsageError
 from autopar.plan import Offload
 from autopar.search.bound_rows import Row
-from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
+from autopar.search.flow import least_flow_s
 from autopar.search.pins import ActivationPin, ChoicePin, Pins
 
 KEY = "offload"

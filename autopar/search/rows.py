@@ -16,10 +16,10 @@ from autopar.cost.stages import own_times
 from autopar.mesh import Mesh
 from autopar.plan import Recompute
 from autopar.search.bound_rows import BlockPrice, Row, forwards_done
-from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.every import count_plans
+from autopar.search.flow import least_flow_s
 from autopar.search.once import at_both_ends, least_sums_s, tie_s
 from autopar.search.options import Draft, Option
 
@@ -188,11 +188,13 @@ class RowMaker:
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
             forward_s = cost.forward_s * share
-            kept = [_least_kept(cost, mode) / ranks for mode in modes]
-            # what is made again is written again, whichever layout says what that is
-            seconds = {"none": 0.0, "selective": byte_s * (max(kept) - min(kept)), "full": forward_s}
+            # without other axes this is the layout
+            kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
+            seconds = {"none": 0.0, "selective": 0.0, "full": forward_s}
             if "selective" in modes:
-                seconds["selective"] = byte_s * (max(kept) - kept[modes.index("selective")])
+                # what is made again is written again, whichever layout says what that is
+                written_s = byte_s * (max(kept) - kept[modes.index("selective")])
+                seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
             own = again_prices([seconds[mode] for mode in modes], kept)
             prices.append(
                 BlockPrice(
