@@ -26,6 +26,7 @@ class BlockPrice:
             the second: another line below what modes of recompute take, beside that of ``again_s``; zeros: there is none.
         some_bytes: of one micro-batch between forward and backward, in every mode but the one that keeps the least; zero: not known.
         full_s: what the one that keeps the least adds to the backward.
+        beside_s: what the second line is less by where the block stands beside those of the group.
         once_s: once a step, after the rank's last backward.
         gather_s: what the stage's first forward takes longer, beside the forward of another block.
         static_bytes: parameters, gradients and optimizer states.
@@ -47,6 +48,7 @@ class BlockPrice:
     more_free_s: float = 0.0
     some_bytes: float = 0.0
     full_s: float = 0.0
+    beside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,8 @@ class _Columns:
             more = np.stack(self.more_for_byte, axis=1)[:, :, None, :]
             both_slope = np.maximum(self.chain_slope + more * plain - self.more_free_s, _TINY)
             self.unhurried = np.concatenate([self.unhurried] * 2, axis=1)
-            self.room_s = np.concatenate([self.room_s, more * room], axis=1)
+            ends_s = self.m * (self.is_first * self.first["beside_s"] + self.is_last * self.last["beside_s"])
+            self.room_s = np.concatenate([self.room_s, more * room + ends_s[:, None, None, :]], axis=1)
             self.both_slope = np.concatenate([self.both_slope, both_slope], axis=1)
         freed, less = np.stack(self.each_freed, axis=1), np.stack(self.each_room, axis=1)
         self.again_each, self.again_less = self.each[:, None, :] / freed, less / freed

@@ -37,6 +37,7 @@ class Candidate:
     Attributes:
         order: of the node groups along the ranks, empty: as the cluster has them.
         offload: what lives on the host.
+        moves: blocks may keep there what their backward needs.
     """
 
     mesh: Mesh
@@ -47,6 +48,12 @@ class Candidate:
     virtual_stages: int
     order: tuple[int, ...] = ()
     offload: tuple[Offload, ...] = ()
+    moves: bool = False
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """What lives or may live on the host, in words."""
+        return (*self.offload, *(("activations",) if self.moves else ()))
 
     def __str__(self) -> str:
         parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={self.micro_batch_size}"]
@@ -54,8 +61,8 @@ class Candidate:
             parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
         if self.order:
             parts.append(f"node groups {'-'.join(map(str, self.order))}")
-        if self.offload:
-            parts.append(f"{', '.join(self.offload)} on the host")
+        if self.on_host:
+            parts.append(f"{', '.join(self.on_host)} on the host")
         return ", ".join(parts)
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autopar.search.ways import Ways
 
-MAX_CHOICES = 16384
+MAX_CHOICES = 32768
 """Choices of recompute enumerated for one stage; past it they are taken in order of bytes saved for a second."""
 
 Array = NDArray[np.float64]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
-from autopar.plan import BUCKET_BYTES, Memory, Prediction, Recompute
+from autopar.plan import BUCKET_BYTES, Memory, Prediction
 from autopar.search.amounts import readable
 from autopar.search.bounding import ROUNDING, Bounding, load_of
 from autopar.search.candidates import Candidate
@@ -26,6 +26,7 @@ from autopar.search.mixed_polish import polished
 from autopar.search.options import Option, split_of
 from autopar.search.pins import Pins
 from autopar.search.space import Space
+from autopar.search.ways import Way
 
 NEAR = 1.1
 """Times the best plan that one may take for other blocks of its cut to be recomputed."""
@@ -38,13 +39,13 @@ SLOW = "slower than the best plan by a bound"
 class Evaluation:
     """A candidate that fits.
 
-    ``stops``: where each stage ends; ``modes``: recompute of each block; ``bucket_bytes``: of gradients summed together.
+    ``stops``: where each stage ends; ``modes``: how each block recomputes, or that it keeps on the host what it needs; ``bucket_bytes``: of gradients summed together.
     """
 
     candidate: Candidate
     option: Option
     stops: tuple[int, ...]
-    modes: tuple[Recompute, ...]
+    modes: tuple[Way, ...]
     prediction: Prediction
     bucket_bytes: int = BUCKET_BYTES
 
@@ -118,7 +119,7 @@ class Evaluator(Bounding):
         if self.placed.has(candidate):
             return None  # what one rank has too much, a larger one may take
         option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        blocks = self.cuts.blocks(option, self.step(candidate, option), self.model)
+        blocks = self.cuts.blocks(option, self.step(candidate, option), self.model, moves=candidate.moves)
         device = self.model.device
         least = self.cuts.least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
@@ -140,7 +141,7 @@ class Evaluator(Bounding):
         cutters = self.cuts.cutters(candidate, option, step)
         if not fits and not self.stages:
             return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
-        if self.rows.tries_all(candidate.mesh.pp * candidate.virtual_stages):
+        if self.rows_of(candidate).tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None:
@@ -182,7 +183,12 @@ class Evaluator(Bounding):
         found: tuple[Prediction, Fitting],
     ) -> tuple[Prediction, Fitting]:  # fmt: skip
         """A plan with the blocks of its virtual stages recomputed that take the least time."""
-        if candidate.virtual_stages == 1 or self.placed.has(candidate) or "full" not in found[1].cut.modes:
+        if (
+            candidate.virtual_stages == 1
+            or self.placed.has(candidate)
+            or candidate.moves
+            or "full" not in found[1].cut.modes
+        ):
             return found
         turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)
         model = self.placed.ordered(candidate)
@@ -192,9 +198,9 @@ class Evaluator(Bounding):
     def _ways(self, candidate: Candidate, option: Option) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
-            return [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
+            return [*self.rows_of(candidate).equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
         if candidate.virtual_stages > 1 and not self.placed.has(candidate):
-            return [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
+            return [*self.rows_of(candidate).even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
         return [None]
 
     def _bucketed(

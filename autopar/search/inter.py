@@ -24,9 +24,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.plan import Recompute
 from autopar.search.choices import Array, CutShape
-from autopar.search.ways import BlockOption, along, gain, lighter, ways_of
+from autopar.search.prefixes import Spans, forward, stops_of
+from autopar.search.ways import MOVED, BlockOption, Way, along, gain, lighter, ways_of
 
 LONG = 2
 """Times its even share that a stage has at first; longer ones are looked at where they may be worth it."""
@@ -54,25 +54,8 @@ class Cut:
     """``stops``: where each stage ends; ``modes``: for each block."""
 
     stops: tuple[int, ...]
-    modes: tuple[Recompute, ...]
+    modes: tuple[Way, ...]
     time_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spans:
-    """Which consecutive blocks may be stages, by how many they are and where they stop.
-
-    Attributes:
-        least: the fewest blocks of a stage.
-        allowed: for each stage at [k, j] whether blocks j - least - k : j may be it.
-        place: at [k, j] the number of their kind among those that may be any.
-        kinds: these, as they are counted in ``CutShape.distinct``.
-    """
-
-    least: int
-    allowed: tuple[NDArray[np.bool_], ...]
-    place: NDArray[np.int64]
-    kinds: NDArray[np.int64]
 
 
 class StageCutter:
@@ -105,12 +88,23 @@ class StageCutter:
         self.first = choices.first
         options = [(b, o) for b in self.ordered for o in b.options]
         self.time = choices.taken @ [o.time_s + b.more_s for b, o in options]
+        if any(o.down_s for _, o in options):
+            self.time += self._waits_s(choices.taken, [o for _, o in options])
         self.held = choices.taken @ [o.held_bytes for _, o in options]
         transient = np.zeros(len(self.time))
         for has, (_, option) in zip(choices.has, options, strict=True):
             np.maximum(transient, has * option.transient_bytes, out=transient)
         static = self.shape.distinct[:kinds] @ [b.static_bytes for b in self.ordered]
         self.resident = np.repeat(static, choices.lengths) + transient
+
+    def _waits_s(self, taken: Array, options: Sequence[BlockOption]) -> Array:
+        """For copies that the forwards and the backwards of a stage are too short for; nothing is beside the last one up."""
+        forward_s, down_s, up_s = (
+            taken @ [getattr(o, name) for o in options] for name in ("forward_s", "down_s", "up_s")
+        )
+        found: Array = np.maximum(down_s - forward_s, 0.0) + np.maximum(up_s - (self.time - forward_s), 0.0)
+        found += (up_s > 0) * min(o.up_s for o in options if o.up_s)
+        return found
 
     @cached_property
     def least_s(self) -> Array:
@@ -119,7 +113,7 @@ class StageCutter:
         return np.array([known[b.key] for b in self.blocks])
 
     @cached_property
-    def lighter(self) -> dict[tuple[int, Recompute], int]:
+    def lighter(self) -> dict[tuple[int, Way], int]:
         """The option that a block of a key takes next as it recomputes less than in a mode; -1: there is none."""
         one_of = {b.key: b.options for b in self.blocks}
         return {(key, o.mode): lighter(options, o.mode) for key, options in one_of.items() for o in options}
@@ -183,10 +177,10 @@ class StageCutter:
         if spans is None:
             return None
         tables = self._tables(cutters, in_flight, limit_bytes, spans)
-        bottleneck = _forward(tables, spans, np.maximum)[0]
+        bottleneck = forward(tables, spans, np.maximum)[0]
         if np.isinf(bottleneck):
             return None
-        least_sum, _ = _forward(tables, spans, np.add)
+        least_sum, _ = forward(tables, spans, np.add)
         different = list({id(t): t for t in tables}.values())
         bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in different]))
         best: tuple[float, list[int]] | None = None
@@ -195,10 +189,10 @@ class StageCutter:
                 break
             below = {id(t): np.where(t <= bound, t, np.inf) for t in different}
             bounded = [below[id(t)] for t in tables]
-            total, before = _forward(bounded, spans, np.add)
+            total, before = forward(bounded, spans, np.add)
             if best is not None and total + (num_micro_batches - 1) * bottleneck >= best[0]:
                 continue  # no stage is quicker than the bottleneck
-            stops = _stops(bounded, spans, before)
+            stops = stops_of(bounded, spans, before)
             slowest = max(t[j - i - spans.least, j] for t, i, j in zip(tables, [0, *stops], stops, strict=False))
             value = total + (num_micro_batches - 1) * float(slowest)
             if best is None or value < best[0]:
@@ -215,7 +209,7 @@ class StageCutter:
         limit_bytes: Sequence[float],
     ) -> Cut:
         """The cut with these stops, each stage recomputed as it is quickest."""
-        modes: list[Recompute] = []
+        modes: list[Way] = []
         chosen: dict[tuple[int, int, int, float], Array] = {}
         for s, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
             kind = int(self.shape.which[start, stop])
@@ -328,17 +322,25 @@ class StageCutter:
         found: Array = self.choices.taken[best]
         return found
 
-    def _modes(self, start: int, stop: int, recomputed: Array) -> list[Recompute]:
-        """Of the blocks of a stage; of equal ones the first recompute the most."""
+    def _modes(self, start: int, stop: int, recomputed: Array) -> list[Way]:
+        """Of the blocks of a stage; of equal ones the first recompute the most, and those that move stand evenly between."""
         left = recomputed.astype(np.int64)
         place = {
             key: (int(i), int(k))
             for key, i, k in zip(self.shape.keys, self.shape.columns, self.shape.columns[1:], strict=False)
         }
-        modes: list[Recompute] = []
+        modes: list[Way] = []
+        seen: dict[int, tuple[int, int, int]] = {}  # of a key: blocks so far, all of them, those that move
         for block in self.blocks[start:stop]:
             begin, end = place[block.key]
-            column = next(k for k in reversed(range(begin, end)) if left[k])
+            moved = next((k for k in range(begin, end) if block.options[k - begin].mode == MOVED), -1)
+            i, count, moving = seen.get(
+                block.key, (0, int(left[begin:end].sum()), int(left[moved]) if moved >= 0 else 0)
+            )
+            seen[block.key] = i + 1, count, moving
+            column = moved
+            if (i + 1) * moving // count == i * moving // count:
+                column = next(k for k in reversed(range(begin, end)) if left[k] and k != moved)
             left[column] -= 1
             modes.append(block.options[column - begin].mode)
         return modes
@@ -351,36 +353,6 @@ def _steps(blocks: Sequence[CutBlock]) -> list[tuple[int, int, int]]:
         pairs = pairwise(along(block.options))
         found += [(gain(block.options[a], block.options[b]), k, a, b) for a, b in pairs]
     return [step for _, *step in sorted(found, key=lambda step: -step[0])]  # type: ignore[misc]
-
-
-def _forward(tables: Sequence[Array], spans: Spans, combine: np.ufunc) -> tuple[float, list[Array]]:
-    """The dynamic program: least ``combine`` of the stages' times for blocks 0:j, and that of each prefix before each stage."""
-    width, size = tables[0].shape
-    most = spans.least + width - 1
-    padded = np.full(size + most, np.inf)  # that of blocks 0:j stands at j + most
-    best = padded[most:]
-    best[0] = 0.0
-    shifted = np.lib.stride_tricks.as_strided(
-        padded[width - 1 :], shape=(width, size), strides=(-padded.itemsize, padded.itemsize), writeable=False
-    )  # [k, j]: that of blocks 0:j - least - k
-    before, through = [], np.empty((width, size))
-    for table in tables:
-        before.append(best.copy())
-        combine(shifted, table, out=through)
-        np.minimum.reduce(through, axis=0, out=best)
-    return float(best[-1]), before
-
-
-def _stops(tables: Sequence[Array], spans: Spans, before: Sequence[Array]) -> list[int]:
-    """Where the stages of the least sum stop; of equal ones the stages at the end are the longest."""
-    width, size = tables[0].shape
-    stops = [size - 1]
-    for table, best in zip(reversed(tables[1:]), reversed(before[1:]), strict=True):
-        last = stops[-1]
-        lengths = np.arange(min(spans.least + width - 1, last), spans.least - 1, -1)
-        found = best[last - lengths] + table[lengths - spans.least, last]
-        stops.append(last - int(lengths[np.argmin(found)]))
-    return stops[::-1]
 
 
 def _any_of(masks: Iterable[NDArray[np.bool_]]) -> NDArray[np.bool_]:

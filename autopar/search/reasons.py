@@ -19,7 +19,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
     ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
-    ("offload", lambda c: ", ".join(c.offload) or "none"),
+    ("offload", lambda c: ", ".join(c.on_host) or "none"),
     ("schedule", lambda c: f"{c.schedule} v={c.virtual_stages}" if c.virtual_stages > 1 else c.schedule),
 )
 _PARTS = (

@@ -209,7 +209,7 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "zero": candidate.zero_stage,
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
         "groups": "-".join(map(str, candidate.order)) or "in order",
-        "offload": ", ".join(candidate.offload) or _NOTHING,
+        "offload": ", ".join(candidate.on_host) or _NOTHING,
     }
 
 

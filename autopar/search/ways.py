@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.plan import Recompute
+
+MOVED: Literal["moved"] = "moved"
+"""Recomputes nothing, and keeps on the host what backward needs."""
+
+Way = Recompute | Literal["moved"]
 
 MAX_TRADE = 8
 """Blocks at most that :class:`Ways` trades for others."""
@@ -20,14 +26,19 @@ class BlockOption:
 
     Attributes:
         time_s: forward, backward and recompute of one micro-batch.
+        forward_s: the forward of it, where something moves.
+        down_s, up_s: copies to the host and back, beside the forwards and the backwards of the stage.
         held_bytes: of one micro-batch between forward and backward.
         transient_bytes: at its peak inside.
     """
 
-    mode: Recompute
+    mode: Way
     time_s: float
     held_bytes: float
     transient_bytes: float
+    forward_s: float = 0.0
+    down_s: float = 0.0
+    up_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,7 @@ def ways_of(options: Sequence[BlockOption]) -> Ways:
 
     Its numbers are rounded up to powers of two, which leaves out fewer counts, so that most prices have the same ways.
     """
-    if len(options) != 3:
+    if len(options) != 3 or any(option.down_s for option in options):  # copies do not add up
         return Ways(len(options))
     one, two, three = options
     for both in range(2, MAX_TRADE + 1):
@@ -99,19 +110,19 @@ def _rounded(count: int) -> int:
 
 
 def useful(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
-    """Those than which no other one is as good in everything; of equal ones the first."""
+    """Those than which no other one is as good in everything; of equal ones the first. What moves is as good as nothing else."""
 
     def parts(option: BlockOption) -> tuple[float, float, float]:
         return option.time_s, option.held_bytes, option.transient_bytes
 
     def beats(i: int, k: int) -> bool:
         a, b = parts(options[i]), parts(options[k])
-        return all(x <= y for x, y in zip(a, b, strict=True)) and (a != b or i < k)
+        return options[i].mode != MOVED and all(x <= y for x, y in zip(a, b, strict=True)) and (a != b or i < k)
 
     return tuple(o for k, o in enumerate(options) if not any(beats(i, k) for i in range(len(options)) if i != k))
 
 
-def lighter(options: Sequence[BlockOption], now: Recompute) -> int:
+def lighter(options: Sequence[BlockOption], now: Way) -> int:
     """The option that a block takes next as it recomputes less, along those that free the most for their seconds; -1: none."""
     way = along(options)
     place = next((k for k, i in enumerate(way) if options[i].mode == now), 0)
@@ -119,6 +130,17 @@ def lighter(options: Sequence[BlockOption], now: Recompute) -> int:
     if way[place] != own:  # beside the way: to where nothing is recomputed
         return 0
     return way[place - 1] if place else -1
+
+
+def with_moved(modes: Sequence[Way]) -> tuple[Way, ...]:
+    """The modes of a block that may keep on the host what it needs; which it does not where it recomputes selectively."""
+    some = [mode for mode in modes if mode != "selective"]
+    return tuple(way for mode in some for way in ((mode, MOVED) if mode == "none" else (mode,))) or tuple(modes)
+
+
+def none_if_moved(way: Way) -> Recompute:
+    """What a block recomputes."""
+    return "none" if way == MOVED else way
 
 
 def along(options: Sequence[BlockOption]) -> list[int]:

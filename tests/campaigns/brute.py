@@ -134,7 +134,7 @@ def compare(seed: int, small: Small, whole: Product, peak_bytes: int, *, usual: 
         usual_s=other.predicted.step_time_s if other else None,
         usual_bound_s=other.search.lower_bound_s if other else None,
         best=f"{best[0].mesh}, zero={best[0].zero_stage}, micro_batch={best[0].micro_batch_size}, {best[0].schedule}, "
-        f"v={best[0].virtual_stages}, {best[1].stops}, recompute {[r[0] for r in best[1].recompute]}"
+        f"v={best[0].virtual_stages}, {best[1].stops}, recompute {[way[0] for way in best[1].ways]}"
         f"{_more(best[0].offload, best[1].bucket_bytes)}"
         if best
         else "none",
@@ -162,7 +162,7 @@ def _search(small: Small, memory_bytes: int, space: str) -> Plan | None:
 
 
 def _words(plan: Plan) -> str:
-    again = [block.recompute[0] for block in plan.blocks]
+    again = ["m" if block.offload else block.recompute[0] for block in plan.blocks]
     return (
         f"{plan.mesh}, zero={plan.zero_stage}, micro_batch={plan.micro_batch_size}, {plan.schedule}, "
         f"v={plan.virtual_stages}, {tuple(stage.stop for stage in plan.stages)}, recompute {again}{_more(plan.offload, plan.bucket_bytes)}"

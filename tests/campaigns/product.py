@@ -2,7 +2,7 @@
 
 The product is over mesh degrees, micro-batches, ZeRO stages, schedules with virtual stages, every cut into stages, recompute
 of each block, and on ``tp`` every strategy of every operator with every type of every parameter at rest for which the changes of
-type exist; of some problems over sizes of buckets and optimizers on the host too. Each plan is priced by what prices a plan
+type exist; of some problems over sizes of buckets and what lives on the host too. Each plan is priced by what prices a plan
 (``CostModel.memory`` and ``CostModel.breakdown``). Nothing of the search's candidates, bounds, solvers or cuts is used, and no
 block stands for another; the typing on ``batch``, which is forced, alone is the search's own. Layouts of equal costs are priced once.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations, pairwise, product
+from typing import Literal
 
 from autopar import rules
 from autopar.api import PRECISIONS
@@ -34,13 +35,16 @@ from autopar.search.classes import Compact
 from autopar.search.space import load_space
 
 TP = "tp"
+Way = Recompute | Literal["moved"]
+MOVING: tuple[Way, ...] = ("none", "moved", "full")
+"""Where blocks may keep on the host what their backward needs, none recomputes selectively."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Small:
     """A problem: what :func:`autopar.api.search` is asked, but for the memory of a device.
 
-    ``splits``: whether ``tp`` may be more than one; ``is_whole``: whether sizes of buckets and optimizers on the host are gone through.
+    ``splits``: whether ``tp`` may be more than one; ``is_whole``: whether sizes of buckets and what lives on the host are gone through.
     """
 
     graph: Graph
@@ -68,16 +72,20 @@ class Choice:
     schedule: ScheduleName
     virtual_stages: int
     offload: tuple[Offload, ...] = ()
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan: its time, the peak of its fullest rank, and what it is."""
+    """A plan: its time, the peak of its fullest rank, and what it is.
+
+    ``ways``: of each block its mode of recompute, or ``moved``: it keeps on the host what its backward needs.
+    """
 
     time_s: float
     peak_bytes: int
     stops: tuple[int, ...]
-    recompute: tuple[Recompute, ...]
+    ways: tuple[Way, ...]
     layout: int
     bucket_bytes: int = BUCKET_BYTES
 
@@ -132,6 +140,8 @@ class _Enumeration:
         self.is_mixed = is_mixed(self.model.precision)
         may = small.is_whole and all(device.host is not None for device in self.cluster.devices)
         self.offloads: tuple[tuple[Offload, ...], ...] = ((), ("optimizer",)) if may else ((),)
+        self.moves = (False, True) if may else (False,)
+        self._hosted: dict[int, tuple[BlockCost, BlockCost]] = {}  # a block is kept too, so that its id stays its own
         self.buckets = load_space("exhaustive").bucket_bytes if small.is_whole else (BUCKET_BYTES,)
         self.tied = any(_readers(self.graph, p.name) > 1 for p in self.graph.parameters)
         self._layouts: dict[tuple[int, int], list[_Layout]] = {}
@@ -208,11 +218,11 @@ class _Enumeration:
     ) -> None:
         num_micro_batches = self.small.global_batch_size // mesh.data // micro
         for schedule, virtual_stages in pipelines(mesh.pp, len(costs), num_micro_batches):
-            degrees = product(zero_stages(mesh, is_mixed=self.is_mixed), self.offloads)
-            for zero, offload in degrees:
+            degrees = product(zero_stages(mesh, is_mixed=self.is_mixed), self.offloads, self.moves)
+            for zero, offload, moves in degrees:
                 choice = Choice(
                     mesh=mesh, micro_batch_size=micro, zero_stage=zero, schedule=schedule, virtual_stages=virtual_stages,
-                    offload=offload,
+                    offload=offload, moves=moves,
                 )  # fmt: skip
                 step = Step(
                     mesh=mesh,
@@ -232,17 +242,24 @@ class _Enumeration:
                 points = self.found.fronts.setdefault(choice, [])
                 before = len(points)
                 for size in sizes:
-                    points += self._points(costs, replace(step, bucket_bytes=size), virtual_stages, layout)
+                    own = replace(step, bucket_bytes=size)
+                    points += self._points(costs, own, virtual_stages, layout, moves=moves)
                 self.found.priced += len(points) - before
                 self.found.plans += (len(points) - before) * times
                 if len(points) > MAX_POINTS:
                     self.found.fronts[choice] = front_of(points)
 
-    def _points(self, costs: Sequence[BlockCost], step: Step, virtual_stages: int, layout: int) -> Iterator[Point]:
-        """Every cut with every choice of recompute that fits on the host."""
-        for stops, again in product(cuts(len(costs), step.mesh.pp * virtual_stages), product(*map(modes, costs))):
+    def _points(
+        self, costs: Sequence[BlockCost], step: Step, virtual_stages: int, layout: int, *, moves: bool
+    ) -> Iterator[Point]:
+        """Every cut with every choice of recompute, or of what lives on the host, that fits there."""
+        every = [[(way, self._run(cost, way)) for way in (MOVING if moves else modes(cost))] for cost in costs]
+        for stops, chosen in product(cuts(len(costs), step.mesh.pp * virtual_stages), product(*every)):
             stages = [
-                StageCost(blocks=tuple(costs[start:stop]), recompute=again[start:stop])
+                StageCost(
+                    blocks=tuple(run[0] for _, run in chosen[start:stop]),
+                    recompute=tuple(run[1] for _, run in chosen[start:stop]),
+                )
                 for start, stop in pairwise((0, *stops))
             ]
             memory = self.model.memory(stages, step)
@@ -253,10 +270,18 @@ class _Enumeration:
                 time_s=self.model.breakdown(stages, step).total_s,
                 peak_bytes=max(rank.total for rank in memory),
                 stops=stops,
-                recompute=again,
+                ways=tuple(way for way, _ in chosen),
                 layout=layout,
                 bucket_bytes=step.bucket_bytes,
             )
+
+    def _run(self, cost: BlockCost, way: Way) -> tuple[BlockCost, Recompute]:
+        """A block as it runs, and what it recomputes."""
+        if way != "moved":
+            return cost, way
+        if id(cost) not in self._hosted:
+            self._hosted[id(cost)] = (cost, replace(cost, offloads=True))
+        return self._hosted[id(cost)][1], "none"
 
 
 def modes(cost: BlockCost) -> tuple[Recompute, ...]:
