@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autopar import api
+from autopar import api, resources
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
@@ -123,6 +124,18 @@ def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, moved: i
     assert found.lower_bound_s <= min(times.values())
     assert any(c.moves for c in times)
     assert found.best.modes.count(MOVED) == moved
+
+
+def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
+    file = tmp_path / "moving.toml"
+    file.write_text(resources.files("search")["quick"].read_text() + 'offload = ["activations"]\n')
+    pins = ["micro_batch=2048", "pp=1", "tp=1", "zero=0"]
+    plan = api.search(graph(), cluster=cluster("560MB"), global_batch_size=8192, space=str(file), pins=pins)
+    assert sum(block.offload for block in plan.blocks) == 5
+    assert {block.recompute for block in plan.blocks} == {"none"}
+    assert plan.predicted.memory[0].host > 0
+    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
+    assert plan_from_dict(plan_to_dict(plan)) == plan
 
 
 def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
