@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
@@ -12,7 +13,7 @@ from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.known import OfStep
 from autopar.cost.measured import Measured
-from autopar.cost.memory import State, least_state_bytes, state_bytes
+from autopar.cost.memory import State, gathered_bytes, least_state_bytes, state_bytes, unit_passing_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.places import check_kinds, slowest
 from autopar.cost.stages import own_times
@@ -25,6 +26,9 @@ from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Recompute
 from autopar.rules.conversions import collective_bytes, conversion
+
+Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
+"""The blocks before and after another one; None where there is none."""
 
 
 class BlockModel:
@@ -112,18 +116,35 @@ class BlockModel:
         times = (self.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in graph.prelude)
         return sum(time.forward_s for time in times)
 
-    def block_time_s(self, block: BlockCost, step: Step, *, recompute: Recompute) -> OpTime:
-        """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included."""
+    def block_time_s(
+        self, block: BlockCost, step: Step, *, recompute: Recompute, beside: Sequence[Beside] = ()
+    ) -> OpTime:
+        """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included.
+
+        Args:
+            beside: blocks that may stand before and after it, of which the least of each counts; without any, blocks like itself.
+        """
         data = self._data(step)
-        unit = self._unit(block, data)
-        forward_s, backward_s = own_times(block, recompute)
-        units, interference = [unit, unit], self.device.interference
-        extra_f = data.every_forward_s(units, [forward_s, forward_s], interference)
-        extra_f -= data.every_forward_s([unit], [forward_s], interference)
+        unit, times, interference = self._unit(block, data), own_times(block, recompute), self.device.interference
+        found = []
+        for before, after in beside if beside and data.sends_always else ((block, block),):
+            ahead = None if before is None else (self._unit(before, data), own_times(before, "none")[0])
+            longest = "full" if beside else recompute
+            behind = None if after is None else (self._unit(after, data), own_times(after, longest)[1])
+            found.append(data.inside_s(unit, times[1], ahead, behind, interference))
+        extra_f, extra_b = (min(each) for each in zip(*found, strict=True))
         extra_f *= not data.is_pipelined  # a bound: the forward after a backward gathers nothing
-        extra_b = data.backward_s(units, [backward_s] * 2, interference, is_last=False)
-        extra_b -= data.backward_s([unit], [backward_s], interference, is_last=False)
-        return OpTime(forward_s + extra_f, backward_s + extra_b)
+        return OpTime(times[0] + extra_f, times[1] + extra_b)
+
+    def ends_s(self, first: BlockCost, last: BlockCost, step: Step) -> float:
+        """What each micro-batch takes besides where one stage has all blocks: the last one's gather, the first one's reduction."""
+        data = self._data(step)
+        gather_s = self._unit(last, data).gather_s if data.gathers_always else 0.0
+        return gather_s + (self._unit(first, data).reduce_s if data.reduces_always else 0.0)
+
+    def sends_always(self, step: Step) -> bool:
+        """Whether the data axes communicate in every micro-batch, so that it matters which blocks are beside each other."""
+        return self._data(step).sends_always
 
     def block_adding_s(self, block: BlockCost, step: Step) -> float:
         """Adding a block's gradients of a micro-batch to those before, as each backward of the step takes it on average."""
@@ -137,6 +158,24 @@ class BlockModel:
         data = self._data(step)
         unit, on_host = self._unit(block, data), step.offloads_optimizer
         return state_bytes(unit, data, self.optimizer, step.num_micro_batches, on_host=on_host)
+
+    def block_static_bytes(self, block: BlockCost, step: Step) -> int:
+        """Bytes of a rank for a block whatever micro-batches it holds: :meth:`block_state`, and what stays gathered."""
+        data = self._data(step)
+        return self.block_state(block, step).total + gathered_bytes(self._unit(block, data), data)
+
+    def block_passing_bytes(
+        self, block: BlockCost, step: Step, *, recompute: Recompute, beside: Sequence[Beside] = ()
+    ) -> int:
+        """Bytes at a block's peak inside, over what it keeps, FSDP's among them; ``beside`` as for :meth:`block_time_s`."""
+        data, own = self._data(step), block.passing_bytes(recompute)
+        if not data.uses_fsdp or data.is_pipelined:
+            return own
+        unit, count = self._unit(block, data), step.num_micro_batches
+        units = (
+            [None if one is None else self._unit(one, data) for one in pair] for pair in beside or ((block, block),)
+        )
+        return own + min(unit_passing_bytes(unit, before, after, data, count) for before, after in units)
 
     def block_once_s(self, block: BlockCost, step: Step) -> float:
         """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""

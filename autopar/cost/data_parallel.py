@@ -109,6 +109,11 @@ class DataParallel:
         """Whether FSDP reduces the gradients of every micro-batch."""
         return self.uses_fsdp and self.zero_stage >= 2 and not self.is_pipelined
 
+    @property
+    def sends_always(self) -> bool:
+        """Whether every micro-batch has gathers or reductions."""
+        return self.gathers_always or self.reduces_always
+
     def accumulates(self, num_micro_batches: int) -> bool:
         """Whether whole gradients are kept from one micro-batch to the next."""
         if not self.uses_fsdp:
@@ -211,9 +216,38 @@ class DataParallel:
         total = hooks + gathers[0]
         for i, time_s in enumerate(reversed(times)):
             beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)
-            hidden = min(beside, time_s)
-            total += beside - hidden + interference * hidden
+            total += _exposed_s(beside, time_s, interference)
         return total + reductions[-1]
+
+    def inside_s(
+        self,
+        unit: Unit,
+        backward_s: float,
+        before: tuple[Unit, float] | None,
+        after: tuple[Unit, float] | None,
+        interference: float,
+    ) -> tuple[float, float]:
+        """What a block between two others adds to the forward and to the backward of each micro-batch but the last.
+
+        Those of a stage of a pipeline, or of all blocks without one, add up to no more than what the stage takes: what would be
+        beside a block that is not there is exposed.
+
+        Args:
+            unit, backward_s: the block and its backward.
+            before: the block before and its forward; None: there is none.
+            after: the block after and its backward.
+        """
+        if not self.uses_fsdp:
+            return 0.0, 0.0
+        extra_f = extra_b = unit.hooks_s
+        if self.gathers_always:
+            extra_f += _exposed_s(unit.gather_s, before[1] if before else 0.0, interference)
+        if self.is_pipelined:  # each gather with the block that it is for
+            own = unit.gather_s if self.gathers_always else 0.0
+            return extra_f, extra_b + _exposed_s(own, after[1] if after else 0.0, interference)
+        beside = before[0].gather_s if self.gathers_always and before else 0.0
+        beside += after[0].reduce_s if self.reduces_always and after else 0.0
+        return extra_f, extra_b + _exposed_s(beside, backward_s, interference)
 
     def tail_s(self, units: Sequence[Unit]) -> float:
         """Reductions after a pipeline's last backward."""
@@ -226,9 +260,14 @@ def _beside(gathers: Sequence[float], times: Sequence[float], interference: floa
     """Each gather runs beside the block before; the first one is exposed."""
     total = gathers[0] if gathers else 0.0
     for gather_s, time_s in zip(gathers[1:], times, strict=False):
-        hidden = min(gather_s, time_s)
-        total += gather_s - hidden + interference * hidden
+        total += _exposed_s(gather_s, time_s, interference)
     return total
+
+
+def _exposed_s(sent_s: float, time_s: float, interference: float) -> float:
+    """What collectives beside a computation of ``time_s`` add to it."""
+    hidden = min(sent_s, time_s)
+    return sent_s - hidden + interference * hidden
 
 
 def shared_sums_s(blocks: Sequence[BlockCost], num_bytes: int, device: Device) -> float:

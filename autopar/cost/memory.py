@@ -74,11 +74,17 @@ def state_bytes(
     return State(parameters=parameters, gradients=gradients, optimizer=kept)
 
 
+def gathered_bytes(unit: Unit, data: DataParallel) -> int:
+    """Parameters of a unit that stay gathered: ZeRO 3 in a pipeline, from a backward on to the next forward."""
+    stays = data.gathers_always and data.is_pipelined
+    return unit.numel * itemsize(data.precision.compute) if stays else 0
+
+
 def least_state_bytes(data: DataParallel, optimizer_bytes: float, num_micro_batches: int) -> float:
-    """What :func:`state_bytes` gives for an element of a large trained parameter, whose shards are all equal."""
+    """Bytes for an element of a large trained parameter, whose shards are all equal: state, and what stays gathered."""
     storage, share = itemsize(data.precision.storage), 1 / data.mesh.dp_shard
     total = (storage + optimizer_bytes) * share
-    if data.uses_fsdp and data.zero_stage < 3:
+    if data.uses_fsdp and (data.zero_stage < 3 or data.is_pipelined):  # and what stays gathered
         total += itemsize(data.precision.compute)
     if not data.uses_fsdp:
         return total + storage
@@ -141,10 +147,7 @@ def rank_memory(
         if key not in known.sizes:
             known.sizes[key] = passing_bytes(stage, own, data, num_micro_batches)
     transient = max(known.sizes[key] for key in keys)
-    if (
-        data.gathers_always and data.is_pipelined
-    ):  # from a backward on to the next forward all of a stage stays gathered
-        transient += sum(unit.numel for stage in units for unit in stage) * itemsize(data.precision.compute)
+    transient += sum(gathered_bytes(unit, data) for stage in units for unit in stage)
     # activations are gone when gradients are summed and parameters stepped
     if tuple(keys) not in known.sizes:
         known.sizes[tuple(keys)] = _copied_bytes(stages, data, step.bucket_bytes)
@@ -181,8 +184,6 @@ def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
 
 def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, num_micro_batches: int) -> int:
     """The most that is alive in passing on a stage, over what its micro-batches keep when all of it is there."""
-    compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
-    buffers = data.uses_fsdp and not data.accumulates(num_micro_batches)
     peak = later = 0
     rows = list(zip(stage.blocks, stage.recompute, units, strict=True))
     for i in reversed(range(len(rows))):
@@ -190,15 +191,31 @@ def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, n
         here = block.passing_bytes(recompute) - later
         if i:  # comes up, or goes down, beside this block
             here += rows[i - 1][0].moved_bytes(rows[i - 1][1])
-        if data.gathers_always and not data.is_pipelined:
-            before = rows[i - 1][2].numel if i else 0
-            here += (unit.numel + before) * compute
-        if buffers:  # its gradients, those of the block after on their way
-            after = rows[i + 1][2].trained_numel if i + 1 < len(rows) else 0
-            here += unit.trained_numel * compute + max(unit.trained_numel, after) * reduced
+        units_beside = (rows[i - 1][2] if i else None), (rows[i + 1][2] if i + 1 < len(rows) else None)
+        here += unit_passing_bytes(unit, *units_beside, data, num_micro_batches)
         peak = max(peak, here)
         later += block.kept_bytes(recompute)
     return peak
+
+
+def unit_passing_bytes(
+    unit: Unit, before: Unit | None, after: Unit | None, data: DataParallel, num_micro_batches: int
+) -> int:
+    """What FSDP holds for a while beside a block's backward: parameters of two blocks, gradients of two.
+
+    Args:
+        before, after: the units beside it on the stage; None: there is none.
+    """
+    compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
+    found = 0
+    if data.gathers_always and not data.is_pipelined:
+        found += (unit.numel + (before.numel if before else 0)) * compute
+    if data.uses_fsdp and not data.accumulates(
+        num_micro_batches
+    ):  # its gradients, those of the block after on their way
+        found += unit.trained_numel * compute
+        found += max(unit.trained_numel, after.trained_numel if after else 0) * reduced
+    return found
 
 
 def _copied_bytes(stages: Sequence[StageCost], data: DataParallel, bucket_bytes: int) -> int:

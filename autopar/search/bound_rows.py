@@ -31,7 +31,8 @@ class BlockPrice:
         gather_s: what the stage's first forward takes longer, beside the forward of another block.
         static_bytes: parameters, gradients and optimizer states.
         held_bytes, held_again_bytes: of one micro-batch between forward and backward; the second with the most recompute.
-        passing_bytes: at its peak inside.
+        passing_bytes: at its peak inside, over what it keeps.
+        lean_bytes: the same over the least that it can keep.
     """
 
     time_s: float
@@ -44,6 +45,7 @@ class BlockPrice:
     held_bytes: float
     held_again_bytes: float
     passing_bytes: float
+    lean_bytes: float
     more_byte_s: float = 0.0
     more_free_s: float = 0.0
     some_bytes: float = 0.0
@@ -121,12 +123,14 @@ def passing_bytes(
 ) -> tuple[Array, Array]:
     """Bytes in passing at least, over what all blocks keep: of ranks without blocks of the group, and with some.
 
+    The first and the last block are counted with the least that they can keep.
+
     While a block is at its peak, what those behind it on its stage kept of the micro-batch is gone
     (:func:`autopar.cost.memory.passing_bytes`): nothing is behind the last block, little behind the last of the group.
     """
     kept = np.minimum(last["held_bytes"], last["held_again_bytes"])
-    of_last = is_last * last["passing_bytes"]
-    alone = np.maximum(is_first * (first["passing_bytes"] - is_last * kept), of_last)
+    of_last = is_last * last["lean_bytes"]
+    alone = np.maximum(is_first * (first["lean_bytes"] - is_last * kept), of_last)
     return alone, np.maximum(group["passing_bytes"] - is_last * kept, of_last)
 
 

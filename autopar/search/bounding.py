@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
+from autopar.plan import Recompute
 from autopar.search.amounts import flops_per_sample, tokens_per_sample
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import PRECISION, bounds
@@ -27,6 +28,7 @@ from autopar.search.pins import Pins
 from autopar.search.programs import program
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
+from autopar.search.unstaged import unstaged
 
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
@@ -198,34 +200,41 @@ class Bounding:
         return found
 
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
-        """The bound of a candidate that was evaluated, by a linear program for each of its layouts that is below ``goal_s``.
+        """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
 
-        As it is known where ranks differ or share cores, where there is one, or where pins or the space say what stages hold.
-        Likewise not remembered.
+        By a linear program, or with all of the step where there is one stage. As it is known where ranks differ or share cores,
+        or where pins or the space say what stages hold. Likewise not remembered.
         """
         known_s = self.known_bounds_s([candidate], goal_s)[0]
         is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
-        if (
-            candidate.mesh.pp == 1
-            or not is_alike
-            or self.stages
-            or self.moved
-            or candidate.moves
-            or self.space.equal_stages
-        ):
+        if not is_alike or self.stages or self.moved or candidate.moves or self.space.equal_stages:
             return known_s
         found = math.inf
         for draft in self._drafts(candidate):
             bound_s = self._bounds.get((candidate, id(draft)), (0.0, False))[0]
             if bound_s < min(goal_s, found):
-                option = self.layouts.option(draft)
-                made = program(self.rows, candidate, option, self.step(candidate, option))
-                for share in AGAIN:
-                    bound_s = max(bound_s, _bounds([made.row], share * goal_s)[0])
-                if bound_s < min(goal_s, found):
-                    bound_s = made.bound_s(bound_s, goal_s)
+                sharper = self._unstaged_bound_s if candidate.mesh.pp == 1 else self._program_s
+                bound_s = sharper(candidate, self.layouts.option(draft), bound_s, goal_s, min(goal_s, found))
             found = min(found, bound_s)
         return max(found, known_s)
+
+    def _program_s(self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float) -> float:
+        made = program(self.rows, candidate, option, self.step(candidate, option))
+        for share in AGAIN:
+            bound_s = max(bound_s, _bounds([made.row], share * goal_s)[0])
+        return made.bound_s(bound_s, goal_s) if bound_s < most_s else bound_s
+
+    def _unstaged_bound_s(
+        self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float
+    ) -> float:
+        step = self.step(candidate, option)
+
+        def step_s(modes: Sequence[Recompute]) -> float:
+            (stage,) = self.cuts.stages((len(modes),), modes, option, 1)
+            return self.model.breakdown([stage], step).total_s
+
+        row = unstaged(self.rows, candidate, option, step, step_s)
+        return max(bound_s, *(_bounds([row], share * goal_s)[0] * (1 - ROUNDING) for share in AGAIN))
 
     def _speed(self, candidate: Candidate) -> float:
         """The least part of their stated times that a pipeline's ranks take, where they share cores.

@@ -171,8 +171,12 @@ class _Columns:
             room = room - mask * (part["static_bytes"] + kept)
         last_stage = self.is_last * counts.last
         room = room - (counts.all - last_stage) * np.array([r.stage_bytes for r in rows])
+        kept_last = np.minimum(last["held_bytes"], last["held_again_bytes"])
         alone, beside = passing_bytes(first, last, group, self.is_first, self.is_last)
         self.fits = ~self.active | (room >= np.minimum(alone, beside))
+        # where all keep the least that they can, one stands last and has its peak
+        leanest = np.maximum(group["lean_bytes"] - self.is_last * kept_last, beside)
+        self.lean_room = room - leanest - counts.held_more * again
         room = room - beside
         self.room = (room - counts.held_more * full, room - counts.held_more * again)
         self._lean(group, room, counts)
@@ -231,6 +235,7 @@ class _Columns:
         else:
             self.line_s = self.line_room_s = self.again_less
         self.leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
+        self.leanest = np.minimum(self.leanest, self.lean_room / self.lean)
 
     def only(self, rows: NDArray[np.intp]) -> _Ranks:
         """Some of the rows, by position, each as often as it is named."""

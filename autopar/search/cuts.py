@@ -304,7 +304,7 @@ class Cuts:
         return CutBlock(
             key=key,
             options=useful(options),
-            static_bytes=model.block_state(cost, step).total,
+            static_bytes=model.block_static_bytes(cost, step),
             once_s=once_s,
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
         )

@@ -44,7 +44,7 @@ def again_prices(seconds: Sequence[float], held: Sequence[float]) -> dict[str, f
     }
 
 
-def moving_price(price: BlockPrice, cost: BlockCost, share: float, down_s: float, again_s: float) -> BlockPrice:
+def moving_price(price: BlockPrice, cost: BlockCost, share: float, down_s: float, *, is_free: bool) -> BlockPrice:
     """A price of a block that may keep on the host what its backward needs, or recompute fully.
 
     A stage waits for its copies down no less than ``share`` of what they take over its forwards, beside what is recomputed:
@@ -53,9 +53,10 @@ def moving_price(price: BlockPrice, cost: BlockCost, share: float, down_s: float
     Args:
         share: from 0 to 1; of all blocks the same.
         down_s: of what the block keeps.
-        again_s: that a full recompute adds.
+        is_free: no pin says what it recomputes; else it counts as if it kept nothing.
     """
-    kept, freed = cost.saved_bytes, cost.saved_bytes - cost.input_bytes
+    kept = cost.saved_bytes if is_free else 0
+    freed = kept - cost.input_bytes
     beside_s = share * own_times(cost, "none")[0]
     byte_s = share * down_s / kept if kept else 0.0
     return replace(
@@ -64,7 +65,8 @@ def moving_price(price: BlockPrice, cost: BlockCost, share: float, down_s: float
         least_again_s=0.0,
         held_bytes=kept,
         held_again_bytes=0.0,
-        more_byte_s=min(byte_s, again_s / freed) if freed > 0 else byte_s,
+        lean_bytes=price.lean_bytes + price.held_again_bytes if is_free else 0.0,
+        more_byte_s=min(byte_s, price.full_s / freed) if freed > 0 else byte_s,
         more_free_s=beside_s,
         beside_s=beside_s,
         some_bytes=0.0,

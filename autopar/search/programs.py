@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.block import BlockCost
-from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import CostModel, Step
 from autopar.cost.stages import own_times
 from autopar.cost.traffic import gathering_share
@@ -59,9 +58,6 @@ def kinds_of(
             beside = [unit.gather_s - (1 - interference) * min(unit.gather_s, own) for own in longest_s]
             later = [b * data.gathers_always for b in beside]
             adding_s = model.block_adding_s(cost, step)
-            static = model.block_state(cost, step).total
-            if data.gathers_always and data.is_pipelined:
-                static += unit.numel * itemsize(model.precision.compute)
             known[key] = Kind(
                 first=place,
                 count=1,
@@ -71,7 +67,7 @@ def kinds_of(
                 shared_forward_s=unit.hooks_s + later[0],
                 gather_s=beside[0] if data.uses_fsdp and not data.gathers_always else 0.0,
                 once_s=once_s[k],
-                static_bytes=static,
+                static_bytes=model.block_static_bytes(cost, step),
                 held_bytes=tuple(cost.kept_bytes(mode) for mode in modes),
                 passing_bytes=tuple(cost.passing_bytes(mode) for mode in modes),
                 stage_bytes=sum(dict(cost.prelude).values()),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.block import ParameterCost
+from autopar.cost.block_model import Beside
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.stages import own_times
 from autopar.mesh import Mesh
@@ -62,6 +63,10 @@ class RowMaker:
             tuple({m for i in members for m in ((pinned[i],) if i in pinned else modes)}) for members in compact.members
         ]
         self.counts = [len(members) for members in compact.members]
+        ends = [-1, *self.class_of, -1]  # -1: there is none
+        self._neighbours: list[set[tuple[int, int]]] = [set() for _ in self.counts]
+        for before, k, after in zip(ends, self.class_of, ends[2:], strict=False):
+            self._neighbours[k].add((before, after))
         self._moved = [any(i in moved for i in members) for members in compact.members]
         self._lean: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
@@ -72,7 +77,8 @@ class RowMaker:
         """A candidate in a layout."""
         costs, prices, alone_s = self.priced(option, step)
         sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
-        row = self._row(candidate, prices, alone_s, self.largest(option), every_s=option.prelude_s)
+        every_s = option.prelude_s + (self.model.ends_s(costs[0], costs[-1], step) if step.mesh.pp == 1 else 0.0)
+        row = self._row(candidate, prices, alone_s, self.largest(option), every_s=every_s)
         if not sends:
             return row
         sent, back = min(c.send_bytes for c in sends), min(c.send_gradient_bytes for c in sends)
@@ -140,33 +146,41 @@ class RowMaker:
 
     def _exact_prices(self, costs: Sequence[BlockCost], step: Step) -> tuple[list[BlockPrice], list[float]]:
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
-        known: dict[tuple[int, tuple[Recompute, ...]], tuple[BlockPrice, float]] = {}
+        known: dict[tuple[object, ...], tuple[BlockPrice, float]] = {}
         prices, alone_s = [], []
+        matters = self.model.sends_always(step)
         for k, cost in enumerate(costs):
-            key = (id(cost), self.modes[k])
+            beside = self._beside(costs, k) if matters else ()
+            key = (id(cost), self.modes[k], *((id(one), id(other)) for one, other in beside))
             if key not in known:
-                known[key] = self._price(cost, step, self.modes[k], longest_s)
+                known[key] = self._price(cost, step, self.modes[k], longest_s, beside)
             prices.append(known[key][0])
             alone_s.append(known[key][1])
-        return self._moving(prices, costs, step) if self.moves else prices, alone_s
+        return self._moving(prices, costs) if self.moves else prices, alone_s
 
-    def _moving(self, prices: Sequence[BlockPrice], costs: Sequence[BlockCost], step: Step) -> list[BlockPrice]:
+    def _moving(self, prices: Sequence[BlockPrice], costs: Sequence[BlockCost]) -> list[BlockPrice]:
         """Prices of blocks that may keep on the host what their backward needs; see :func:`moving_price`."""
         host = self.model.host
         copied = [(cost, host.latency_s + cost.saved_bytes / host.to_host_bytes_per_s) for cost in costs]
-        again = [
-            self.model.block_time_s(cost, step, recompute="full").backward_s
-            - self.model.block_time_s(cost, step, recompute="none").backward_s
-            for cost in costs
-        ]
         some = max(range(len(costs)), key=lambda k: self.counts[k] * costs[k].forward_s)
         cost, down_s = copied[some]
         freed = cost.saved_bytes - cost.input_bytes
-        share = min(1.0, again[some] * cost.saved_bytes / (freed * down_s)) if freed > 0 else 1.0
+        share = min(1.0, prices[some].full_s * cost.saved_bytes / (freed * down_s)) if freed > 0 else 1.0
         return [
-            moving_price(price, cost, share, down_s, again_s)
-            for price, (cost, down_s), again_s in zip(prices, copied, again, strict=True)
+            moving_price(price, cost, share, down_s, is_free="none" in modes and set(modes) <= {"none", "full"})
+            for price, (cost, down_s), modes in zip(prices, copied, self.modes, strict=True)
         ]
+
+    def block_s(self, costs: Sequence[BlockCost], k: int, step: Step, mode: Recompute) -> float:
+        """Forward and backward of a block of the compact graph, as its price has them."""
+        beside = self._beside(costs, k) if self.model.sends_always(step) else ()
+        time = self.model.block_time_s(costs[k], step, recompute=mode, beside=beside)
+        return time.forward_s + time.backward_s + self.model.block_adding_s(costs[k], step)
+
+    def _beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
+        """The different blocks beside those that block ``k`` of the compact graph stands for."""
+        found = ((None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in self._neighbours[k])
+        return [*{(id(before), id(after)): (before, after) for before, after in found}.values()]
 
     def _private_costs(self, option: Option, *, is_lean: bool = True) -> list[BlockCost]:
         costs = self._lean_costs(option) if is_lean else option.costs
@@ -216,16 +230,18 @@ class RowMaker:
                 written_s = byte_s * (max(kept) - kept[modes.index("selective")])
                 seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
             own = again_prices([seconds[mode] for mode in modes], kept)
+            passing = [_least_passing(cost, mode) / ranks for mode in modes]
             prices.append(
                 BlockPrice(
                     time_s=time_s + (forward_s if set(modes) == {"full"} else 0.0),
                     forward_s=forward_s,
                     gather_s=0.0,
                     once_s=self.model.block_once_s(cost, step) / mesh.tp,
-                    static_bytes=self.model.block_state(cost, step).total / mesh.tp,
+                    static_bytes=self.model.block_static_bytes(cost, step) / mesh.tp,
                     held_bytes=max(kept),
                     held_again_bytes=min(kept),
-                    passing_bytes=min(_least_passing(cost, mode) for mode in modes) / ranks,
+                    passing_bytes=min(passing),
+                    lean_bytes=min(here + own - min(kept) for here, own in zip(passing, kept, strict=True)),
                     **own,
                 )
             )
@@ -290,17 +306,19 @@ class RowMaker:
         return self._held[id(whole)][1]
 
     def _price(
-        self, cost: BlockCost, step: Step, modes: Sequence[Recompute], longest_s: float
+        self, cost: BlockCost, step: Step, modes: Sequence[Recompute], longest_s: float, beside: Sequence[Beside]
     ) -> tuple[BlockPrice, float]:
         """The price of a block, and what its first gather takes longer if no forward is beside it.
 
         Args:
             longest_s: the longest forward that may be beside it.
+            beside: blocks that stand before and after it.
         """
-        times = [self.model.block_time_s(cost, step, recompute=mode) for mode in modes]
+        times = [self.model.block_time_s(cost, step, recompute=mode, beside=beside) for mode in modes]
         adding_s = self.model.block_adding_s(cost, step)
         seconds = [time.forward_s + time.backward_s + adding_s for time in times]
         held = [cost.kept_bytes(mode) for mode in modes]
+        passing = [self.model.block_passing_bytes(cost, step, recompute=mode, beside=beside) for mode in modes]
         gather_s = self.model.block_gather_s(cost, step)
         hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
         price = BlockPrice(
@@ -308,10 +326,11 @@ class RowMaker:
             forward_s=min(time.forward_s for time in times),
             once_s=self.model.block_once_s(cost, step),
             gather_s=gather_s - hidden_s,
-            static_bytes=self.model.block_state(cost, step).total,
+            static_bytes=self.model.block_static_bytes(cost, step),
             held_bytes=max(held),
             held_again_bytes=min(held),
-            passing_bytes=min(cost.passing_bytes(mode) for mode in modes),
+            passing_bytes=min(passing),
+            lean_bytes=min(own + kept - min(held) for own, kept in zip(passing, held, strict=True)),
             **again_prices(seconds, held),
         )
         return price, hidden_s

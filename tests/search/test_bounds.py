@@ -25,13 +25,21 @@ _MODES: dict[BlockPrice, tuple[float, float]] = {}
 _FULL: dict[BlockPrice, float] = {}
 
 
-def priced(share: float, again_s: float, freed: float, **parts: float) -> BlockPrice:
-    """A price of three modes; the second takes ``share`` of the third one's seconds and frees ``freed`` of its bytes."""
+_PASSING: dict[BlockPrice, tuple[float, ...]] = {}
+
+
+def priced(share: float, again_s: float, freed: float, peaks: tuple[float, ...], **parts: float) -> BlockPrice:
+    """A price of three modes; the second takes ``share`` of the third one's seconds and frees ``freed`` of its bytes.
+
+    ``peaks``: bytes in passing of each.
+    """
     most, least = parts["held_bytes"], parts["held_again_bytes"]
     some = share * again_s, most - freed * (most - least)
     lines = again_prices([0.0, some[0], again_s], [most, some[1], least])
-    price = BlockPrice(**parts, **lines)
+    lean = min(peak + kept - least for peak, kept in zip(peaks, (most, some[1], least), strict=True))
+    price = BlockPrice(**parts, **lines, passing_bytes=min(peaks), lean_bytes=lean)
     _MODES[price] = some
+    _PASSING[price] = (peaks[0], peaks[2], peaks[1])
     _FULL[price] = again_s
     return price
 
@@ -48,7 +56,7 @@ _prices = st.builds(
     static_bytes=st.floats(0.0, 3.0),
     held_bytes=st.floats(1.0, 4.0),
     held_again_bytes=st.floats(0.0, 1.0),
-    passing_bytes=st.floats(0.0, 1.0),
+    peaks=st.tuples(*[st.sampled_from([0.0, 0.3, 1.0, 3.0])] * 3),
 )
 _DEGREES = [
     ("none", 1, 1, 3),
@@ -136,7 +144,7 @@ def step_s(row: Row, edges: Sequence[tuple[int, int]], again: Sequence[int], alo
         static[s % pp] += sum(b.static_bytes for b, _ in own)
         later = 0.0  # what blocks behind kept of the micro-batch is gone
         for b, r in reversed(own):
-            passing[s % pp] = max(passing[s % pp], b.passing_bytes - later)
+            passing[s % pp] = max(passing[s % pp], _PASSING.get(b, (b.passing_bytes,) * 3)[r] - later)
             later += mode(b, r)[1]
     for rank in range(pp):
         peaks = live_peaks(row.schedule, pp, row.virtual_stages, m, rank)
@@ -200,6 +208,7 @@ def test_a_bound_is_reached_where_the_relaxations_do_not_matter() -> None:
         held_bytes=4.0,
         held_again_bytes=1.0,
         passing_bytes=0.0,
+        lean_bytes=0.0,
     )
     nothing = replace(
         price,

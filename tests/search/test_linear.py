@@ -28,7 +28,7 @@ from .graphs import mlp
 DEGREES = [("1F1B", 2, 1, 4), ("GPipe", 2, 1, 3), ("1F1B", 3, 1, 4), ("Interleaved1F1B", 2, 2, 4)]
 SOME = BlockPrice(
     time_s=1.0, forward_s=0.0, again_s=0.0, least_again_s=0.0, once_s=0.0, gather_s=0.0, static_bytes=0.0, held_bytes=0.0,
-    held_again_bytes=0.0, passing_bytes=0.0,
+    held_again_bytes=0.0, passing_bytes=0.0, lean_bytes=0.0,
 )  # fmt: skip
 
 

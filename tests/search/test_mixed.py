@@ -124,6 +124,7 @@ def chains(draw: st.DrawFn) -> tuple[list[list[BlockPrice]], list[float], list[f
                 held_bytes=1.0 + held,
                 held_again_bytes=again,
                 passing_bytes=passing,
+                lean_bytes=passing,
             )
             for static, held, again, passing in common
         )
