@@ -30,6 +30,8 @@ class Storages:
         self.again_bytes = 0
         self.remade: frozenset[int] = frozenset()
         """Positions of the operators that backward runs once more for what is not kept."""
+        self._sizes: dict[Ref, int] = {}
+        self._lives, self._gradients = self._alive(), self._flowing()
         self._forget(again)
 
     @property
@@ -90,7 +92,9 @@ class Storages:
         return replace(done, launches=1, num_bytes=2 * op.spec.num_bytes) if self.copies(op) else done
 
     def size(self, ref: Ref) -> int:
-        return self.graph.spec(ref).num_bytes
+        if ref not in self._sizes:
+            self._sizes[ref] = self.graph.spec(ref).num_bytes
+        return self._sizes[ref]
 
     def inputs(self) -> dict[Ref, int]:
         """Storages of earlier blocks that this one reads."""
@@ -104,38 +108,53 @@ class Storages:
 
     def forward_peak(self) -> int:
         """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
-        last: dict[Ref, int] = {}
-        for i, op in enumerate(self.ops):
-            for ref in (*self.operands[i], *(Ref(op.name, k) for k in range(len(op.outputs)))):
-                last[self.root(ref)] = i
-        outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
-        alive: dict[Ref, int] = {}
-        kept = peak = now = 0  # ``now``: bytes of ``alive``
+        kept = peak = now = 0  # ``now``: bytes that are alive and not kept
         keeps: dict[int, int] = {}
         position = {op.name: i for i, op in enumerate(self.ops)}
         for ref, i in self.saved.items():
             made_at = position.get(ref.name, i)
             keeps[made_at] = keeps.get(made_at, 0) + self.size(ref)
+        for i, (made, left) in enumerate(self._lives):
+            now += sum(self.size(ref) for ref in made if ref not in self.saved)
+            kept += keeps.get(i, 0) + self._inner[i]
+            peak = max(peak, kept + now + self.works[i].workspace_bytes)
+            now -= sum(self.size(ref) for ref in left if ref not in self.saved)
+        return peak
+
+    def _alive(self) -> list[tuple[list[Ref], list[Ref]]]:
+        """Of each operator the storages that it makes, and those of this block that nothing reads after it."""
+        last: dict[Ref, int] = {}
+        for i, op in enumerate(self.ops):
+            for ref in (*self.operands[i], *(Ref(op.name, k) for k in range(len(op.outputs)))):
+                last[self.root(ref)] = i
+        outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
+        found: list[tuple[list[Ref], list[Ref]]] = [([], []) for _ in self.ops]
         for i, op in enumerate(self.ops):
             if op.target not in VIEWS or self.copies(op):
                 for ref in (Ref(op.name, k) for k in range(len(op.outputs))):
-                    if ref not in self.saved:
-                        alive[ref] = self.size(ref)
-                        now += alive[ref]
-            kept += keeps.get(i, 0) + self._inner[i]
-            peak = max(peak, kept + now + self.works[i].workspace_bytes)
-            for ref in [ref for ref in alive if last[ref] <= i and ref not in outputs]:
-                now -= alive.pop(ref)
-        return peak
+                    found[i][0].append(ref)
+                    if ref not in outputs:
+                        found[last[ref]][1].append(ref)
+        return found
 
     def backward_peak(self) -> int:
         """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
-        outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
-        gradients = {root: self.size(root) for root in outputs if self.graph.spec(root).requires_grad}
-        kept, peak, now = self.saved_bytes, 0, sum(gradients.values())  # ``now``: bytes of ``gradients``
+        kept, peak = self.saved_bytes, 0
         frees: dict[int, int] = {}
         for ref, first in self.saved.items():
             frees[first] = frees.get(first, 0) + self.size(ref)
+        for i in reversed(range(len(self.ops))):
+            if (beside := self._gradients[i]) is not None:
+                peak = max(peak, kept + beside)
+            kept -= frees.get(i, 0) + self._inner[i]
+        return peak
+
+    def _flowing(self) -> list[int | None]:
+        """Bytes of gradients and of workspace while the backward of each operator runs; None of views."""
+        outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
+        gradients = {root: self.size(root) for root in outputs if self.graph.spec(root).requires_grad}
+        now = sum(gradients.values())
+        found: list[int | None] = [None] * len(self.ops)
         for i in reversed(range(len(self.ops))):
             op = self.ops[i]
             if op.target not in VIEWS or self.copies(op):
@@ -147,8 +166,7 @@ class Storages:
                     ):
                         gradients[root] = self.size(root)
                         now += gradients[root]
-                peak = max(peak, kept + now + self.works[i].backward_workspace_bytes)
+                found[i] = now + self.works[i].backward_workspace_bytes
                 for k in range(len(op.outputs)):
                     now -= gradients.pop(Ref(op.name, k), 0)
-            kept -= frees.get(i, 0) + self._inner[i]
-        return peak
+        return found

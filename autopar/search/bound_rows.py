@@ -24,6 +24,9 @@ class BlockPrice:
         least_again_s: what it adds to the backward of a block that recomputes at all.
         more_byte_s, more_free_s: recompute that frees so many bytes of ``held_bytes`` adds no less than the first for each, less
             the second: another line below what modes of recompute take, beside that of ``again_s``; zeros: there is none.
+        some_bytes: of one micro-batch between forward and backward, in every mode but the one that keeps the least; zero: not known.
+        full_s: what the one that keeps the least adds to the backward.
+        beside_s: what the second line is less by where the block stands beside those of the group.
         once_s: once a step, after the rank's last backward.
         gather_s: what the stage's first forward takes longer, beside the forward of another block.
         static_bytes: parameters, gradients and optimizer states.
@@ -45,6 +48,9 @@ class BlockPrice:
     lean_bytes: float
     more_byte_s: float = 0.0
     more_free_s: float = 0.0
+    some_bytes: float = 0.0
+    full_s: float = 0.0
+    beside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,10 +53,15 @@ class Bounding:
         self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
         self.tokens_per_sample = tokens_per_sample(graph)
         self.limit_bytes = model.fitting_bytes
-        self.rows = RowMaker(
-            self.layouts.compact, model, modes=modes, pinned=self.recompute, limit_bytes=self.limit_bytes,
-            is_pinned=bool(self.stages), moved=self.moved, every=0 if space.equal_stages else space.every,
+        made = partial(
+            RowMaker, self.layouts.compact, model, pinned=self.recompute, limit_bytes=self.limit_bytes,
+            is_pinned=bool(self.stages), every=0 if space.equal_stages else space.every,
         )  # fmt: skip
+        self.rows = made(modes=modes, moved=self.moved)
+        some = tuple(mode for mode in modes if mode != "selective") or modes
+        self.moving_rows = made(modes=some, moved=frozenset(range(len(graph.blocks))))
+        self.moving_rows.moves = True
+        """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
@@ -96,23 +101,29 @@ class Bounding:
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        plain = [candidate for candidate in candidates if not candidate.offload]
+        plain = [candidate for candidate in candidates if not candidate.on_host]
         rows = [self._ideal_row(candidate) for candidate in plain]
         found = iter(self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows))
-        return [self._offloaded_s(c) if c.offload else next(found) for c in candidates]
+        return [self._offloaded_s(c) if c.on_host else next(found) for c in candidates]
+
+    def rows_of(self, candidate: Candidate) -> RowMaker:
+        """What makes the rows of a candidate where ranks are alike."""
+        return self.moving_rows if candidate.moves else self.rows
 
     def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
         if candidate not in self._ideal:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            maker = self.placed if self.placed.has(candidate) else self.rows
+            maker = self.placed if self.placed.has(candidate) else self.rows_of(candidate)
             self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
         return self._ideal[candidate]
 
     def _offloaded_s(self, candidate: Candidate) -> float:
-        """The first bound of a candidate with its optimizer on the host."""
-        twin, mesh = replace(candidate, offload=()), candidate.mesh
+        """The first bound of a candidate with something on the host."""
+        twin, mesh = replace(candidate, offload=(), moves=False), candidate.mesh
         ideal = self._ideal_row(twin)
         assert isinstance(ideal, Row)
+        if not candidate.offload:
+            return self._shared_s(candidate, first_bound_s(candidate, ideal, 0.0), ideal.total_s)
         key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
         if key not in self._host_s:
             whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
@@ -135,7 +146,8 @@ class Bounding:
                 continue
             split = split_of(c.micro_batch_size, c.mesh)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
-            rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
+            maker, least_s = self.rows_of(c), self.layouts.least_s(split)
+            rows.append(maker.least(row, whole, self.layouts.quickest_s(split), least_s))
         at_most_s /= self._least_speed(candidates)
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
         found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
@@ -195,7 +207,7 @@ class Bounding:
         """
         known_s = self.known_bounds_s([candidate], goal_s)[0]
         is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
-        if not is_alike or self.stages or self.moved or self.space.equal_stages:
+        if not is_alike or self.stages or self.moved or candidate.moves or self.space.equal_stages:
             return known_s
         found = math.inf
         for draft in self._drafts(candidate):
@@ -269,7 +281,7 @@ class Bounding:
             known, is_priced = self._bounds[key]
             if not is_priced and known < at_most_s:
                 asked.append((candidate, draft, self.layouts.option(draft)))
-        makers = [self.placed if self.placed.has(c) else self.rows for c, _, _ in asked]
+        makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
         for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s, mixed=mixed), strict=True):
@@ -294,7 +306,7 @@ class Bounding:
         step = self.step(candidate, whole)
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
-        return self.rows.draft_s(candidate, draft, whole, step)
+        return self.rows_of(candidate).draft_s(candidate, draft, whole, step)
 
     # --- bounds where pipeline ranks differ
 

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of, passing_bytes
+from autopar.search.flow import around, flow_s
 
 Array = NDArray[np.float64]
 
@@ -113,7 +114,7 @@ class _Columns:
     def _times(self, rows: Sequence[Row], rank: NDArray[np.int64], counts: Counts) -> None:
         first, last, group, m, every_s = self.first, self.last, self.group, self.m, self.every_s
         waits, is_first, is_last = self.waits, self.is_first, self.is_last
-        before_s, before_forward_s, after_s = (self._by_rank(found) for found in zip(*map(_around, rows), strict=True))
+        before_s, before_forward_s, after_s = (self._by_rank(found) for found in zip(*map(around, rows), strict=True))
         gathers_before_s = self._by_rank([r.stage_gathers_s[: r.pp] for r in rows])
         own_gathers_s = np.array([r.stage_gathers_s[r.virtual_stages] for r in rows])
         gathers_s = np.array([r.gathers_s + r.stage_gathers_s[-1] for r in rows])
@@ -178,6 +179,22 @@ class _Columns:
         self.lean_room = room - leanest - counts.held_more * again
         room = room - beside
         self.room = (room - counts.held_more * full, room - counts.held_more * again)
+        self._lean(group, room, counts)
+
+    def _lean(self, group: dict[str, Array], room: Array, counts: Counts) -> None:
+        """As if no block kept more than in any mode but the leanest, where there are three: so many are in that one at least."""
+        self.has_some = bool(self.more_for_byte[0].any())
+        self.each, self.each_room, self.each_freed = self.plain, self.room, self.freed
+        self.each_s, self.over_s = self.again_s, np.zeros_like(self.again_s)
+        if self.has_some:
+            is_known = group["full_s"] > 0
+            full, again = group["held_bytes"], group["held_again_bytes"]
+            some = np.where(is_known, np.minimum(full, group["some_bytes"]), full)
+            self.each = group["static_bytes"] + counts.held * some + _TINY
+            self.each_room = (room - counts.held_more * some, self.room[1])
+            self.each_freed = tuple(np.maximum(own * (some - again), _TINY) for own in (counts.held_most, counts.held))
+            self.each_s = np.where(is_known, self.m * group["full_s"], self.again_s)
+            self.over_s = np.where(is_known, self.m * np.maximum(group["full_s"] - group["again_s"], 0.0), 0.0)
 
     def _recomputed(self) -> None:
         """Adds to the chains what the ranks before recompute even with as few blocks as they can have."""
@@ -200,17 +217,23 @@ class _Columns:
         self.chain_fixed_s = np.stack(self.fixed_s, axis=1).reshape(shape)
         self.chain_before_s = np.stack(self.before_s)[None]
         self.chain_slope = np.stack(self.slopes, axis=1).reshape(shape)
-        room, for_byte, freed = (np.stack(own, axis=1)[:, :, None, :] for own in (self.room, self.for_byte, self.freed))
+        room, for_byte = (np.stack(own, axis=1)[:, :, None, :] for own in (self.room, self.for_byte))
         plain = self.plain[:, None, None, :]
         self.unhurried = room / plain
         self.room_s, self.both_slope = for_byte * room, self.chain_slope + for_byte * plain
-        if self.more_for_byte[0].any():  # each of the two relaxations with each of the two lines
+        if self.has_some:  # each of the two relaxations with each of the two lines
             more = np.stack(self.more_for_byte, axis=1)[:, :, None, :]
             both_slope = np.maximum(self.chain_slope + more * plain - self.more_free_s, _TINY)
             self.unhurried = np.concatenate([self.unhurried] * 2, axis=1)
-            self.room_s = np.concatenate([self.room_s, more * room], axis=1)
+            ends_s = self.m * (self.is_first * self.first["beside_s"] + self.is_last * self.last["beside_s"])
+            self.room_s = np.concatenate([self.room_s, more * room + ends_s[:, None, None, :]], axis=1)
             self.both_slope = np.concatenate([self.both_slope, both_slope], axis=1)
-        self.again_each, self.again_less = (plain / freed)[:, :, 0, :], (room / freed)[:, :, 0, :]
+        freed, less = np.stack(self.each_freed, axis=1), np.stack(self.each_room, axis=1)
+        self.again_each, self.again_less = self.each[:, None, :] / freed, less / freed
+        if self.has_some:
+            self.line_s, self.line_room_s = (for_byte * plain)[:, :, 0, :], (for_byte * room)[:, :, 0, :]
+        else:
+            self.line_s = self.line_room_s = self.again_less
         self.leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
         self.leanest = np.minimum(self.leanest, self.lean_room / self.lean)
 
@@ -230,9 +253,13 @@ class _Columns:
             least=of(self.least),
             reserved=of(self.reserved),
             leanest=of(self.leanest),
-            again_s=self.again_s[rows],
+            again_s=self.each_s[rows],
+            over_s=self.over_s[rows],
             again_each=of(self.again_each),
             again_less=of(self.again_less),
+            has_some=self.has_some,
+            line_s=of(self.line_s),
+            line_room_s=of(self.line_room_s),
             unhurried=of(self.unhurried),
             room_s=of(self.room_s),
             both_slope=of(self.both_slope),
@@ -257,6 +284,10 @@ class _Ranks:
     again_s: Array
     again_each: Array
     again_less: Array
+    has_some: bool
+    over_s: Array
+    line_s: Array
+    line_room_s: Array
     unhurried: Array
     room_s: Array
     both_slope: Array
@@ -316,40 +347,6 @@ def _at_points(c: _Columns, rows: NDArray[np.intp], times_s: Array, once_s: Arra
     return found.reshape(times_s.shape), once.reshape(times_s.shape)
 
 
-def flow_s(row: Row) -> float:
-    """The bound without memory, with blocks that can be cut anywhere: the chains of the ranks, on average.
-
-    With one stage a rank, for some rank r the step takes at least (time of the stages before r) + m * (its own). The
-    split that makes the largest of these smallest is geometric and gives total / (1 - (1 - 1/m)^p); it holds for
-    virtual stages too, over all stages.
-    """
-    m, pp, stages = row.num_micro_batches, row.pp, row.pp * row.virtual_stages
-    waits = row.virtual_stages == 1
-    total_s = row.total_s + stages * row.every_s
-    gathers_s = row.gathers_s + row.stage_gathers_s[-1]
-    backward_s = row.total_s - row.forward_s
-    work_s = m * total_s + gathers_s
-    counts = counts_of(row.schedule, pp, row.virtual_stages, m, row.others)
-    around_s = backward_s * (1 - 1 / pp)
-    before_s, before_forward_s, after_s = (float(found.sum()) for found in _around(row))
-    if not waits:
-        around_s = (after_s + before_s - before_forward_s) / pp
-    third = row.forward_s + stages * (row.every_s + row.send_s) - row.send_s + gathers_s + around_s
-    third += (pp - 1) * row.send_back_s
-    third += (m * backward_s + float(counts.todo.min()) * row.forward_s) / pp
-    return max(
-        total_s / (1 - (1 - 1 / m) ** stages),
-        (work_s + row.once_s + before_forward_s) / pp,
-        (work_s + before_s) / pp + row.least_once_s,
-        third + row.least_once_s if row.tells_apart else 0.0,
-    )
-
-
-def least_flow_s(total_s: float, num_micro_batches: int, pp: int, stages: int) -> float:
-    """A part of :func:`flow_s` from the seconds of a micro-batch on all ranks together."""
-    return max(total_s / (1 - (1 - 1 / num_micro_batches) ** stages), num_micro_batches * total_s / pp)
-
-
 def _fits(c: _Columns) -> NDArray[np.bool_]:
     """Whether the ranks can take all blocks of the group in any time."""
     left = c.count
@@ -396,22 +393,13 @@ def _whole(c: _Ranks, rank: int, most: Array, budget: Array) -> Array:
     """``most`` blocks, or fewer where so many cannot be: of whole blocks, those that recompute too."""
     for _ in range(TRIES):
         again = np.maximum(np.ceil(most * c.again_each[rank] - c.again_less[rank] - 1e-6).max(axis=0), 0.0)
-        needed_s = most * c.chain_slope[rank, 0] + np.where(again > 0, again * c.again_s, 0.0)
+        again_s = again * c.again_s
+        if c.has_some:  # what these do not free, others free at the least seconds
+            line_s = (most * c.line_s[rank] - c.line_room_s[rank]).max(axis=0)
+            again_s = np.maximum(again_s, line_s + again * c.over_s)
+        needed_s = most * c.chain_slope[rank, 0] + again_s
         late = (needed_s > budget * (1 + 1e-9)).any(axis=0) & (most > 0)
         if not late.any():
             break
         most = most - late
     return most
-
-
-def _around(row: Row) -> tuple[Array, Array, Array]:
-    """For each rank seconds of the blocks on the stages before its first one, of their forwards, of the backwards after its last."""
-    before_s, forward_s, after_s = (np.array(v) for v in (row.before_s, row.before_forward_s, row.after_backward_s))
-    if row.most < row.count and row.virtual_stages > 1:
-        stages, group = np.arange(row.pp), row.group
-        before, after = row.least_on(stages), row.least_on(stages[::-1])
-        before_s = np.maximum(before_s, (before > 0) * row.first.time_s + before * group.time_s)
-        forward_s = np.maximum(forward_s, (before > 0) * row.first.forward_s + before * group.forward_s)
-        last_s = row.last.time_s - row.last.forward_s
-        after_s = np.maximum(after_s, (after > 0) * last_s + after * (group.time_s - group.forward_s))
-    return before_s, forward_s, after_s

@@ -39,6 +39,7 @@ class Candidate:
         offload: what lives on the host.
         shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
             the largest. Empty: all take as many.
+        moves: blocks may keep there what their backward needs.
     """
 
     mesh: Mesh
@@ -50,6 +51,12 @@ class Candidate:
     order: tuple[int, ...] = ()
     offload: tuple[Offload, ...] = ()
     shares: tuple[int, ...] = ()
+    moves: bool = False
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """What lives or may live on the host, in words."""
+        return (*self.offload, *(("activations",) if self.moves else ()))
 
     def __str__(self) -> str:
         samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)
@@ -58,8 +65,8 @@ class Candidate:
             parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
         if self.order:
             parts.append(f"node groups {'-'.join(map(str, self.order))}")
-        if self.offload:
-            parts.append(f"{', '.join(self.offload)} on the host")
+        if self.on_host:
+            parts.append(f"{', '.join(self.on_host)} on the host")
         return ", ".join(parts)
 
 

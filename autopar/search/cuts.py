@@ -15,16 +15,17 @@ from autopar.errors import InfeasibleError
 from autopar.plan import RECOMPUTES, Recompute
 from autopar.schedule import live_peaks, peak_table
 from autopar.search.candidates import Candidate
+from autopar.search.choices import CutShape
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
-from autopar.search.inter import Cut, CutBlock, CutShape, StageCutter
+from autopar.search.inter import Cut, CutBlock, StageCutter
 from autopar.search.mixed import Placed
 from autopar.search.options import Option
 from autopar.search.rows import RowMaker
 from autopar.search.turns import by_turns
-from autopar.search.ways import BlockOption, Ways, useful, ways_of
+from autopar.search.ways import MOVED, BlockOption, Way, Ways, none_if_moved, useful, ways_of, with_moved
 
-MAX_KEPT = 20_000
-"""Choices of recompute of all stages up to which a cutter is kept."""
+MAX_KEPT = 1_000_000
+"""Choices of recompute of all cutters that are kept; past it they are made anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +188,18 @@ class Cuts:
         free = min(self.space_modes, key=RECOMPUTES.index)
         return tuple(self.recompute.get(index, free) for index in range(len(self.class_of)))
 
-    def stages(self, stops: Sequence[int], modes: Sequence[Recompute], option: Option, pp: int) -> list[StageCost]:
+    def stages(self, stops: Sequence[int], modes: Sequence[Way], option: Option, pp: int) -> list[StageCost]:
         costs = [self._costs(own) for own in option.ranks or (option,)]
+        if MOVED in modes:
+            costs = [
+                [self._on_host(cost) if mode == MOVED else cost for cost, mode in zip(own, modes, strict=True)]
+                for own in costs
+            ]
+        again = [none_if_moved(mode) for mode in modes]
         return [
             StageCost(
                 blocks=tuple(costs[s % pp % len(costs)][start:stop]),
-                recompute=tuple(modes[start:stop]),
+                recompute=tuple(again[start:stop]),
             )
             for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False))
         ]
@@ -212,28 +219,38 @@ class Cuts:
 
     def cutters(self, candidate: Candidate, option: Option, step: Step) -> list[StageCutter]:
         """For each pipeline rank the blocks as its devices run them; the same one for equal devices."""
-        key = (id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches, step.offload)
+        key = (
+            id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches, step.offload, candidate.moves
+        )  # fmt: skip
         found = self._cut.get(key)
         if found is None:
             parts = self.placed.ordered(candidate).parts(candidate.mesh)
             made: dict[int, StageCutter] = {}
             for rank, part in enumerate(parts):
                 if id(part) not in made:
-                    made[id(part)] = self.cutter(self.blocks(option.of_rank(rank), step, part))
+                    blocks = self.blocks(option.of_rank(rank), step, part, moves=candidate.moves)
+                    made[id(part)] = self.cutter(blocks)
             found = [made[id(part)] for part in parts]
-            if len(found[0].time) <= MAX_KEPT:  # asked again for other schedules
-                self._cut[key] = found
+            if sum(len(own[0].time) for own in self._cut.values()) > MAX_KEPT:
+                self._cut.clear()
+            self._cut[key] = found  # asked again for other schedules
         return found
 
-    def blocks(self, option: Option, step: Step, model: CostModel) -> list[CutBlock]:
-        """Prices of the blocks for the cut; blocks pinned to a mode have one option."""
+    def blocks(self, option: Option, step: Step, model: CostModel, *, moves: bool = False) -> list[CutBlock]:
+        """Prices of the blocks for the cut; blocks pinned to a mode have one option.
+
+        Args:
+            moves: blocks may keep on the host what they need, and none recomputes selectively where it is not pinned.
+        """
         made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
         blocks = []
         for index, (k, cost) in enumerate(zip(self.class_of, self._costs(option), strict=True)):
             pinned = self.recompute.get(index)
             key = (option.keys[k], pinned, cost.offloads)
             if key not in made:
-                modes: tuple[Recompute, ...] = (pinned,) if pinned else self.space_modes
+                modes: tuple[Way, ...] = (pinned,) if pinned else self.space_modes
+                if moves and not cost.offloads:
+                    modes = with_moved(modes) if not pinned or pinned == "none" else modes
                 made[key] = self._cut_block(len(made), cost, modes, step, model)
             blocks.append(made[key])
         return blocks
@@ -242,11 +259,14 @@ class Cuts:
         """Of each block of the original graph."""
         costs = [option.costs[k] for k in self.class_of]
         for index in self.moved:
-            cost = costs[index]
-            if id(cost) not in self._moved:  # the block is kept too, so that its id stays its own
-                self._moved[id(cost)] = (cost, replace(cost, offloads=True))
-            costs[index] = self._moved[id(cost)][1]
+            costs[index] = self._on_host(costs[index])
         return costs
+
+    def _on_host(self, cost: BlockCost) -> BlockCost:
+        """The block with what it keeps on the host."""
+        if id(cost) not in self._moved:  # the block is kept too, so that its id stays its own
+            self._moved[id(cost)] = (cost, replace(cost, offloads=True))
+        return self._moved[id(cost)][1]
 
     def cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
         """What cuts these blocks."""
@@ -259,20 +279,26 @@ class Cuts:
             self._shapes[key] = CutShape(key[0], ways, fixed=self.pinned)
         return StageCutter(blocks, shape=self._shapes[key])
 
-    def _cut_block(
-        self, key: int, cost: BlockCost, modes: tuple[Recompute, ...], step: Step, model: CostModel
-    ) -> CutBlock:
+    def _cut_block(self, key: int, cost: BlockCost, modes: tuple[Way, ...], step: Step, model: CostModel) -> CutBlock:
         options = []
         private = self.rows.without_shared(cost)
         adding_s = model.block_adding_s(private, step)
         for mode in modes:
-            time = model.block_time_s(cost, step, recompute=mode)
+            again, own = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
+            time = model.block_time_s(cost, step, recompute=again)
+            down_s = up_s = 0.0
+            if size := own.moved_bytes(again) if mode == MOVED else 0:
+                down_s = model.host.latency_s + size / model.host.to_host_bytes_per_s
+                up_s = model.host.latency_s + size / model.host.to_device_bytes_per_s
             options.append(
                 BlockOption(
                     mode=mode,
                     time_s=time.forward_s + time.backward_s + adding_s,
-                    held_bytes=cost.kept_bytes(mode),
-                    transient_bytes=cost.passing_bytes(mode),
+                    held_bytes=own.kept_bytes(again),
+                    transient_bytes=own.passing_bytes(again) + size,
+                    forward_s=time.forward_s,
+                    down_s=down_s,
+                    up_s=up_s,
                 )
             )
         once_s = model.block_once_s(private, step)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
-from autopar.plan import BUCKET_BYTES, Memory, Prediction, Recompute
+from autopar.plan import BUCKET_BYTES, Memory, Prediction
 from autopar.search.amounts import readable
 from autopar.search.bounding import ROUNDING, Bounding, load_of
 from autopar.search.candidates import Candidate
@@ -28,6 +28,7 @@ from autopar.search.options import Option, split_of
 from autopar.search.pins import Pins
 from autopar.search.space import Space
 from autopar.search.uneven import exactly, is_even, moved
+from autopar.search.ways import Way
 
 NEAR = 1.1
 """Times the best plan that one may take for other blocks of its cut to be recomputed."""
@@ -40,13 +41,13 @@ SLOW = "slower than the best plan by a bound"
 class Evaluation:
     """A candidate that fits.
 
-    ``stops``: where each stage ends; ``modes``: recompute of each block; ``bucket_bytes``: of gradients summed together.
+    ``stops``: where each stage ends; ``modes``: how each block recomputes, or that it keeps on the host what it needs; ``bucket_bytes``: of gradients summed together.
     """
 
     candidate: Candidate
     option: Option
     stops: tuple[int, ...]
-    modes: tuple[Recompute, ...]
+    modes: tuple[Way, ...]
     prediction: Prediction
     bucket_bytes: int = BUCKET_BYTES
 
@@ -120,7 +121,7 @@ class Evaluator(Bounding):
         if self.placed.has(candidate):
             return None  # what one rank has too much, a larger one may take
         option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        blocks = self.cuts.blocks(option, self.step(candidate, option), self.model)
+        blocks = self.cuts.blocks(option, self.step(candidate, option), self.model, moves=candidate.moves)
         device = self.model.device
         least = self.cuts.least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
@@ -142,7 +143,7 @@ class Evaluator(Bounding):
         cutters = self.cuts.cutters(candidate, option, step)
         if not fits and not self.stages:
             return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
-        if self.rows.tries_all(candidate.mesh.pp * candidate.virtual_stages):
+        if self.rows_of(candidate).tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None:
@@ -184,7 +185,12 @@ class Evaluator(Bounding):
         found: tuple[Prediction, Fitting],
     ) -> tuple[Prediction, Fitting]:  # fmt: skip
         """A plan with the blocks of its virtual stages recomputed that take the least time."""
-        if candidate.virtual_stages == 1 or self.placed.has(candidate) or "full" not in found[1].cut.modes:
+        if (
+            candidate.virtual_stages == 1
+            or self.placed.has(candidate)
+            or candidate.moves
+            or "full" not in found[1].cut.modes
+        ):
             return found
         turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)
         model = self.placed.ordered(candidate)
@@ -226,9 +232,9 @@ class Evaluator(Bounding):
     def _ways(self, candidate: Candidate, option: Option) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
-            return [*self.rows.equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
+            return [*self.rows_of(candidate).equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
         if candidate.virtual_stages > 1 and not self.placed.has(candidate):
-            return [*self.rows.even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
+            return [*self.rows_of(candidate).even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
         return [None]
 
     def _bucketed(
@@ -252,14 +258,27 @@ class Evaluator(Bounding):
         made = self.cuts.stages(cut.stops, cut.modes, option, candidate.mesh.pp)
         if not model.sums_in_buckets(made, step):
             return best
-        for size in self.buckets[1:]:
+        for size in self.buckets:
             other = replace(step, bucket_bytes=size)
-            if model.breakdown(made, other).total_s >= best.prediction.step_time_s:
+            if size == step.bucket_bytes or model.breakdown(made, other).total_s >= best.prediction.step_time_s:
                 continue
             memory = model.memory(made, other)
             if _fit(memory, limits):
                 best = replace(best, prediction=model.predict(made, other, memory=memory), bucket_bytes=size)
         return best
+
+    def _fitting(
+        self, candidate: Candidate, option: Option, cut: Cut, step: Step, room: Sequence[int]
+    ) -> tuple[Step, Fitting]:
+        """A cut with the first size of buckets with which it fits; as the step has it where it fits with none."""
+        usual = self.cuts.fitting(candidate, cut, option, step)
+        if not _fit(usual.memory, room) and self.model.sums_in_buckets(usual.made, step):
+            for size in self.buckets[1:]:
+                other = replace(step, bucket_bytes=size)
+                found = self.cuts.fitting(candidate, cut, option, other)
+                if _fit(found.memory, room):
+                    return other, found
+        return step, usual
 
     def _best_of_all(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
@@ -280,15 +299,15 @@ class Evaluator(Bounding):
             if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
                 is_slow = True
                 break
-            found = self.cuts.fitting(candidate, cut, option, step)
+            own, found = self._fitting(candidate, option, cut, step, room)
             if not self._host_fits(found.memory):
                 host = max(host, *(memory.host for memory in found.memory))
                 continue
             needs.append(max(memory.total for memory in found.memory))
             if not _fit(found.memory, room):
                 continue
-            prediction = model.predict(found.made, step, memory=found.memory)
-            plan = self._bucketed(candidate, option, cut, step, prediction)
+            prediction = model.predict(found.made, own, memory=found.memory)
+            plan = self._bucketed(candidate, option, cut, own, prediction)
             if best is None or plan.prediction.step_time_s < best.prediction.step_time_s:
                 best = plan
         if best is None and host and not needs and not is_slow:

@@ -24,13 +24,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.plan import Recompute
-from autopar.search.ways import BlockOption, Ways, along, gain, lighter, ways_of
+from autopar.search.choices import Array, CutShape
+from autopar.search.prefixes import Spans, forward, stops_of
+from autopar.search.ways import MOVED, BlockOption, Way, along, gain, lighter, ways_of
 
-MAX_CHOICES = 16384
-"""Choices of recompute enumerated for one stage; past it they are taken in order of bytes saved for a second."""
-
-Array = NDArray[np.float64]
+LONG = 2
+"""Times its even share that a stage has at first; longer ones are looked at where they may be worth it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,115 +54,8 @@ class Cut:
     """``stops``: where each stage ends; ``modes``: for each block."""
 
     stops: tuple[int, ...]
-    modes: tuple[Recompute, ...]
+    modes: tuple[Way, ...]
     time_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choices:
-    """Choices of recompute of all distinct stages, one stage after the other.
-
-    Attributes:
-        taken: for each choice how many blocks of each key take each of their options [choices, options of all keys].
-        lengths, first: how many choices a stage has, and where they begin.
-        has: for each option of each key 1 where some block takes it.
-    """
-
-    taken: Array
-    lengths: NDArray[np.int64]
-    first: NDArray[np.int64]
-    has: tuple[Array, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spans:
-    """Which consecutive blocks may be stages, by how many they are and where they stop.
-
-    Attributes:
-        least: the fewest blocks of a stage.
-        allowed: for each stage at [k, j] whether blocks j - least - k : j may be it.
-        place: at [k, j] the number of their kind among those that may be any.
-        kinds: these, as they are counted in ``CutShape.distinct``.
-    """
-
-    least: int
-    allowed: tuple[NDArray[np.bool_], ...]
-    place: NDArray[np.int64]
-    kinds: NDArray[np.int64]
-
-
-class CutShape:
-    """Which stages and choices of recompute there are; depends on which blocks are equal, not on their prices.
-
-    Args:
-        keys: of the blocks, in order.
-        ways: for each key how its blocks may recompute.
-        fixed: pinned stage by block index.
-    """
-
-    def __init__(
-        self, keys: Sequence[int], ways: Mapping[int, Ways], *, fixed: Mapping[int, int] | None = None
-    ) -> None:
-        self.of_block, self.fixed = tuple(keys), dict(fixed or {})
-        self.keys = sorted(set(keys))
-        self.ways = [ways[key] for key in self.keys]
-        self.columns = np.concatenate([[0], np.cumsum([own.options for own in self.ways])])
-        """Where the options of each key begin in ``Choices.taken``."""
-        n = len(keys)
-        counts = np.zeros((n + 1, len(self.keys)), dtype=np.int64)
-        for i, key in enumerate(keys):
-            counts[i + 1] = counts[i]
-            counts[i + 1, self.keys.index(key)] += 1
-        upper = np.triu_indices(n + 1, 1)
-        spans = (counts[None, :, :] - counts[:, None, :])[upper]
-        self.distinct, which = np.unique(spans, axis=0, return_inverse=True)
-        self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
-        self.which[upper] = which.reshape(-1)
-        self.exists = self.which >= 0
-        self._counts: dict[tuple[Ways, int], NDArray[np.int64]] = {}
-        sizes = [[len(self._of(own, int(c))) for own, c in zip(self.ways, row, strict=True)] for row in self.distinct]
-        self.is_few = np.prod(np.array(sizes, dtype=np.float64), axis=1) <= MAX_CHOICES
-        self.is_small = bool(self.is_few.all())
-
-    def _of(self, own: Ways, blocks: int) -> NDArray[np.int64]:
-        if (own, blocks) not in self._counts:
-            self._counts[own, blocks] = own.counts(blocks)
-        return self._counts[own, blocks]
-
-    @cached_property
-    def all_choices(self) -> Choices:
-        """:meth:`enumerate` where every choice is there, whatever it gains."""
-        return self.enumerate([])
-
-    def enumerate(self, steps: Sequence[tuple[int, int, int]]) -> Choices:
-        """Choices of all distinct stages: all of them where those are few, else one block after the other.
-
-        Args:
-            steps: keys by position, and from which option to which one their blocks go, best first.
-        """
-        rows = []
-        for counts, is_few in zip(self.distinct, self.is_few, strict=True):
-            parts = [self._of(own, int(c)) for own, c in zip(self.ways, counts, strict=True)] if is_few else []
-            rows.append(_crossed(parts) if is_few else self._in_turn(counts, steps))
-        lengths = np.array([len(r) for r in rows])
-        taken = np.asfortranarray(np.concatenate(rows), dtype=np.float64)
-        return Choices(
-            taken=taken,
-            lengths=lengths,
-            first=np.concatenate([[0], np.cumsum(lengths)[:-1]]),
-            has=tuple((taken[:, k] > 0).astype(np.float64) for k in range(taken.shape[1])),
-        )
-
-    def _in_turn(self, counts: NDArray[np.int64], steps: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
-        taken = np.zeros(int(self.columns[-1]), dtype=np.int64)
-        taken[self.columns[:-1]] = counts
-        made = [taken.copy()]
-        for key, before, after in steps:
-            for _ in range(int(counts[key])):
-                taken[self.columns[key] + before] -= 1
-                taken[self.columns[key] + after] += 1
-                made.append(taken.copy())
-        return np.array(made)
 
 
 class StageCutter:
@@ -183,20 +75,45 @@ class StageCutter:
         if shape is None:
             shape = CutShape([b.key for b in blocks], {k: ways_of(b.options) for k, b in one_of.items()}, fixed=fixed)
         self.shape = shape
-        ordered = [one_of[key] for key in self.shape.keys]
-        choices = self.shape.all_choices if self.shape.is_small else self.shape.enumerate(_steps(ordered))
-        self.choices, self.first = choices, choices.first
-        options = [(b, o) for b in ordered for o in b.options]
+        self.ordered = [one_of[key] for key in self.shape.keys]
+        self.kinds = 0
+        self.grow(1)
+
+    def grow(self, kinds: int) -> None:
+        """Weigh the choices of recompute of the first so many distinct stages, if more than before."""
+        if kinds <= self.kinds:
+            return
+        self.kinds = kinds
+        self.choices = choices = self.shape.choices(kinds, _steps(self.ordered))
+        self.first = choices.first
+        options = [(b, o) for b in self.ordered for o in b.options]
         self.time = choices.taken @ [o.time_s + b.more_s for b, o in options]
+        if any(o.down_s for _, o in options):
+            self.time += self._waits_s(choices.taken, [o for _, o in options])
         self.held = choices.taken @ [o.held_bytes for _, o in options]
         transient = np.zeros(len(self.time))
         for has, (_, option) in zip(choices.has, options, strict=True):
             np.maximum(transient, has * option.transient_bytes, out=transient)
-        static = self.shape.distinct @ [b.static_bytes for b in ordered]
+        static = self.shape.distinct[:kinds] @ [b.static_bytes for b in self.ordered]
         self.resident = np.repeat(static, choices.lengths) + transient
 
+    def _waits_s(self, taken: Array, options: Sequence[BlockOption]) -> Array:
+        """For copies that the forwards and the backwards of a stage are too short for; nothing is beside the last one up."""
+        forward_s, down_s, up_s = (
+            taken @ [getattr(o, name) for o in options] for name in ("forward_s", "down_s", "up_s")
+        )
+        found: Array = np.maximum(down_s - forward_s, 0.0) + np.maximum(up_s - (self.time - forward_s), 0.0)
+        found += (up_s > 0) * min(o.up_s for o in options if o.up_s)
+        return found
+
     @cached_property
-    def lighter(self) -> dict[tuple[int, Recompute], int]:
+    def least_s(self) -> Array:
+        """Of each block the time in its quickest mode."""
+        known = {b.key: min(o.time_s for o in b.options) + b.more_s for b in self.ordered}
+        return np.array([known[b.key] for b in self.blocks])
+
+    @cached_property
+    def lighter(self) -> dict[tuple[int, Way], int]:
         """The option that a block of a key takes next as it recomputes less than in a mode; -1: there is none."""
         one_of = {b.key: b.options for b in self.blocks}
         return {(key, o.mode): lighter(options, o.mode) for key, options in one_of.items() for o in options}
@@ -231,14 +148,39 @@ class StageCutter:
         if stages > n:
             return None
         cutters = [by_rank[s % len(by_rank)] if by_rank else self for s in range(stages)]
-        spans = self._spans(stages, allowed)
+        short = min(n, LONG * -(-n // stages) + 2) if allowed is None else n
+        for most in sorted({short, n}):
+            found = self._cut(cutters, in_flight, limit_bytes, num_micro_batches, allowed, most)
+            if found is not None and found.time_s <= self._least_s(cutters, most, num_micro_batches):
+                break
+        return found
+
+    def _least_s(self, cutters: Sequence[StageCutter], most: int, num_micro_batches: int) -> float:
+        """What a cut with a stage of more than ``most`` blocks takes at least."""
+        if most == len(self.blocks):
+            return np.inf
+        least = [c.least_s for c in {id(c): c for c in cutters}.values()]
+        before = np.concatenate([[0.0], np.cumsum(np.min(least, axis=0))])
+        return float(before[-1] + (num_micro_batches - 1) * (before[most + 1 :] - before[: -most - 1]).min())
+
+    def _cut(
+        self,
+        cutters: Sequence[StageCutter],
+        in_flight: Sequence[int],
+        limit_bytes: Sequence[float],
+        num_micro_batches: int,
+        allowed: Sequence[NDArray[np.bool_]] | None,
+        most: int,
+    ) -> Cut | None:
+        """:meth:`cut` with at most so many blocks on a stage."""
+        spans = self._spans(len(cutters), allowed, most)
         if spans is None:
             return None
         tables = self._tables(cutters, in_flight, limit_bytes, spans)
-        bottleneck = _forward(tables, spans, np.maximum)[0]
+        bottleneck = forward(tables, spans, np.maximum)[0]
         if np.isinf(bottleneck):
             return None
-        least_sum, _ = _forward(tables, spans, np.add)
+        least_sum, _ = forward(tables, spans, np.add)
         different = list({id(t): t for t in tables}.values())
         bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in different]))
         best: tuple[float, list[int]] | None = None
@@ -247,10 +189,10 @@ class StageCutter:
                 break
             below = {id(t): np.where(t <= bound, t, np.inf) for t in different}
             bounded = [below[id(t)] for t in tables]
-            total, before = _forward(bounded, spans, np.add)
+            total, before = forward(bounded, spans, np.add)
             if best is not None and total + (num_micro_batches - 1) * bottleneck >= best[0]:
                 continue  # no stage is quicker than the bottleneck
-            stops = _stops(bounded, spans, before)
+            stops = stops_of(bounded, spans, before)
             slowest = max(t[j - i - spans.least, j] for t, i, j in zip(tables, [0, *stops], stops, strict=False))
             value = total + (num_micro_batches - 1) * float(slowest)
             if best is None or value < best[0]:
@@ -267,7 +209,7 @@ class StageCutter:
         limit_bytes: Sequence[float],
     ) -> Cut:
         """The cut with these stops, each stage recomputed as it is quickest."""
-        modes: list[Recompute] = []
+        modes: list[Way] = []
         chosen: dict[tuple[int, int, int, float], Array] = {}
         for s, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
             kind = int(self.shape.which[start, stop])
@@ -286,7 +228,7 @@ class StageCutter:
     ) -> list[Array]:
         """For each stage the time of blocks i:j as it at [i, j]; inf where they do not fit, or are not allowed, or a pin forbids."""
         n = len(self.blocks)
-        spans = self._spans(len(cutters), allowed)
+        spans = self._spans(len(cutters), allowed, n)
         if spans is None:
             return [np.full((n + 1, n + 1), np.inf)] * len(cutters)
         made: dict[int, Array] = {}
@@ -298,14 +240,15 @@ class StageCutter:
                 made[id(band)][stop - length - spans.least, stop] = band[length, stop]
         return [made[id(band)] for band in bands]
 
-    def _spans(self, stages: int, allowed: Sequence[NDArray[np.bool_]] | None) -> Spans | None:
-        """Which blocks may be which stage; None where some stage may have none."""
+    def _spans(self, stages: int, allowed: Sequence[NDArray[np.bool_]] | None, most: int) -> Spans | None:
+        """Which blocks may be which stage, at most ``most``; None where some stage may have none."""
+        exists = self.shape.exists if most == len(self.blocks) else self.shape.no_longer(most)
         known: dict[int, NDArray[np.bool_]] = {}
         masks: list[NDArray[np.bool_]] = []
         for s in range(stages):
-            own = self.shape.exists if allowed is None else allowed[s]
+            own = exists if allowed is None else allowed[s]
             if id(own) not in known:
-                known[id(own)] = own & self.shape.exists
+                known[id(own)] = own & exists
             masks.append(known[id(own)] & self._pinned(s) if self.shape.fixed else known[id(own)])
         union = np.logical_or.reduce(list({id(mask): mask for mask in masks}.values()))
         start, stop = np.nonzero(union)
@@ -342,6 +285,7 @@ class StageCutter:
         times: dict[tuple[int, int, float], Array] = {}
         for key, cutter in asked.items():
             if id(cutter) not in parts:
+                cutter.grow(int(spans.kinds[-1]) + 1)
                 choices, first = cutter._choices_of(spans.kinds)
                 parts[id(cutter)] = cutter.held[choices], cutter.resident[choices], cutter.time[choices], first
             held, resident, time, first = parts[id(cutter)]
@@ -371,23 +315,32 @@ class StageCutter:
 
     def _recomputed(self, kind: int, in_flight: int, limit_bytes: float) -> Array:
         """How many blocks of each key of a stage of this kind take each of their options."""
+        self.grow(kind + 1)
         begin = int(self.first[kind])
         span = slice(begin, begin + int(self.choices.lengths[kind]))
         best = begin + int(np.argmin(self._allowed_times(in_flight, limit_bytes, span)))
         found: Array = self.choices.taken[best]
         return found
 
-    def _modes(self, start: int, stop: int, recomputed: Array) -> list[Recompute]:
-        """Of the blocks of a stage; of equal ones the first recompute the most."""
+    def _modes(self, start: int, stop: int, recomputed: Array) -> list[Way]:
+        """Of the blocks of a stage; of equal ones the first recompute the most, and those that move stand evenly between."""
         left = recomputed.astype(np.int64)
         place = {
             key: (int(i), int(k))
             for key, i, k in zip(self.shape.keys, self.shape.columns, self.shape.columns[1:], strict=False)
         }
-        modes: list[Recompute] = []
+        modes: list[Way] = []
+        seen: dict[int, tuple[int, int, int]] = {}  # of a key: blocks so far, all of them, those that move
         for block in self.blocks[start:stop]:
             begin, end = place[block.key]
-            column = next(k for k in reversed(range(begin, end)) if left[k])
+            moved = next((k for k in range(begin, end) if block.options[k - begin].mode == MOVED), -1)
+            i, count, moving = seen.get(
+                block.key, (0, int(left[begin:end].sum()), int(left[moved]) if moved >= 0 else 0)
+            )
+            seen[block.key] = i + 1, count, moving
+            column = moved
+            if (i + 1) * moving // count == i * moving // count:
+                column = next(k for k in reversed(range(begin, end)) if left[k] and k != moved)
             left[column] -= 1
             modes.append(block.options[column - begin].mode)
         return modes
@@ -400,44 +353,6 @@ def _steps(blocks: Sequence[CutBlock]) -> list[tuple[int, int, int]]:
         pairs = pairwise(along(block.options))
         found += [(gain(block.options[a], block.options[b]), k, a, b) for a, b in pairs]
     return [step for _, *step in sorted(found, key=lambda step: -step[0])]  # type: ignore[misc]
-
-
-def _crossed(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Each row of the first with each one of the second, and so on, side by side."""
-    found = parts[0]
-    for part in parts[1:]:
-        found = np.concatenate([np.repeat(found, len(part), axis=0), np.tile(part, (len(found), 1))], axis=1)
-    return found
-
-
-def _forward(tables: Sequence[Array], spans: Spans, combine: np.ufunc) -> tuple[float, list[Array]]:
-    """The dynamic program: least ``combine`` of the stages' times for blocks 0:j, and that of each prefix before each stage."""
-    width, size = tables[0].shape
-    most = spans.least + width - 1
-    padded = np.full(size + most, np.inf)  # that of blocks 0:j stands at j + most
-    best = padded[most:]
-    best[0] = 0.0
-    shifted = np.lib.stride_tricks.as_strided(
-        padded[width - 1 :], shape=(width, size), strides=(-padded.itemsize, padded.itemsize), writeable=False
-    )  # [k, j]: that of blocks 0:j - least - k
-    before, through = [], np.empty((width, size))
-    for table in tables:
-        before.append(best.copy())
-        combine(shifted, table, out=through)
-        np.minimum.reduce(through, axis=0, out=best)
-    return float(best[-1]), before
-
-
-def _stops(tables: Sequence[Array], spans: Spans, before: Sequence[Array]) -> list[int]:
-    """Where the stages of the least sum stop; of equal ones the stages at the end are the longest."""
-    width, size = tables[0].shape
-    stops = [size - 1]
-    for table, best in zip(reversed(tables[1:]), reversed(before[1:]), strict=True):
-        last = stops[-1]
-        lengths = np.arange(min(spans.least + width - 1, last), spans.least - 1, -1)
-        found = best[last - lengths] + table[lengths - spans.least, last]
-        stops.append(last - int(lengths[np.argmin(found)]))
-    return stops[::-1]
 
 
 def _any_of(masks: Iterable[NDArray[np.bool_]]) -> NDArray[np.bool_]:

@@ -34,8 +34,11 @@ MAX_ACTIONS = 60_000
 
 MAX_COLUMNS = 1000
 
-MAX_CHOICES = 5000
+MAX_CHOICES = 40_000
 """Choices of modes on a rank's stages that are weighed."""
+
+MAX_COUNTS = 600_000
+"""Numbers of blocks of a stage in each mode that are looked through for those worth weighing."""
 
 ROUNDS = 25
 """Times that chains are added."""
@@ -249,9 +252,10 @@ class LinearProgram:
         ])  # fmt: skip
         held = np.array([min(kind.held_bytes[j] for kind in group) for j in modes])
         static = min(kind.static_bytes for kind in group)
-        if (most + 1) ** len(modes) > 4 * MAX_CHOICES:
+        if (most + 1) ** len(modes) > MAX_COUNTS:
             return []
-        stage = np.array([own for own in product(range(most + 1), repeat=len(modes)) if sum(own) <= most])
+        sizes = np.min([kind.passing_bytes for kind in group], axis=0)
+        stage = useful_counts(most, more_s, held, sizes)
         if len(stage) ** row.virtual_stages > MAX_CHOICES:
             return []
         choices = stage[np.array(list(product(range(len(stage)), repeat=row.virtual_stages)))]
@@ -363,6 +367,28 @@ class LinearProgram:
 def _least_s(kind: Kind) -> float:
     """Forward and backward of one of these in the quickest mode."""
     return min(forward_s + backward_s for forward_s, backward_s in zip(kind.forward_s, kind.backward_s, strict=True))
+
+
+def useful_counts(most: int, more_s: Array, held: Array, passing: Array) -> NDArray[np.int64]:
+    """How many of up to ``most`` blocks are in each mode [choices, modes], as far as no other choice for as many is as good.
+
+    Args:
+        more_s, held, passing: of each mode; a stage has in passing at least the least of the modes that it has.
+    """
+    found = np.indices((most + 1,) * len(held)).reshape(len(held), -1).T
+    found = found[found.sum(axis=1) <= most]
+    blocks, time_s, kept = found.sum(axis=1), found @ more_s, (found @ held).astype(np.float64)
+    last = np.where(found > 0, passing, np.inf).min(axis=1)
+    # of more blocks always less than of fewer ones, so that the least so far is that of as many blocks
+    kept -= blocks * (float(kept.max()) + 1.0)
+    worth = np.zeros(len(found), dtype=bool)
+    for size in np.unique(last):
+        own = np.flatnonzero(last <= size)
+        own = own[np.lexsort((last[own], kept[own], time_s[own], blocks[own]))]
+        before = np.concatenate([[np.inf], np.minimum.accumulate(kept[own])[:-1]])
+        worth[own] |= (last[own] == size) & (kept[own] < before)
+    counts: NDArray[np.int64] = found[worth]
+    return counts
 
 
 def _below(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

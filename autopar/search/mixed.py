@@ -25,12 +25,13 @@ from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
+from autopar.search.lines import NOTHING, least_of
 from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
 from autopar.search.options import Draft, Option
 from autopar.search.pins import Pins
-from autopar.search.rows import NOTHING, RowMaker, least_of
+from autopar.search.rows import RowMaker
 
 
 def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = None) -> list[Candidate]:

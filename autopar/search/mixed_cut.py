@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.inter import Array
+from autopar.search.choices import Array
 
 PRECISION = 1e-3
 """Of the least time, at which the search for a quicker cut ends."""

@@ -15,18 +15,21 @@ from autopar.cost.optimizer import OPTIMIZERS, optimizer_cost
 from autopar.errors import UsageError
 from autopar.plan import Offload
 from autopar.search.bound_rows import Row
-from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
+from autopar.search.flow import least_flow_s
 from autopar.search.pins import ActivationPin, ChoicePin, Pins
+from autopar.search.space import Hosted
 
 KEY = "offload"
 OPTIMIZER: tuple[Offload, ...] = ("optimizer",)
 
 
 def offloaded(
-    pool: Sequence[Candidate], cluster: Cluster, pins: Pins, tried: Sequence[Offload], optimizer: str
+    pool: Sequence[Candidate], cluster: Cluster, pins: Pins, tried: Sequence[Hosted], optimizer: str
 ) -> list[Candidate]:
-    """The candidates, and each with its optimizer on the host: as far as pins and the space say.
+    """The candidates, each with its optimizer on the host, and of all of these each whose blocks may keep there what they save.
+
+    As far as pins and the space say.
 
     Args:
         tried: what the space may have on the host; pins widen it.
@@ -49,6 +52,8 @@ def offloaded(
     found = list(pool) if stays else []
     if goes and not reason and (texts or "optimizer" in tried):
         found += [replace(candidate, offload=OPTIMIZER) for candidate in pool]
+    if "activations" in tried and pins.allows(KEY, "activations") and not moved and not _without_link(cluster):
+        found += [replace(candidate, moves=True) for candidate in found]
     return found
 
 
@@ -74,10 +79,10 @@ def _without_link(cluster: Cluster) -> tuple[str, str, str] | None:
 
 
 def first_bound_s(candidate: Candidate, ideal: Row, more_once_s: float) -> float:
-    """Seconds below which a candidate with its optimizer on the host has no plan, whatever fits.
+    """Seconds below which a candidate with something on the host has no plan, whatever fits.
 
     Args:
-        ideal: the row of its twin on the device (``RowMaker.ideal``), of which memory does not count.
+        ideal: the row of its twin that has all on the device (``RowMaker.ideal``), of which memory does not count.
         more_once_s: what stepping on the host takes longer, all ranks of the pipeline together.
     """
     m, pp = candidate.num_micro_batches, candidate.mesh.pp

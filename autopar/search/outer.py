@@ -114,7 +114,7 @@ class OuterSearch:
         self.evaluator, self.pool = evaluator, tuple(pool)
         self.limits, self.progress, self.is_wanted = limits, progress, is_wanted
         self.ledger = OwnLedger() if ledger is None else ledger
-        on_device = sum(not candidate.offload for candidate in self.pool) or len(self.pool)
+        on_device = sum(not candidate.on_host for candidate in self.pool) or len(self.pool)
         self.trials = limits.trials or (len(self.pool) if on_device <= exhaustive else trials)
         self.start = time.monotonic()
         self.bounds: dict[Candidate, float] = {}
@@ -373,7 +373,7 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
     order = {"none": 0, "1F1B": 0, "Interleaved1F1B": 1, "GPipe": 2}
     zero = 0 if candidate.zero_stage == (1 if mesh.data > 1 else 0) else 1 + candidate.zero_stage
     return (
-        len(candidate.offload),
+        len(candidate.on_host),
         mesh.cp * mesh.tp * mesh.pp,
         mesh.cp,
         mesh.pp,

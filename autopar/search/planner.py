@@ -33,6 +33,7 @@ from autopar.search.shapes import measured_note
 from autopar.search.shared_evaluate import SharedEvaluator
 from autopar.search.shares import against, equally_shared, shared
 from autopar.search.task import Task
+from autopar.search.ways import MOVED, none_if_moved
 from autopar.search.workers import Sharing, helpers
 from autopar.search.written import block_layouts, mixtures, operators_without_rule
 
@@ -240,8 +241,8 @@ class Planner:
                     index=block.index,
                     label=block.label,
                     layout=layout,
-                    recompute=mode,
-                    offload=block.index in self.evaluator.moved,
+                    recompute=none_if_moved(mode),
+                    offload=block.index in self.evaluator.moved or mode == MOVED,
                 )
                 for block, layout, mode in zip(graph.blocks, of_block, best.modes, strict=True)
             ),
@@ -354,7 +355,7 @@ def _num_layers(graph: Graph) -> int:
 def _leanness(candidate: Candidate) -> tuple[int, ...]:
     mesh = candidate.mesh
     return (
-        -len(candidate.offload),
+        -len(candidate.on_host),
         -candidate.zero_stage,
         candidate.micro_batch_size,
         mesh.dp_replicate,

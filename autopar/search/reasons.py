@@ -20,7 +20,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("micro_batch", lambda c: c.micro_batch_size),
     ("data_shares", lambda c: "unequal" if c.shares else "equal"),
     ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
-    ("offload", lambda c: ", ".join(c.offload) or "none"),
+    ("offload", lambda c: ", ".join(c.on_host) or "none"),
     ("schedule", lambda c: f"{c.schedule} v={c.virtual_stages}" if c.virtual_stages > 1 else c.schedule),
 )
 _PARTS = (

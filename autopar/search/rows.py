@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,18 +17,16 @@ from autopar.cost.stages import own_times
 from autopar.mesh import Mesh
 from autopar.plan import Recompute
 from autopar.search.bound_rows import BlockPrice, Row, forwards_done
-from autopar.search.bounds import least_flow_s
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.every import count_plans
+from autopar.search.flow import least_flow_s
+from autopar.search.lines import NOTHING, again_prices, least_of, moving_price
 from autopar.search.once import at_both_ends, least_sums_s, tie_s
 from autopar.search.options import Draft, Option
 
-_PARTS = tuple(field.name for field in fields(BlockPrice))
 LATE = 6
 """Parts of the pipeline's ranks, of which some have short first stages."""
-
-NOTHING = BlockPrice(**dict.fromkeys(_PARTS, 0.0))
 
 
 class RowMaker:
@@ -58,6 +56,8 @@ class RowMaker:
         every: int = 0,
     ) -> None:
         self.is_pinned, self.every = is_pinned, every
+        self.moves = False
+        """Whether blocks may keep on the host what their backward needs, beside their modes of recompute."""
         self.compact, self.model = compact, model
         self.class_of = compact.class_of
         device = model.device
@@ -99,7 +99,7 @@ class RowMaker:
         With sums of gradients, and what both ends of a pipeline have.
         """
         shared = at_both_ends(option.costs) if step.mesh.pp > 1 else ()
-        costs = self._private_costs(option)
+        costs = self._private_costs(option, is_lean=not self.moves)
         if shared:  # the rank of the last block has no other that brings these
             costs[-1] = option.costs[-1]
         prices, alone_s = self._known_prices(
@@ -131,7 +131,9 @@ class RowMaker:
 
     def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
         """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""
-        return self._known_prices(option, step, "alone", lambda: self._exact_prices(self._private_costs(option), step))
+        return self._known_prices(
+            option, step, "alone", lambda: self._exact_prices(self._private_costs(option, is_lean=not self.moves), step)
+        )
 
     def _known_prices(
         self, option: Option, step: Step, kind: str, made: Callable[[], tuple[list[BlockPrice], list[float]]]
@@ -157,7 +159,20 @@ class RowMaker:
                 known[key] = self._price(cost, step, self.modes[k], longest_s, beside)
             prices.append(known[key][0])
             alone_s.append(known[key][1])
-        return prices, alone_s
+        return self._moving(prices, costs) if self.moves else prices, alone_s
+
+    def _moving(self, prices: Sequence[BlockPrice], costs: Sequence[BlockCost]) -> list[BlockPrice]:
+        """Prices of blocks that may keep on the host what their backward needs; see :func:`moving_price`."""
+        host = self.model.host
+        copied = [(cost, host.latency_s + cost.saved_bytes / host.to_host_bytes_per_s) for cost in costs]
+        some = max(range(len(costs)), key=lambda k: self.counts[k] * costs[k].forward_s)
+        cost, down_s = copied[some]
+        freed = cost.saved_bytes - cost.input_bytes
+        share = min(1.0, prices[some].full_s * cost.saved_bytes / (freed * down_s)) if freed > 0 else 1.0
+        return [
+            moving_price(price, cost, share, down_s, is_free="none" in modes and set(modes) <= {"none", "full"})
+            for price, (cost, down_s), modes in zip(prices, copied, self.modes, strict=True)
+        ]
 
     def block_s(self, costs: Sequence[BlockCost], k: int, step: Step, mode: Recompute) -> float:
         """Forward and backward of a block of the compact graph, as its price has them."""
@@ -170,8 +185,8 @@ class RowMaker:
         found = ((None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in self._neighbours[k])
         return [*{(id(before), id(after)): (before, after) for before, after in found}.values()]
 
-    def _private_costs(self, option: Option) -> list[BlockCost]:
-        costs = self._lean_costs(option)
+    def _private_costs(self, option: Option, *, is_lean: bool = True) -> list[BlockCost]:
+        costs = self._lean_costs(option) if is_lean else option.costs
         return [costs[0], *(self.without_shared(cost) for cost in costs[1:])]
 
     def _lean_costs(self, option: Option) -> list[BlockCost]:
@@ -210,11 +225,13 @@ class RowMaker:
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
             forward_s = cost.forward_s * share
-            kept = [_least_kept(cost, mode) / ranks for mode in modes]
-            # what is made again is written again, whichever layout says what that is
-            seconds = {"none": 0.0, "selective": byte_s * (max(kept) - min(kept)), "full": forward_s}
+            # without other axes this is the layout
+            kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
+            seconds = {"none": 0.0, "selective": 0.0, "full": forward_s}
             if "selective" in modes:
-                seconds["selective"] = byte_s * (max(kept) - kept[modes.index("selective")])
+                # what is made again is written again, whichever layout says what that is
+                written_s = byte_s * (max(kept) - kept[modes.index("selective")])
+                seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
             own = again_prices([seconds[mode] for mode in modes], kept)
             passing = [_least_passing(cost, mode) / ranks for mode in modes]
             prices.append(
@@ -337,6 +354,9 @@ class RowMaker:
         inner[-1] -= 1
         group = least_of(prices[k] for k in places if inner[k]) if places else NOTHING
         count = sum(inner[k] for k in places)
+        others = max(sum(counts) - 2 - count, 0)
+        if self.moves and others:  # they may stand beside copies too
+            group = replace(group, more_byte_s=0.0, more_free_s=0.0)
         mesh = candidate.mesh
         forward = [prices[k].forward_s for k in self.class_of[: mesh.pp - 1]]
         backward = [
@@ -348,7 +368,7 @@ class RowMaker:
             group=group,
             count=count,
             alone=sum(counts) == 1,
-            others=max(sum(counts) - 2 - count, 0),
+            others=others,
             total_s=sum(price.time_s * n for price, n in rows),
             forward_s=sum(price.forward_s * n for price, n in rows),
             before_s=_sums(prices[k].time_s for k in self.class_of[: mesh.pp - 1]),
@@ -410,7 +430,7 @@ class RowMaker:
 
     def tries_all(self, stages: int) -> bool:
         """Whether all cuts into so many stages with every choice of recompute are few enough to be priced."""
-        choices = [len(self.modes[k]) for k in self.class_of]
+        choices = [len(self.modes[k]) + self.moves for k in self.class_of]
         return count_plans(len(self.class_of), stages, choices) <= self.every
 
     def even_stages(self, option: Option, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
@@ -474,35 +494,6 @@ def _least_passing(cost: BlockCost, mode: Recompute) -> int:
 def _sums(times: Iterable[float]) -> tuple[float, ...]:
     """Of the first 0, 1, ... all of these."""
     return tuple(accumulate(times, initial=0.0))
-
-
-def least_of(prices: Iterable[BlockPrice]) -> BlockPrice:
-    """The least of each part."""
-    found = list(prices)
-    if len(found) == 1:
-        return found[0]
-    least = {name: min(getattr(price, name) for price in found) for name in _PARTS}
-    byte_s, held = least["more_byte_s"], least["held_bytes"]
-    least["more_free_s"] = max(p.more_free_s - byte_s * (p.held_bytes - held) for p in found)
-    return BlockPrice(**least)
-
-
-def again_prices(seconds: Sequence[float], held: Sequence[float]) -> dict[str, float]:
-    """What :class:`BlockPrice` says of recompute, from the seconds and the bytes of each mode: lines below all of them."""
-    most_s, most = min(seconds), max(held)
-    freeing = [(own_s - most_s, most - size) for own_s, size in zip(seconds, held, strict=True) if size < most]
-    if not freeing:
-        return {"again_s": max(seconds) - most_s, "least_again_s": max(seconds) - most_s}
-    all_bytes = max(freed for _, freed in freeing)
-    all_s = min(own_s for own_s, freed in freeing if freed == all_bytes)
-    before = [(0.0, 0.0), *(point for point in freeing if point[1] < all_bytes)]
-    last_s = max((all_s - own_s) / (all_bytes - freed) for own_s, freed in before)
-    return {
-        "again_s": min(own_s / freed for own_s, freed in freeing) * all_bytes,
-        "least_again_s": min(own_s for own_s, _ in freeing),
-        "more_byte_s": last_s if len(before) > 1 else 0.0,
-        "more_free_s": last_s * all_bytes - all_s if len(before) > 1 else 0.0,
-    }
 
 
 def least_held(candidate: Candidate) -> int:

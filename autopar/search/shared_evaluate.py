@@ -22,6 +22,7 @@ from autopar.search.fitting import MAX_CUTS
 from autopar.search.options import Option
 from autopar.search.pins import Pins
 from autopar.search.space import Space
+from autopar.search.ways import none_if_moved
 
 Modes = tuple[Recompute, ...]
 
@@ -179,14 +180,14 @@ class SharedEvaluator(Evaluator):
         cutter, device = self.cuts.cutter(blocks), model.device
         most = self._limit(model)
         limit = (most - device.reserved_bytes) / (1 + device.fragmentation)
-        modes = tuple(min(block.options, key=lambda o: o.held_bytes).mode for block in blocks)
+        modes = tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in blocks)
         for _ in range(MAX_CUTS):
             cut = cutter.cut(1, in_flight=[1], limit_bytes=[limit], num_micro_batches=step.num_micro_batches)
             if cut is None:
                 return modes
             spare = most - model.memory(self.cuts.stages((len(blocks),), cut.modes, option, 1), step)[0].total
             if spare >= 0:
-                return cut.modes
+                return tuple(map(none_if_moved, cut.modes))
             limit += 1.01 * spare
         return modes
 

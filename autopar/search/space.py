@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from autopar import resources
 from autopar.errors import UsageError
-from autopar.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName
+from autopar.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
+
+Hosted = Literal["optimizer", "activations"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,8 @@ class Space:
             not divide; False where a file does not say.
         bucket_bytes: sizes of the buckets in which gradients are summed, for the best plan of each candidate; a file has them
             as ``bucket_mib``.
-        offload: what may live on the host, where the devices' profiles have the link to it.
+        offload: what may live on the host, where the devices' profiles have the link to it: optimizers, and what blocks keep for
+            backward.
         data_shares: without a pipeline, data ranks on different devices may take different numbers of samples; False where a
             file does not say.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
@@ -59,7 +62,7 @@ class Space:
     practice: bool = True
     every: int = 0
     bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
-    offload: tuple[Offload, ...] = ()
+    offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
 
 
@@ -108,10 +111,10 @@ def load_space(name: str) -> Space:
     return space
 
 
-def _offload(table: Table) -> tuple[Offload, ...]:
+def _offload(table: Table) -> tuple[Hosted, ...]:
     if not table.has("offload") or table.raw("offload") == []:
         return ()
-    return cast("tuple[Offload, ...]", _texts(table, "offload", ("optimizer",)))
+    return cast("tuple[Hosted, ...]", _texts(table, "offload", ("optimizer", "activations")))
 
 
 def _buckets(table: Table) -> tuple[int, ...]:

@@ -24,8 +24,11 @@ from autopar.search.candidates import Candidate
 from autopar.search.ledger import Told
 from autopar.search.storage import answering, open_storage
 
-KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule", "groups")
+KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule", "groups", "offload")
 Value = int | str
+_NOTHING = "none"
+_EARLIER = {"offload": _NOTHING}
+"""Of trials that were written before there was such a key."""
 _INTERRUPTED = "interrupted"
 _PLACE = "autopar "
 """Begins the names of the study's attributes that say what it is of."""
@@ -106,7 +109,7 @@ class Study:
             trials = self.storage.get_all_trials(self.id, deepcopy=False)
         self._running = {}
         for trial in trials:
-            index = self._index.get(tuple(trial.params.get(key, "") for key in KEYS))
+            index = self._index.get(tuple(trial.params.get(key, _EARLIER.get(key, "")) for key in KEYS))
             if index is None or trial.number in self._read:
                 continue
             if trial.state.is_finished():
@@ -206,6 +209,7 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "zero": candidate.zero_stage,
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
         "groups": ("-".join(map(str, candidate.order)) or "in order") + _shares(candidate),
+        "offload": ", ".join(candidate.on_host) or _NOTHING,
     }
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autopar.cost.memory import StageCost
 from autopar.search.fitting import Fitting
 from autopar.search.inter import Cut, StageCutter
-from autopar.search.ways import BlockOption
+from autopar.search.ways import BlockOption, none_if_moved
 
 MAX_CHOICES = 4096
 """Choices of one rank that are weighed; where there are more, none is."""
@@ -111,7 +111,8 @@ def _stage(made: StageCost, start: int, cutter: StageCutter, kept_bytes: Callabl
     for count in range(len(order) + 1):
         again = {*order[:count]}
         modes = tuple(
-            _ends(cutter, start + i)[i in again].mode if i in order else mode for i, mode in enumerate(made.recompute)
+            none_if_moved(_ends(cutter, start + i)[i in again].mode) if i in order else mode
+            for i, mode in enumerate(made.recompute)
         )
         one = StageCost(blocks=made.blocks, recompute=modes)
         kept.append(kept_bytes(one))

@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -134,7 +134,8 @@ def compare(seed: int, small: Small, whole: Product, peak_bytes: int, *, usual: 
         usual_s=other.predicted.step_time_s if other else None,
         usual_bound_s=other.search.lower_bound_s if other else None,
         best=f"{best[0].mesh}, zero={best[0].zero_stage}, micro_batch={best[0].micro_batch_size}, {best[0].schedule}, "
-        f"v={best[0].virtual_stages}, {best[1].stops}, recompute {[r[0] for r in best[1].recompute]}"
+        f"v={best[0].virtual_stages}, {best[1].stops}, recompute {[way[0] for way in best[1].ways]}"
+        f"{_more(best[0].offload, best[1].bucket_bytes)}"
         if best
         else "none",
         found=_words(plan) if plan else "none",
@@ -142,7 +143,7 @@ def compare(seed: int, small: Small, whole: Product, peak_bytes: int, *, usual: 
 
 
 LEFT_OUT = ("offload=none", f"bucket_bytes={BUCKET_BYTES}")
-"""What ``tests.campaigns.product`` does not go through."""
+"""What ``tests.campaigns.product`` goes through in whole problems alone (``Small.is_whole``)."""
 
 
 def _search(small: Small, memory_bytes: int, space: str) -> Plan | None:
@@ -154,18 +155,24 @@ def _search(small: Small, memory_bytes: int, space: str) -> Plan | None:
             precision=small.precision,  # type: ignore[arg-type]
             optimizer=small.optimizer,
             space=space,
-            pins=(*LEFT_OUT, *(() if small.splits else ("tp=1",))),
+            pins=(*(() if small.is_whole else LEFT_OUT), *(() if small.splits else ("tp=1",))),
         )
     except InfeasibleError:
         return None
 
 
 def _words(plan: Plan) -> str:
-    again = [block.recompute[0] for block in plan.blocks]
+    again = ["m" if block.offload else block.recompute[0] for block in plan.blocks]
     return (
         f"{plan.mesh}, zero={plan.zero_stage}, micro_batch={plan.micro_batch_size}, {plan.schedule}, "
-        f"v={plan.virtual_stages}, {tuple(stage.stop for stage in plan.stages)}, recompute {again}"
+        f"v={plan.virtual_stages}, {tuple(stage.stop for stage in plan.stages)}, recompute {again}{_more(plan.offload, plan.bucket_bytes)}"
     )
+
+
+def _more(offload: Sequence[str], bucket_bytes: int) -> str:
+    """What is unlike the usual."""
+    of_buckets = f", buckets of {bucket_bytes} B" if bucket_bytes != BUCKET_BYTES else ""
+    return "".join(f", {one} on the host" for one in offload) + of_buckets
 
 
 def main(arguments: list[str]) -> int:

@@ -14,7 +14,8 @@ _HEAD = """# The search beside every plan of small problems
 Written by `python -m tests.campaigns.brute --page docs/brute.md`; do not edit. A small problem is a chain of two to five blocks on 2, 4 or 8
 devices of one or two nodes. **Every** plan of it is priced: all degrees of `pp`, `dp_replicate`, `dp_shard` and `tp`, micro-batches,
 ZeRO stages, schedules with virtual stages, cuts, recompute of each block, and on `tp` all strategies of all operators with all types of
-all parameters at rest for which the changes of type exist. What prices them is what prices the plans of the search; nothing else of the search is used
+all parameters at rest for which the changes of type exist. In those of even seeds without free layouts so are sizes of buckets, optimizers on the host and blocks
+whose activations live there. What prices them is what prices the plans of the search; nothing else of the search is used
 (`tests/campaigns/product.py`), but for the typing on `batch`, which is forced. Layouts are free in some problems, of few operators
 (up to 1,000 layouts of a micro-batch on two ranks); in the others `tp=1` is pinned, for all, and blocks are larger. Then the search is asked, in the space `exhaustive` without a limit on trials, with memory between
 what the leanest plan needs and what the fastest takes. Equal is up to {rounding:g} of the step.

@@ -2,9 +2,9 @@
 
 The product is over mesh degrees, micro-batches, ZeRO stages, schedules with virtual stages, every cut into stages, recompute
 of each block, and on ``tp`` every strategy of every operator with every type of every parameter at rest for which the changes of
-type exist. Each plan is priced by what prices a plan (``CostModel.memory`` and ``CostModel.breakdown``). Nothing of the search's
-candidates, bounds, solvers or cuts is used, and no block stands for another; the typing on ``batch``, which is forced, alone is
-the search's own. Layouts of equal costs are priced once.
+type exist; of some problems over sizes of buckets and what lives on the host too. Each plan is priced by what prices a plan
+(``CostModel.memory`` and ``CostModel.breakdown``). Nothing of the search's candidates, bounds, solvers or cuts is used, and no
+block stands for another; the typing on ``batch``, which is forced, alone is the search's own. Layouts of equal costs are priced once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations, pairwise, product
+from typing import Literal
 
 from autopar import rules
 from autopar.api import PRECISIONS
@@ -24,22 +25,26 @@ from autopar.errors import RuleError, UsageError
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import I, R, S, Type
 from autopar.mesh import Mesh
-from autopar.plan import RECOMPUTES, Recompute, ScheduleName
+from autopar.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName
 from autopar.rules.apply import shard
 from autopar.rules.conversions import conversion
 from autopar.rules.types import Strategy, Typing
 from autopar.schedule import SCHEDULES, check_schedule
 from autopar.search.batch import solve_batch
 from autopar.search.classes import Compact
+from autopar.search.space import load_space
 
 TP = "tp"
+Way = Recompute | Literal["moved"]
+MOVING: tuple[Way, ...] = ("none", "moved", "full")
+"""Where blocks may keep on the host what their backward needs, none recomputes selectively."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Small:
     """A problem: what :func:`autopar.api.search` is asked, but for the memory of a device.
 
-    ``splits``: whether ``tp`` may be more than one.
+    ``splits``: whether ``tp`` may be more than one; ``is_whole``: whether sizes of buckets and what lives on the host are gone through.
     """
 
     graph: Graph
@@ -48,6 +53,7 @@ class Small:
     precision: str = "fp32"
     optimizer: str = "adamw"
     splits: bool = True
+    is_whole: bool = False
 
     def on(self, memory_bytes: int | None) -> str:
         """The cluster with so much memory on each device."""
@@ -65,17 +71,23 @@ class Choice:
     zero_stage: int
     schedule: ScheduleName
     virtual_stages: int
+    offload: tuple[Offload, ...] = ()
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A plan: its time, the peak of its fullest rank, and what it is."""
+    """A plan: its time, the peak of its fullest rank, and what it is.
+
+    ``ways``: of each block its mode of recompute, or ``moved``: it keeps on the host what its backward needs.
+    """
 
     time_s: float
     peak_bytes: int
     stops: tuple[int, ...]
-    recompute: tuple[Recompute, ...]
+    ways: tuple[Way, ...]
     layout: int
+    bucket_bytes: int = BUCKET_BYTES
 
 
 @dataclass(slots=True)
@@ -126,6 +138,11 @@ class _Enumeration:
         self.batch = solve_batch(whole)
         self.found = Product()
         self.is_mixed = is_mixed(self.model.precision)
+        may = small.is_whole and all(device.host is not None for device in self.cluster.devices)
+        self.offloads: tuple[tuple[Offload, ...], ...] = ((), ("optimizer",)) if may else ((),)
+        self.moves = (False, True) if may else (False,)
+        self._hosted: dict[int, tuple[BlockCost, BlockCost]] = {}  # a block is kept too, so that its id stays its own
+        self.buckets = load_space("exhaustive").bucket_bytes if small.is_whole else (BUCKET_BYTES,)
         self.tied = any(_readers(self.graph, p.name) > 1 for p in self.graph.parameters)
         self._layouts: dict[tuple[int, int], list[_Layout]] = {}
 
@@ -201,10 +218,12 @@ class _Enumeration:
     ) -> None:
         num_micro_batches = self.small.global_batch_size // mesh.data // micro
         for schedule, virtual_stages in pipelines(mesh.pp, len(costs), num_micro_batches):
-            for zero in zero_stages(mesh, is_mixed=self.is_mixed):
+            degrees = product(zero_stages(mesh, is_mixed=self.is_mixed), self.offloads, self.moves)
+            for zero, offload, moves in degrees:
                 choice = Choice(
-                    mesh=mesh, micro_batch_size=micro, zero_stage=zero, schedule=schedule, virtual_stages=virtual_stages
-                )
+                    mesh=mesh, micro_batch_size=micro, zero_stage=zero, schedule=schedule, virtual_stages=virtual_stages,
+                    offload=offload, moves=moves,
+                )  # fmt: skip
                 step = Step(
                     mesh=mesh,
                     schedule=schedule,
@@ -216,27 +235,53 @@ class _Enumeration:
                     prelude_s=prelude_s,
                     adds_gradients=True,
                     totals=totals,
+                    offload=offload,
                 )
+                whole = StageCost(blocks=tuple(costs), recompute=("none",) * len(costs))
+                sizes = self.buckets if self.model.sums_in_buckets([whole], step) else (BUCKET_BYTES,)
                 points = self.found.fronts.setdefault(choice, [])
                 before = len(points)
-                for stops in cuts(len(costs), mesh.pp * virtual_stages):
-                    for again in product(*map(modes, costs)):
-                        points.append(self._point(costs, step, stops, again, layout))
+                for size in sizes:
+                    own = replace(step, bucket_bytes=size)
+                    points += self._points(costs, own, virtual_stages, layout, moves=moves)
                 self.found.priced += len(points) - before
                 self.found.plans += (len(points) - before) * times
                 if len(points) > MAX_POINTS:
                     self.found.fronts[choice] = front_of(points)
 
-    def _point(
-        self, costs: Sequence[BlockCost], step: Step, stops: tuple[int, ...], again: tuple[Recompute, ...], layout: int
-    ) -> Point:
-        stages = [
-            StageCost(blocks=tuple(costs[start:stop]), recompute=again[start:stop])
-            for start, stop in pairwise((0, *stops))
-        ]
-        peak = max(memory.total for memory in self.model.memory(stages, step))
-        time_s = self.model.breakdown(stages, step).total_s
-        return Point(time_s=time_s, peak_bytes=peak, stops=stops, recompute=again, layout=layout)
+    def _points(
+        self, costs: Sequence[BlockCost], step: Step, virtual_stages: int, layout: int, *, moves: bool
+    ) -> Iterator[Point]:
+        """Every cut with every choice of recompute, or of what lives on the host, that fits there."""
+        every = [[(way, self._run(cost, way)) for way in (MOVING if moves else modes(cost))] for cost in costs]
+        for stops, chosen in product(cuts(len(costs), step.mesh.pp * virtual_stages), product(*every)):
+            stages = [
+                StageCost(
+                    blocks=tuple(run[0] for _, run in chosen[start:stop]),
+                    recompute=tuple(run[1] for _, run in chosen[start:stop]),
+                )
+                for start, stop in pairwise((0, *stops))
+            ]
+            memory = self.model.memory(stages, step)
+            host_bytes = max(rank.host for rank in memory)
+            if host_bytes and self.model.host.memory_bytes and host_bytes > self.model.host.memory_bytes:
+                continue
+            yield Point(
+                time_s=self.model.breakdown(stages, step).total_s,
+                peak_bytes=max(rank.total for rank in memory),
+                stops=stops,
+                ways=tuple(way for way, _ in chosen),
+                layout=layout,
+                bucket_bytes=step.bucket_bytes,
+            )
+
+    def _run(self, cost: BlockCost, way: Way) -> tuple[BlockCost, Recompute]:
+        """A block as it runs, and what it recomputes."""
+        if way != "moved":
+            return cost, way
+        if id(cost) not in self._hosted:
+            self._hosted[id(cost)] = (cost, replace(cost, offloads=True))
+        return self._hosted[id(cost)][1], "none"
 
 
 def modes(cost: BlockCost) -> tuple[Recompute, ...]:

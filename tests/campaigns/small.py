@@ -119,6 +119,7 @@ def draw(seed: int) -> Small:
         precision=precision,
         optimizer=rng.choice(("adamw", "sgd")),
         splits=splits,
+        is_whole=not splits and seed % 2 == 0,
     )
 
 

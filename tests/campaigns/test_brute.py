@@ -33,7 +33,7 @@ def test_no_layout_is_quicker_than_that_of_the_search() -> None:
 
 
 def test_what_later_blocks_kept_is_gone_when_a_block_is_at_its_peak() -> None:
-    small = draw(30)
+    small = replace(draw(30), is_whole=False)  # where optimizers on the host are not gone through
     found = compare(30, small, every_plan(small), 2_385_342_628, usual=False)
     assert found.gap == 0.0
     assert "pp=2 x dp_shard=2, zero=1" in found.found  # its limit is what this plan needs, to the byte
@@ -53,13 +53,13 @@ def test_drawn_problems_are_those_of_their_seed() -> None:
 
 
 def test_a_front_has_what_nothing_beats() -> None:
-    plain = {"stops": (1,), "recompute": ("none",), "layout": 0}
+    plain = {"stops": (1,), "ways": ("none",), "layout": 0}
     lean, fast = Point(time_s=2.0, peak_bytes=1, **plain), Point(time_s=1.0, peak_bytes=3, **plain)  # type: ignore[arg-type]
     beaten = Point(time_s=math.nextafter(2.0, 3.0), peak_bytes=2, **plain)  # type: ignore[arg-type]
     assert front_of([beaten, fast, lean]) == [lean, fast]
 
 
-@pytest.mark.parametrize("seed", [13, 17])
+@pytest.mark.parametrize("seed", [10, 13, 17])
 def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
     """Of each candidate, not of the best alone; and every outer choice that has a plan is a candidate or equal to one."""
     small = draw(seed)
@@ -72,7 +72,7 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
             global_batch_size=small.global_batch_size,
             precision=PRECISIONS[small.precision],
             optimizer=small.optimizer,
-            pins=Pins.parse(["tp=1", *LEFT_OUT]),
+            pins=Pins.parse(["tp=1", *(() if small.is_whole else LEFT_OUT)]),
             space=load_space("exhaustive"),
         )
     )
@@ -93,6 +93,8 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
             zero_stage=candidate.zero_stage,
             schedule=candidate.schedule,
             virtual_stages=candidate.virtual_stages,
+            offload=candidate.offload,
+            moves=candidate.moves,
         )
         best = best_of(whole.fronts[choice], planner.evaluator.limit_bytes)
         assert best is None or max(bounds_s) <= best.time_s * (1 + ROUNDING), candidate

@@ -132,7 +132,12 @@ def test_few_counts_of_three_modes_are_tried() -> None:
     assert tried == [[4, 0, 0], [1, 0, 3], [0, 0, 4], [3, 1, 0], [1, 1, 2], [0, 1, 3], [2, 2, 0], [1, 2, 1], [0, 2, 2],
                      [1, 3, 0], [0, 3, 1], [0, 4, 0]]  # fmt: skip
     assert len(ways.counts(80)) < 3 * 81 < len(Ways(3).counts(80))
-    assert ways_of([plain, option("selective", 4.1, 8.0, 1.0), full]) == Ways(3)  # it needs more in passing than both
+    more = ways_of([plain, option("selective", 4.1, 8.0, 1.0), full])  # it needs more in passing than both
+    assert more == Ways(3, 2, 1, anyway=True)
+    assert len(more.counts(80)) < 4 * 81
+    dear = ways_of([plain, option("selective", 5.0, 8.0), full])  # two of these: one without and one with all of it
+    assert dear == Ways(3, middle=2)
+    assert len(dear.counts(80)) < 4 * 81
 
 
 def test_what_is_worse_in_everything_is_no_option() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autopar import api
+from autopar import api, resources
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, UsageError
@@ -18,10 +19,13 @@ from autopar.plan import FP32, Plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
+from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.offload import offloaded
 from autopar.search.outer import Limits, OuterSearch
 from autopar.search.pins import Pins
-from autopar.search.space import load_space
+from autopar.search.space import Hosted, load_space
+from autopar.search.study import params
+from autopar.search.ways import MOVED, BlockOption
 
 from .graphs import mlp
 
@@ -47,13 +51,13 @@ def cluster(memory: str, host: HostLink | None = HOST) -> Cluster:
     return replace(found, groups=(replace(group, device=replace(group.device, host=host)),))
 
 
-def outer(memory: str, *texts: str) -> OuterSearch:
+def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), batch: int = 64) -> OuterSearch:
     here, pins = cluster(memory), Pins.parse(texts)
-    space = replace(load_space("quick"), offload=("optimizer",))
+    space = replace(load_space("quick"), offload=tried)
     model = CostModel(here, FP32, "adamw")
-    evaluator = Evaluator(graph(), model, global_batch_size=64, pins=pins, space=space)
+    evaluator = Evaluator(graph(), model, global_batch_size=batch, pins=pins, space=space)
     problem = Problem(
-        world_size=4, devices_per_node=4, global_batch_size=64, num_blocks=len(graph().blocks), heads=(), space=space
+        world_size=4, devices_per_node=4, global_batch_size=batch, num_blocks=len(graph().blocks), heads=(), space=space
     )
     pool = offloaded(candidates(problem, pins), here, pins, space.offload, "adamw")
     return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
@@ -98,6 +102,58 @@ def test_no_bound_is_above_a_plan_whose_blocks_keep_on_the_host(memory: str) -> 
     assert found.best is not None
     assert found.best.prediction.step_time_s == min(times)
     assert found.best.prediction.breakdown.offload_s > 0
+
+
+@pytest.mark.parametrize(("memory", "moved"), [("16GB", 0), ("560MB", 5), ("500MB", 6)])
+def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, moved: int) -> None:
+    """Of all candidates the best is found, and no bound is above a plan."""
+    pins = ("micro_batch=2048", "pp<=2", "tp=1")
+    search = outer(memory, *pins, tried=("activations",), batch=8192)
+    found = search.run()
+    alone = outer(memory, *pins, tried=("activations",), batch=8192).evaluator
+    times = {}
+    for candidate in search.pool:
+        plan = alone.evaluate(candidate)
+        if isinstance(plan, Evaluation):
+            times[candidate] = plan.prediction.step_time_s
+            assert candidate.moves or MOVED not in plan.modes
+            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
+                assert bounds_s([candidate])[0] <= times[candidate] * (1 + 1e-9)
+    assert found.best is not None
+    assert found.best.prediction.step_time_s == min(times.values())
+    assert found.lower_bound_s <= min(times.values())
+    assert any(c.moves for c in times)
+    assert found.best.modes.count(MOVED) == moved
+
+
+def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
+    file = tmp_path / "moving.toml"
+    file.write_text(resources.files("search")["quick"].read_text() + 'offload = ["activations"]\n')
+    pins = ["micro_batch=2048", "pp=1", "tp=1", "zero=0"]
+    plan = api.search(graph(), cluster=cluster("560MB"), global_batch_size=8192, space=str(file), pins=pins)
+    assert sum(block.offload for block in plan.blocks) == 5
+    assert {block.recompute for block in plan.blocks} == {"none"}
+    assert plan.predicted.memory[0].host > 0
+    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
+def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
+    """So that each has others' forwards to copy beside; copies that are longer than all of them are waited for."""
+    plain = BlockOption(mode="none", time_s=3.0, held_bytes=10.0, transient_bytes=0.0, forward_s=1.0)
+    moved = BlockOption(
+        mode=MOVED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
+    )
+    block = CutBlock(key=0, options=(plain, moved), static_bytes=0.0)
+    cutter = StageCutter([block] * 8)
+    half = cutter.cut(1, in_flight=[1], limit_bytes=[40.0], num_micro_batches=1)
+    assert half is not None
+    assert half.modes == ("none", MOVED) * 4
+    assert half.time_s == 8 * 3.0 + 2.0  # the last one up
+    most = cutter.cut(1, in_flight=[1], limit_bytes=[20.0], num_micro_batches=1)
+    assert most is not None
+    assert most.modes.count(MOVED) == 6
+    assert most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0
 
 
 def test_blocks_that_keep_on_the_host_hold_less_on_the_device() -> None:
@@ -189,3 +245,10 @@ def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:
     with pytest.raises(InfeasibleError, match="or search --space wide, where optimizers may live on the host"):
         search("default")
     assert search("wide").offload == ("optimizer",)
+
+
+def test_no_two_candidates_are_the_same_trial_of_a_study() -> None:
+    """Of twins that differ in what lives on the host each has its own outcome."""
+    pool = outer("16GB").pool
+    assert any(candidate.offload for candidate in pool)
+    assert len({tuple(params(candidate).values()) for candidate in pool}) == len(pool)
