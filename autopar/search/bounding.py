@@ -19,6 +19,7 @@ from autopar.search.bounds import PRECISION, bounds
 from autopar.search.candidates import Candidate
 from autopar.search.cuts import Cuts
 from autopar.search.layouts import Layouts
+from autopar.search.least_rows import LeastRows
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
 from autopar.search.offload import first_bound_s
@@ -55,6 +56,7 @@ class Bounding:
             self.layouts.compact, model, modes=modes, pinned=self.recompute, limit_bytes=self.limit_bytes,
             is_pinned=bool(self.stages), moved=self.moved, every=0 if space.equal_stages else space.every,
         )  # fmt: skip
+        self.least_rows = LeastRows(self.rows)
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
@@ -102,7 +104,7 @@ class Bounding:
     def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
         if candidate not in self._ideal:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            maker = self.placed if self.placed.has(candidate) else self.rows
+            maker = self.placed if self.placed.has(candidate) else self.least_rows
             self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
         return self._ideal[candidate]
 
@@ -133,7 +135,8 @@ class Bounding:
                 continue
             split = split_of(c.micro_batch_size, c.mesh)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
-            rows.append(self.rows.least(row, whole, self.layouts.quickest_s(split), self.layouts.least_s(split)))
+            quickest = self.layouts.quickest_s(split), self.layouts.least_s(split)
+            rows.append(self.least_rows.least(c, row, whole, self.step(c, whole), *quickest))
         at_most_s /= self._least_speed(candidates)
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
         found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
@@ -244,21 +247,45 @@ class Bounding:
         return self._bounds[candidate, id(draft)][1]
 
     def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
-        """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
-        asked = []
+        """Bounds of candidates in layouts: of priced blocks where first bounds are below ``at_most_s``."""
+        open_pairs = []
         for candidate, draft in pairs:
             key = (candidate, id(draft))
             if key not in self._bounds:
                 self._bounds[key] = (self._draft_s(candidate, draft), False)
             known, is_priced = self._bounds[key]
             if not is_priced and known < at_most_s:
-                asked.append((candidate, draft, self.layouts.option(draft)))
+                open_pairs.append((candidate, draft))
+        asked = [(c, d, self.layouts.option(d)) for c, d in self._undecided(open_pairs, at_most_s)]
         makers = [self.placed if self.placed.has(c) else self.rows for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
         for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s, mixed=mixed), strict=True):
             known, _ = self._bounds[candidate, id(draft)]
             self._bounds[candidate, id(draft)] = (max(bound, known), True)
+
+    def _undecided(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> list[tuple[Candidate, Draft]]:
+        """Those that may take less than ``at_most_s`` by the times and parameters of their blocks: that is the others' bound."""
+        if math.isinf(at_most_s):
+            return [*pairs]
+        rows: list[Row] = []
+        told = [draft.solution is not None and not self.placed.has(c) for c, draft in pairs]
+        for (c, draft), is_told in zip(pairs, told, strict=True):
+            if is_told:
+                assert draft.solution is not None
+                ideal = self._ideal_row(c)
+                assert isinstance(ideal, Row)
+                whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
+                rows.append(self.least_rows.drafted(c, ideal, draft, whole, self.step(c, whole)))
+        found = iter(bounds(rows, at_most_s, precision=COARSE))
+        left = []
+        for (c, draft), is_told in zip(pairs, told, strict=True):
+            bound = float(next(found)) if is_told else 0.0
+            if bound < at_most_s:
+                left.append((c, draft))
+            else:
+                self._bounds[c, id(draft)] = (max(bound, self._bounds[c, id(draft)][0]), False)
+        return left
 
     def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
         self._price([(candidate, draft)], at_most_s)

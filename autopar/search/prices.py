@@ -11,7 +11,7 @@ from autopar.cost.work import work
 from autopar.device import Device
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.mesh import Mesh
-from autopar.search.problem import Cost
+from autopar.search.tables import Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class RowMaker:
         """A candidate in a layout."""
         costs, prices, alone_s = self.priced(option, step)
         sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
-        row = self._row(candidate, prices, alone_s, self.largest(option), every_s=option.prelude_s)
+        row = self.row(candidate, prices, alone_s, self.largest(option), every_s=option.prelude_s)
         if not sends:
             return row
         sent, back = min(c.send_bytes for c in sends), min(c.send_gradient_bytes for c in sends)
@@ -90,7 +90,7 @@ class RowMaker:
         With sums of gradients, and what both ends of a pipeline have.
         """
         shared = at_both_ends(option.costs) if step.mesh.pp > 1 else ()
-        costs = self._private_costs(option)
+        costs = self.private_costs(option)
         if shared:  # the rank of the last block has no other that brings these
             costs[-1] = option.costs[-1]
         prices, alone_s = self._known_prices(
@@ -122,7 +122,7 @@ class RowMaker:
 
     def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
         """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""
-        return self._known_prices(option, step, "alone", lambda: self._exact_prices(self._private_costs(option), step))
+        return self._known_prices(option, step, "alone", lambda: self._exact_prices(self.private_costs(option), step))
 
     def _known_prices(
         self, option: Option, step: Step, kind: str, made: Callable[[], tuple[list[BlockPrice], list[float]]]
@@ -148,7 +148,7 @@ class RowMaker:
             alone_s.append(known[key][1])
         return prices, alone_s
 
-    def _private_costs(self, option: Option) -> list[BlockCost]:
+    def private_costs(self, option: Option) -> list[BlockCost]:
         costs = self._lean_costs(option)
         return [costs[0], *(self.without_shared(cost) for cost in costs[1:])]
 
@@ -161,17 +161,12 @@ class RowMaker:
             found.append(self._lean[id(cost)][1] if moved else cost)
         return found
 
-    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
-        """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
+    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
+        """Prices of the blocks of the compact graph if ``cp`` and ``tp`` divided everything and sent nothing.
 
         Args:
             whole: the layout of the same micro-batch with neither axis.
         """
-        prices = self.ideal_prices(candidate.mesh, whole, step)
-        return self._row(candidate, prices, [0.0] * len(prices), self.largest(whole), every_s=0.0)
-
-    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
-        """Prices of the blocks of the compact graph as in :meth:`ideal`."""
         key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.offload)
         if key not in self._prices:  # whatever the schedule
             self._prices[key] = (whole, self._ideal_prices(mesh, whole, step), [])
@@ -184,7 +179,7 @@ class RowMaker:
         prices = []
         device = self.model.device
         byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
-        for k, cost in enumerate(self._private_costs(whole)):
+        for k, cost in enumerate(self.private_costs(whole)):
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
             forward_s = cost.forward_s * share
@@ -208,27 +203,6 @@ class RowMaker:
                 )
             )
         return prices
-
-    def least(self, ideal: Row, option: Option, total_s: float, least_s: Sequence[float]) -> Row:
-        """An ideal row at times that no layout goes below.
-
-        Args:
-            option: that it was made from.
-            total_s: of all blocks.
-            least_s: of each block of the compact graph.
-        """
-        places = self.largest(option)
-        first, last, group = (
-            replace(price, time_s=max(price.time_s, time_s))
-            for price, time_s in (
-                (ideal.first, least_s[0]),
-                (ideal.last, least_s[-1]),
-                (ideal.group, min((least_s[k] for k in places), default=0.0)),
-            )
-        )
-        return replace(
-            ideal, first=first, last=last, group=group, total_s=max(ideal.total_s, total_s), tells_apart=False
-        )
 
     def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
@@ -294,7 +268,7 @@ class RowMaker:
         )
         return price, hidden_s
 
-    def _row(
+    def row(
         self,
         candidate: Candidate,
         prices: Sequence[BlockPrice],

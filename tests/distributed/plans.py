@@ -27,7 +27,7 @@ from autopar.rules.apply import shard
 from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolver
 from autopar.search.classes import compact
-from autopar.search.problem import Cost, Weights
+from autopar.search.tables import Cost, Weights
 
 
 class SimplePrices:

@@ -1,0 +1,228 @@
+"""Rows of candidates in layouts that are not priced: in the best that any could be, or in a draft.
+
+What the data axes add to each micro-batch follows from the parameters of a block, which need no pricing: no layout on ``tp``
+has less than one part of each on a rank, and a draft says which are split. Bytes that a collective moves beside work are
+hidden but for the device's interference (see ``DataParallel``). Of a block's work only the sum of forward and backward is
+known, so that the least over all ways to divide it counts:
+
+- one collective of X seconds, beside the forward or the backward: T + X - (1 - i) min(X, T), which grows with T;
+- several, each beside one of the two, two beside the backward: T + i X, and X - (1 - 2 i) T besides; for no T less than
+  i X + min(1/2, 1 - i) X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost.block import BlockCost, ParameterCost
+from autopar.cost.model import Step
+from autopar.layout import I, Type
+from autopar.search.bound_rows import BlockPrice, Row
+from autopar.search.candidates import Candidate
+from autopar.search.options import Draft, Option
+from autopar.search.rows import RowMaker, least_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Added:
+    """What the data axes add to the work of a block for one micro-batch.
+
+    ``always_s``: whatever it is; ``moved_s``: of collectives beside it; ``several``: these are more than one.
+    """
+
+    always_s: float
+    moved_s: float
+    several: bool
+    interference: float
+
+    def least_s(self, work_s: float) -> float:
+        """Seconds of a block whose work takes no less than ``work_s``, forward and backward."""
+        i, moved_s = self.interference, self.moved_s
+        if self.several:
+            return self.always_s + i * moved_s + max(work_s, min(0.5, 1 - i) * moved_s)
+        return self.always_s + max(work_s + i * moved_s, moved_s + i * work_s)
+
+    @property
+    def floor_s(self) -> float:
+        """The least that is added to any work."""
+        return self.always_s + self.interference * self.moved_s
+
+
+class LeastRows:
+    """Rows below those of every layout, for the row maker of priced ones."""
+
+    def __init__(self, rows: RowMaker) -> None:
+        self.rows, self.model = rows, rows.model
+        self._places: dict[int, tuple[Option, tuple[int, ...]]] = {}  # the layout is kept, so that its id stays its own
+        self._same: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
+        self._whole: dict[int, tuple[Option, list[BlockCost]]] = {}  # likewise
+        self._parts: dict[tuple[object, ...], BlockCost] = {}
+        self._added: dict[tuple[object, ...], list[_Added]] = {}
+        self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice]]] = {}  # likewise
+        self._drafted: dict[tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float]] = {}  # likewise
+
+    # --- the best of all layouts
+
+    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
+        """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
+
+        Args:
+            whole: the layout of the same micro-batch with neither axis.
+        """
+        prices = self._ideal_prices(candidate, whole, step)
+        return self.rows.row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+
+    def _ideal_prices(self, candidate: Candidate, whole: Option, step: Step) -> list[BlockPrice]:
+        key = (id(whole), candidate.mesh, *_kind(step))
+        if key not in self._ideal:
+            parted, added = self._split(whole, step)
+            prices = [
+                replace(price, time_s=own.least_s(price.time_s), once_s=self.model.block_once_s(cost, step))
+                for price, cost, own in zip(
+                    self.rows.ideal_prices(candidate.mesh, whole, step), parted, added, strict=True
+                )
+            ]
+            self._ideal[key] = whole, prices
+        return self._ideal[key][1]
+
+    def least(
+        self, candidate: Candidate, ideal: Row, whole: Option, step: Step, total_s: float, least_s: Sequence[float]
+    ) -> Row:
+        """An ideal row at times of work that no layout goes below.
+
+        Args:
+            whole: that it was made from.
+            total_s: of all blocks.
+            least_s: of each block of the compact graph.
+        """
+        added, counts = self._split(whole, step)[1], self.rows.counts
+        times = [
+            max(price.time_s, own.least_s(work_s))
+            for price, own, work_s in zip(self._ideal_prices(candidate, whole, step), added, least_s, strict=True)
+        ]
+        total_s += sum(n * own.floor_s for n, own in zip(counts, added, strict=True))
+        return replace(
+            ideal,
+            first=replace(ideal.first, time_s=times[0]),
+            last=replace(ideal.last, time_s=times[-1]),
+            group=replace(ideal.group, time_s=min((times[k] for k in self._largest(whole)), default=0.0)),
+            total_s=max(ideal.total_s, total_s, sum(n * time_s for n, time_s in zip(counts, times, strict=True))),
+            tells_apart=False,
+        )
+
+    # --- a draft
+
+    def drafted(self, candidate: Candidate, ideal: Row, draft: Draft, whole: Option, step: Step) -> Row:
+        """A candidate in a layout with times and parameters of its blocks, but memory and messages as in the best of all."""
+        key = (id(draft), candidate.mesh, *_kind(step))
+        if key not in self._drafted:
+            self._drafted[key] = draft, *self._drafted_prices(candidate, draft, whole, step)
+        _, (first, last, group), total_s, once_s = self._drafted[key]
+        return replace(
+            ideal,
+            first=first,
+            last=last,
+            group=group if ideal.count else ideal.group,
+            total_s=max(ideal.total_s, total_s),
+            once_s=max(ideal.once_s, once_s),
+            tells_apart=False,
+        )
+
+    def _drafted_prices(
+        self, candidate: Candidate, draft: Draft, whole: Option, step: Step
+    ) -> tuple[tuple[BlockPrice, ...], float, float]:
+        """Of the first block, the last one, and the least of the largest group; the time of all, and what they do once."""
+        assert draft.solution is not None
+        rests, tp = draft.solution.typing.parameters, draft.split.tp
+        prices = []
+        ideals = zip(
+            self._ideal_prices(candidate, whole, step), self._costs(whole), draft.solution.blocks_s, strict=True
+        )
+        for price, cost, work_s in ideals:
+            part = self._part(cost, tp, tuple([rests.get(p.name, I) for p in cost.parameters]))
+            prices.append(
+                replace(
+                    price,
+                    time_s=max(price.time_s, self._added_of(part, step).least_s(work_s)),
+                    once_s=max(price.once_s, self.model.block_once_s(part, step)),
+                    static_bytes=max(price.static_bytes, self.model.block_state(part, step).total),
+                )
+            )
+        places = self._largest(whole)
+        group = least_of(prices[k] for k in places) if places else prices[0]
+        counts = self.rows.counts
+        total_s = sum(n * price.time_s for n, price in zip(counts, prices, strict=True))
+        once_s = sum(n * price.once_s for n, price in zip(counts, prices, strict=True))
+        return (prices[0], prices[-1], group), total_s, once_s
+
+    # --- parameters
+
+    def _split(self, whole: Option, step: Step) -> tuple[list[BlockCost], list[_Added]]:
+        """Blocks with one part of each of their parameters on ``tp``, and what the data axes add to them."""
+        parted = [self._part(cost, step.mesh.tp) for cost in self._costs(whole)]
+        key = (*map(id, parted), *_kind(step))
+        if key not in self._added:
+            self._added[key] = [self._added_of(cost, step) for cost in parted]
+        return parted, self._added[key]
+
+    def _added_of(self, cost: BlockCost, step: Step) -> _Added:
+        if self.model.device.core_share < 1:  # ranks share cores: bounds are also of the work that these do
+            return _Added(0.0, 0.0, False, 0.0)
+        data, unit = self.model.data_parallel(step), self.model.data_unit(cost, step)
+        passes = 1 if data.is_pipelined else 2
+        gathers = passes * data.gathers_always
+        moved_s = gathers * unit.gather_s + data.reduces_always * unit.reduce_s
+        if self.model.collectives.is_measured:  # a table of times need not grow with bytes
+            moved_s = 0.0
+        return _Added(
+            passes * unit.hooks_s + self.model.block_adding_s(cost, step),
+            moved_s,
+            gathers + data.reduces_always > 1,
+            self.model.device.interference,
+        )
+
+    def _costs(self, whole: Option) -> list[BlockCost]:
+        """The blocks of a layout, those with equal parameters that bring the same ones as one object."""
+        if id(whole) not in self._whole:
+            costs = self.rows.private_costs(whole)
+            same = [self._same.setdefault(cost.parameters, cost.parameters) for cost in costs]
+            self._whole[id(whole)] = (
+                whole,
+                [
+                    cost if own is cost.parameters else replace(cost, parameters=own)
+                    for cost, own in zip(costs, same, strict=True)
+                ],
+            )
+        return self._whole[id(whole)][1]
+
+    def _part(self, cost: BlockCost, tp: int, rests: tuple[Type, ...] | None = None) -> BlockCost:
+        """A block with the parameters alone that one rank of ``tp`` has; what else it says is of any block.
+
+        Args:
+            rests: types at rest; None: each as small as it can be.
+        """
+        key = (id(cost.parameters), tp, rests)
+        if key not in self._parts:
+            found = []
+            for i, p in enumerate(cost.parameters):
+                shape = list(p.shape)
+                if rests is None:
+                    shape = [p.numel // tp] if shape else []
+                elif rests[i].is_split:
+                    shape[rests[i].dim] //= tp
+                found.append(replace(p, shape=tuple(shape)))
+            self._parts[key] = replace(cost, parameters=tuple(found))
+        return self._parts[key]
+
+    def _largest(self, whole: Option) -> tuple[int, ...]:
+        if id(whole) not in self._places:
+            self._places[id(whole)] = whole, self.rows.largest(whole)
+        return self._places[id(whole)][1]
+
+
+def _kind(step: Step) -> tuple[object, ...]:
+    """What of a step its prices depend on, whatever the schedule."""
+    return (
+        step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients, step.offload,
+    )  # fmt: skip
