@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,11 @@ ROUNDING = 1e-9
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
+
+MANY = 64
+"""Rows from which on they are bounded in groups of like numbers of pipeline ranks, between these:"""
+
+FEW_RANKS = (2, 8, 24)
 
 AGAIN = (1.0, 1.02, 1.1)
 """Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
@@ -96,10 +102,18 @@ class Bounding:
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        plain = [candidate for candidate in candidates if not candidate.offload]
+        plain = [c for c in candidates if not c.offload and not self._is_too_large(c)]
         rows = [self._ideal_row(candidate) for candidate in plain]
-        found = iter(self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows))
-        return [self._offloaded_s(c) if c.offload else next(found) for c in candidates]
+        found = self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+        known = dict(zip(plain, found, strict=True))
+        return [self._offloaded_s(c) if c.offload else known.get(c, math.inf) for c in candidates]
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        """Whether it cannot fit in any layout for sure, where ranks are alike."""
+        if self.placed.has(candidate):
+            return False
+        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        return self.least_rows.is_too_large(candidate, whole, self.step(candidate, whole))
 
     def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
         if candidate not in self._ideal:
@@ -124,23 +138,33 @@ class Bounding:
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
 
+        Zero where this says no more than :meth:`ideal_bounds_s`.
+
         Args:
             at_most_s: see :func:`autopar.search.bounds.bounds`.
         """
         rows: list[Row | MixedRow] = []
-        for c in candidates:
+        known = [0.0] * len(candidates)
+        places = []
+        for i, c in enumerate(candidates):
             row = self._ideal_row(c)
             if isinstance(row, MixedRow):  # the quickest layout was found at the prices of the slowest device
                 rows.append(row)
+                places.append(i)
                 continue
             split = split_of(c.micro_batch_size, c.mesh)
+            if split.tp == split.cp == 1:  # the ideal is the only layout
+                continue
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
             quickest = self.layouts.quickest_s(split), self.layouts.least_s(split)
             rows.append(self.least_rows.least(c, row, whole, self.step(c, whole), *quickest))
+            places.append(i)
         at_most_s /= self._least_speed(candidates)
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
         found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
-        return self._at_speed(candidates, found, rows)
+        for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
+            known[i] = bound
+        return known
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
@@ -379,10 +403,23 @@ def _bounds(
     Args:
         mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
     """
-    plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision=precision))
+    plain = iter(_plain_bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision))
     some = [row for row in rows if isinstance(row, MixedRow)]
     others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
     return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
+
+
+def _plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float) -> list[float]:
+    """Of rows of one kind: many at once, those with few pipeline ranks apart from those with many."""
+    if len(rows) < MANY:
+        return [float(bound) for bound in bounds(rows, at_most_s, precision=precision)]
+    found = [0.0] * len(rows)
+    for least, most in pairwise((0, *FEW_RANKS, math.inf)):
+        places = [i for i, row in enumerate(rows) if least < row.pp <= most]
+        some = bounds([rows[i] for i in places], at_most_s, precision=precision)
+        for i, bound in zip(places, some, strict=True):
+            found[i] = float(bound)
+    return found
 
 
 def load_of(candidate: Candidate) -> Load:

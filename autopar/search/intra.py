@@ -19,10 +19,10 @@ from autopar.graph.ir import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, Type
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
-from autopar.search.elimination import Marginal, Table
+from autopar.search.elimination import Marginal
 from autopar.search.problem import MAX_EXTRAS, Problem, Shared, rests_of, types_of
 from autopar.search.tables import FREE, Cost, Weights
-from autopar.search.values import Flow, Structures
+from autopar.search.values import Structures
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -63,8 +63,8 @@ class AxisCosts:
 
     ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
     ``narrow``: keeps those of an operator's strategies that it may take; None: all.
-    ``tables``: of :class:`autopar.search.problem.Shared`, which its blocks have in common.
     ``structures``: may be those of other costs too.
+    ``shared``: what problems at these prices have in common.
     """
 
     graph: Graph
@@ -74,8 +74,8 @@ class AxisCosts:
     owners: Mapping[str, int] = field(default_factory=dict)
     narrow: Narrow | None = None
     _changes: dict[tuple[object, ...], Cost | None] = field(default_factory=dict)
-    tables: dict[object, tuple[Flow, tuple[Table, ...]]] = field(default_factory=dict)
     structures: Structures = field(default_factory=Structures)
+    shared: Shared = field(init=False)
     _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
     _kept: dict[object, list[Cost]] = field(default_factory=dict)
     parts: Fraction = field(init=False)
@@ -84,6 +84,7 @@ class AxisCosts:
     def __post_init__(self) -> None:
         self.parts = Fraction(self.size)
         self._by_bytes = self.pricing.changes_by_bytes
+        self.shared = Shared(same=self.same, structures=self.structures)
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
@@ -197,7 +198,9 @@ class AxisCosts:
     def same(self, ref: Ref) -> object:
         """Equal for values whose changes of type cost the same."""
         spec = self.graph.spec(ref)
-        return (spec, self.owners.get(ref.name, 1)) if self.graph.is_parameter(ref) else spec
+        if self.graph.is_parameter(ref):
+            return spec, self.owners.get(ref.name, 1)
+        return (spec.num_bytes, spec.requires_grad) if self._by_bytes else spec
 
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         """A parameter's state."""
@@ -262,7 +265,7 @@ class BlockProblem:
             at_rest=self.rest_types,
             max_extras=max_extras,
             alike=alike,
-            shared=Shared(same=costs.same, tables=costs.tables, structures=costs.structures),
+            shared=costs.shared,
         )
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(block):

@@ -59,10 +59,22 @@ class LeastRows:
         self._whole: dict[int, tuple[Option, list[BlockCost]]] = {}  # likewise
         self._parts: dict[tuple[object, ...], BlockCost] = {}
         self._added: dict[tuple[object, ...], list[_Added]] = {}
-        self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice]]] = {}  # likewise
+        self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice], Row]] = {}  # likewise
+        self._numel: dict[int, tuple[Option, float]] = {}  # likewise
         self._drafted: dict[tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float]] = {}  # likewise
 
     # --- the best of all layouts
+
+    def is_too_large(self, candidate: Candidate, whole: Option, step: Step) -> bool:
+        """Whether all pipeline ranks together cannot hold a candidate in any layout."""
+        if id(whole) not in self._numel:
+            parameters = zip(self.rows.counts, self.rows.private_costs(whole), strict=True)
+            numel = sum(
+                n * sum(p.numel for p in cost.parameters if p.trained and not p.spread) for n, cost in parameters
+            )
+            self._numel[id(whole)] = whole, numel
+        numel = self._numel[id(whole)][1] / candidate.mesh.tp
+        return self.rows.least_bytes(candidate, numel, whole, step) > self.rows.limit_bytes * candidate.mesh.pp
 
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
@@ -70,21 +82,29 @@ class LeastRows:
         Args:
             whole: the layout of the same micro-batch with neither axis.
         """
-        prices = self._ideal_prices(candidate, whole, step)
-        return self.rows.row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+        row = self._ideal_of(candidate, whole, step)[1]
+        if row.schedule == candidate.schedule and row.virtual_stages == candidate.virtual_stages:
+            return row
+        return replace(
+            row,
+            schedule=candidate.schedule,
+            virtual_stages=candidate.virtual_stages,
+            stage_gathers_s=(0.0,) * (candidate.mesh.pp * candidate.virtual_stages + 1),
+        )
 
-    def _ideal_prices(self, candidate: Candidate, whole: Option, step: Step) -> list[BlockPrice]:
+    def _ideal_of(self, candidate: Candidate, whole: Option, step: Step) -> tuple[list[BlockPrice], Row]:
+        """Prices of the blocks, and a row, which but for the schedule is that of all candidates of these prices."""
         key = (id(whole), candidate.mesh, *_kind(step))
         if key not in self._ideal:
             parted, added = self._split(whole, step)
-            prices = [
-                replace(price, time_s=own.least_s(price.time_s), once_s=self.model.block_once_s(cost, step))
-                for price, cost, own in zip(
-                    self.rows.ideal_prices(candidate.mesh, whole, step), parted, added, strict=True
-                )
-            ]
-            self._ideal[key] = whole, prices
-        return self._ideal[key][1]
+            ideal = self.rows.ideal_prices(candidate.mesh, whole, step)
+            prices: list[BlockPrice] = []
+            for price, cost, own in zip(ideal, parted, added, strict=True):
+                time_s, once_s = own.least_s(price.time_s), self.model.block_once_s(cost, step)
+                prices.append(replace(price, time_s=time_s, once_s=once_s))
+            row = self.rows.row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+            self._ideal[key] = whole, prices, row
+        return self._ideal[key][1:]
 
     def least(
         self, candidate: Candidate, ideal: Row, whole: Option, step: Step, total_s: float, least_s: Sequence[float]
@@ -99,7 +119,7 @@ class LeastRows:
         added, counts = self._split(whole, step)[1], self.rows.counts
         times = [
             max(price.time_s, own.least_s(work_s))
-            for price, own, work_s in zip(self._ideal_prices(candidate, whole, step), added, least_s, strict=True)
+            for price, own, work_s in zip(self._ideal_of(candidate, whole, step)[0], added, least_s, strict=True)
         ]
         total_s += sum(n * own.floor_s for n, own in zip(counts, added, strict=True))
         return replace(
@@ -137,7 +157,7 @@ class LeastRows:
         rests, tp = draft.solution.typing.parameters, draft.split.tp
         prices = []
         ideals = zip(
-            self._ideal_prices(candidate, whole, step), self._costs(whole), draft.solution.blocks_s, strict=True
+            self._ideal_of(candidate, whole, step)[0], self._costs(whole), draft.solution.blocks_s, strict=True
         )
         for price, cost, work_s in ideals:
             part = self._part(cost, tp, tuple([rests.get(p.name, I) for p in cost.parameters]))

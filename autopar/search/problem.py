@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -72,11 +73,13 @@ class Shared:
         same: equal for values whose changes of type cost the same, and whose types say which changes there are; None: nobody
             knows.
         tables: of flows at the costs that these problems have in common.
+        changes: likewise what changes of type cost, by their numbers.
         structures: problems with other costs may share them too.
     """
 
     same: Callable[[Ref], object] | None = None
     tables: dict[object, tuple[Flow, tuple[Table, ...]]] = field(default_factory=dict)
+    changes: dict[object, dict[int, Cost | None]] = field(default_factory=dict)
     structures: Structures = field(default_factory=Structures)
 
 
@@ -300,9 +303,11 @@ class Problem:
         found = flows.get(key) if is_known else None
         if found is None:
             if len(wanted) == 1:
-                found = one_reader(made, wanted[0])
+                found = one_reader(made, wanted[0], self.shared.structures.numbers)
             else:
-                found = several_readers(made, wanted, self.max_extras, lambda t, w: self._change(ref, t, w) is not None)
+                allows = partial(self._allows, ref)
+                numbers = self.shared.structures.numbers
+                found = several_readers(made, wanted, self.max_extras, allows, numbers)
             if is_known:
                 flows[key] = found
         return found
@@ -311,12 +316,20 @@ class Problem:
         """The table of a flow; a parameter is used even where it stays as it is."""
         if self.shared.same is None:
             return flow.sums.parts([FREE, *(self._change(ref, t, w) for t, w in flow.changes)])
-        key = id(flow), self.shared.same(ref), ref.name in self.rests
+        same = self.shared.same(ref), ref.name in self.rests
+        key = id(flow), *same
         found = self.shared.tables.get(key)
         if found is None:
-            parts = flow.sums.parts([FREE, *(self._change(ref, t, w) for t, w in flow.changes)])
+            known = self.shared.changes.setdefault(same, {})
+            for number, (source, target) in zip(flow.numbers, flow.changes, strict=True):
+                if number not in known:
+                    known[number] = self._change(ref, source, target)
+            parts = flow.sums.parts([FREE, *[known[number] for number in flow.numbers]])
             found = self.shared.tables[key] = flow, parts
         return found[1]
+
+    def _allows(self, ref: Ref, source: Type, target: Type) -> bool:
+        return self._change(ref, source, target) is not None
 
     def _made(self, ref: Ref) -> tuple[Type, ...]:
         """For each state of what decides the type of a value as made that type."""

@@ -221,8 +221,12 @@ class RowMaker:
 
     def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
+        return self.least_bytes(candidate, draft.numel, whole, step)
+
+    def least_bytes(self, candidate: Candidate, numel: float, whole: Option, step: Step) -> float:
+        """The least that all pipeline ranks hold together with so many trained elements, see ``Draft.numel``."""
         held = self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
-        return self.model.state_bytes_per_element(step) * draft.numel + held
+        return self.model.state_bytes_per_element(step) * numel + held
 
     def once_s(self, whole: Option, step: Step) -> float:
         """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""

@@ -36,7 +36,7 @@ class Flow:
     """A value between its maker and its readers.
 
     Attributes:
-        changes: of type that there may be.
+        changes: of type that there may be, and their ``numbers``, equal for equal ones.
         sums: over maker and reader, of one reader; of several readers over the states of the value. Places among the costs
             are one more than those in ``changes``.
         states: of the value, where several operators read it; else none.
@@ -45,6 +45,7 @@ class Flow:
     """
 
     changes: tuple[Change, ...]
+    numbers: tuple[int, ...]
     sums: Sums
     states: Sequence[Made] = ()
     from_source: NDArray[np.bool_] | None = None
@@ -57,6 +58,7 @@ class Structures:
     Attributes:
         prepared: see :func:`autopar.search.elimination.prepare`.
         flows: of values, by the types in which they are made and read.
+        numbers: of changes of type.
     """
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class Structures:
         self._made: dict[tuple[int, int], tuple[Sequence[Strategy], tuple[Type, ...]]] = {}
         self._wanted: dict[tuple[int, tuple[int, ...], Type | None], tuple[Sequence[Strategy], Wanted]] = {}
         self._same: dict[Hashable, Hashable] = {}
+        self.numbers: dict[Change, int] = {}
 
     def one(self, value: _T) -> _T:
         """The same object for equal values."""
@@ -94,23 +97,29 @@ class Structures:
         return self._wanted[key][1]
 
 
-def one_reader(made: Sequence[Type], wanted: Wanted) -> Flow:
-    """A table over maker and reader."""
+def one_reader(made: Sequence[Type], wanted: Wanted, known: dict[Change, int]) -> Flow:
+    """A table over maker and reader; ``known``: numbers of changes of type."""
     kinds, place = _numbered(made)
     sets, which = _numbered(wanted)
     changes: dict[Change, int] = {}
     entries = [[_terms(t, types, changes) for types in sets] for t in kinds]
-    return Flow(changes=tuple(changes), sums=_sums(entries, (len(kinds), len(sets)), (place, which)))
+    sums = _sums(entries, (len(kinds), len(sets)), (place, which))
+    return Flow(changes=tuple(changes), numbers=_numbers(changes, known), sums=sums)
 
 
 def several_readers(
-    made: Sequence[Type], wanted: Sequence[Wanted], max_extras: int, allows: Callable[[Type, Type], bool]
+    made: Sequence[Type],
+    wanted: Sequence[Wanted],
+    max_extras: int,
+    allows: Callable[[Type, Type], bool],
+    known: dict[Change, int],
 ) -> Flow:
     """The states of a value that several operators read, and which of them go with maker and readers.
 
     Args:
         max_extras: further types at most that it may be changed to.
         allows: whether there is a change of type.
+        known: numbers of changes of type.
     """
     read = {t for own in wanted for types in own for t in types}
     states: list[Made] = []
@@ -129,6 +138,7 @@ def several_readers(
         to_readers.append((asked[:, None] & ~has) == 0)
     return Flow(
         changes=tuple(changes),
+        numbers=_numbers(changes, known),
         sums=_sums(entries, (len(states),), ()),
         states=states,
         from_source=np.array([bit[t] for t in made])[:, None] == of_state,
@@ -139,6 +149,10 @@ def several_readers(
 def _terms(source: Type, targets: frozenset[Type], changes: dict[Change, int]) -> list[int]:
     """Places of the changes from one type to others, numbered from 1 as they come up."""
     return [changes.setdefault((source, t), len(changes) + 1) for t in sorted(targets - {source})]
+
+
+def _numbers(changes: Iterable[Change], known: dict[Change, int]) -> tuple[int, ...]:
+    return tuple([known.setdefault(change, len(known)) for change in changes])
 
 
 def _sums(entries: Sequence[Sequence[list[int]]], shape: tuple[int, ...], places: tuple[NDArray[np.intp], ...]) -> Sums:
