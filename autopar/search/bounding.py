@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,6 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.search.amounts import flops_per_sample, tokens_per_sample
 from autopar.search.bound_rows import Row
-from autopar.search.bounds import PRECISION, bounds
 from autopar.search.candidates import Candidate
 from autopar.search.cuts import Cuts
 from autopar.search.layouts import Layouts
@@ -27,6 +25,7 @@ from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.programs import program
+from autopar.search.row_bounds import plain_bounds, row_bounds
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
 
@@ -35,11 +34,6 @@ ROUNDING = 1e-9
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
-
-MANY = 64
-"""Rows from which on they are bounded in groups of like numbers of pipeline ranks, between these:"""
-
-FEW_RANKS = (2, 8, 24)
 
 AGAIN = (1.0, 1.02, 1.1)
 """Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
@@ -98,13 +92,11 @@ class Bounding:
             offload=candidate.offload,
         )
 
-    # --- of many candidates
-
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
         plain = [c for c in candidates if not c.offload and not self._is_too_large(c)]
         rows = [self._ideal_row(candidate) for candidate in plain]
-        found = self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+        found = self._at_speed(plain, row_bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
         known = dict(zip(plain, found, strict=True))
         return [self._offloaded_s(c) if c.offload else known.get(c, math.inf) for c in candidates]
 
@@ -161,7 +153,7 @@ class Bounding:
             places.append(i)
         at_most_s /= self._least_speed(candidates)
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
-        found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
+        found = row_bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
         for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
             known[i] = bound
         return known
@@ -182,6 +174,9 @@ class Bounding:
                 continue
         at_most_s /= self._least_speed(candidates)
         every = [self._least_first(candidate) for candidate in candidates]
+        self._tell_slow(
+            [(c, draft) for c, drafts in zip(candidates, every, strict=True) for draft in drafts], at_most_s
+        )
         for most in (1, math.inf):  # layouts are priced where their first bounds are below what the first one gives
             asked: list[tuple[Candidate, Draft]] = []
             for candidate, drafts in zip(candidates, every, strict=True):
@@ -198,10 +193,13 @@ class Bounding:
             for c, drafts in zip(candidates, every, strict=True)
         ]
 
-    def known_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+    def known_bounds_s(
+        self, candidates: Sequence[Candidate], at_most_s: float, *, remembers: bool = False
+    ) -> list[float]:
         """For each candidate that was evaluated the bound of its layouts, each that is below ``at_most_s`` priced.
 
-        What is found here is not remembered: the order of later searches is that of the bounds that there were.
+        Args:
+            remembers: else what is found here is not: the order of later searches is that of the bounds that there were.
         """
         remembered = dict(self._bounds)
         self._price([(c, draft) for c in candidates for draft in self._drafts(c)], at_most_s)
@@ -209,7 +207,8 @@ class Bounding:
             min((self._shared_s(c, self._bounds[c, id(d)][0], d.time_s) for d in self._drafts(c)), default=0.0)
             for c in candidates
         ]
-        self._bounds = remembered
+        if not remembers:
+            self._bounds = remembered
         return found
 
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
@@ -218,18 +217,21 @@ class Bounding:
         As it is known where ranks differ or share cores, where there is one, or where pins or the space say what stages hold.
         Likewise not remembered.
         """
-        known_s = self.known_bounds_s([candidate], goal_s)[0]
+        remembered = dict(self._bounds)
+        known_s = self.known_bounds_s([candidate], goal_s, remembers=True)[0]
+        drafts = sorted(self._drafts(candidate), key=lambda draft: self._bounds[candidate, id(draft)][0])
+        bounds_s = [self._bounds[candidate, id(draft)][0] for draft in drafts]
+        self._bounds = remembered
         is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
         if candidate.mesh.pp == 1 or not is_alike or self.stages or self.moved or self.space.equal_stages:
             return known_s
         found = math.inf
-        for draft in self._drafts(candidate):
-            bound_s = self._bounds.get((candidate, id(draft)), (0.0, False))[0]
+        for draft, bound_s in zip(drafts, bounds_s, strict=True):
             if bound_s < min(goal_s, found):
                 option = self.layouts.option(draft)
                 made = program(self.rows, candidate, option, self.step(candidate, option))
                 for share in AGAIN:
-                    bound_s = max(bound_s, _bounds([made.row], share * goal_s)[0])
+                    bound_s = max(bound_s, row_bounds([made.row], share * goal_s)[0])
                 if bound_s < min(goal_s, found):
                     bound_s = made.bound_s(bound_s, goal_s)
             found = min(found, bound_s)
@@ -271,45 +273,47 @@ class Bounding:
         return self._bounds[candidate, id(draft)][1]
 
     def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
-        """Bounds of candidates in layouts: of priced blocks where first bounds are below ``at_most_s``."""
-        open_pairs = []
+        """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
+        asked = []
+        for candidate, draft in self._open(pairs, at_most_s):
+            asked.append((candidate, draft, self.layouts.option(draft)))
+        makers = [self.placed if self.placed.has(c) else self.rows for c, _, _ in asked]
+        rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
+        mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
+        for (candidate, draft, _), bound in zip(asked, row_bounds(rows, at_most_s, mixed=mixed), strict=True):
+            known, _ = self._bounds[candidate, id(draft)]
+            self._bounds[candidate, id(draft)] = (max(bound, known), True)
+
+    def _open(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> list[tuple[Candidate, Draft]]:
+        """Those that are not priced, with a first bound below ``at_most_s``."""
+        found = []
         for candidate, draft in pairs:
             key = (candidate, id(draft))
             if key not in self._bounds:
                 self._bounds[key] = (self._draft_s(candidate, draft), False)
             known, is_priced = self._bounds[key]
             if not is_priced and known < at_most_s:
-                open_pairs.append((candidate, draft))
-        asked = [(c, d, self.layouts.option(d)) for c, d in self._undecided(open_pairs, at_most_s)]
-        makers = [self.placed if self.placed.has(c) else self.rows for c, _, _ in asked]
-        rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
-        mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
-        for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s, mixed=mixed), strict=True):
-            known, _ = self._bounds[candidate, id(draft)]
-            self._bounds[candidate, id(draft)] = (max(bound, known), True)
+                found.append((candidate, draft))
+        return found
 
-    def _undecided(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> list[tuple[Candidate, Draft]]:
-        """Those that may take less than ``at_most_s`` by the times and parameters of their blocks: that is the others' bound."""
+    def _tell_slow(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
+        """Another first bound of those that take no less than ``at_most_s`` by the times and parameters of their blocks."""
         if math.isinf(at_most_s):
-            return [*pairs]
+            return
+        told = [
+            (c, draft)
+            for c, draft in self._open(pairs, at_most_s)
+            if draft.solution is not None and not self.placed.has(c)
+        ]
         rows: list[Row] = []
-        told = [draft.solution is not None and not self.placed.has(c) for c, draft in pairs]
-        for (c, draft), is_told in zip(pairs, told, strict=True):
-            if is_told:
-                assert draft.solution is not None
-                ideal = self._ideal_row(c)
-                assert isinstance(ideal, Row)
-                whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
-                rows.append(self.least_rows.drafted(c, ideal, draft, whole, self.step(c, whole)))
-        found = iter(bounds(rows, at_most_s, precision=COARSE))
-        left = []
-        for (c, draft), is_told in zip(pairs, told, strict=True):
-            bound = float(next(found)) if is_told else 0.0
-            if bound < at_most_s:
-                left.append((c, draft))
-            else:
-                self._bounds[c, id(draft)] = (max(bound, self._bounds[c, id(draft)][0]), False)
-        return left
+        for c, draft in told:
+            ideal = self._ideal_row(c)
+            assert isinstance(ideal, Row)
+            whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
+            rows.append(self.least_rows.drafted(c, ideal, draft, whole, self.step(c, whole)))
+        for (c, draft), bound in zip(told, plain_bounds(rows, at_most_s, COARSE), strict=True):
+            if bound >= at_most_s:
+                self._bounds[c, id(draft)] = (bound, False)
 
     def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
         self._price([(candidate, draft)], at_most_s)
@@ -330,8 +334,6 @@ class Bounding:
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
         return self.rows.draft_s(candidate, draft, whole, step)
-
-    # --- bounds where pipeline ranks differ
 
     def _mixed_bounds(self, rows: list[MixedRow], at_most_s: float, *, only_test: bool = False) -> NDArray[np.float64]:
         """With weighed chains that are known already, where they tell that a row takes longer than ``at_most_s``."""
@@ -389,37 +391,6 @@ class Bounding:
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""
         return self.bounds_s([candidate])[0]
-
-
-def _bounds(
-    rows: Sequence[Row | MixedRow],
-    at_most_s: float = float("inf"),
-    *,
-    precision: float = PRECISION,
-    mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
-) -> list[float]:
-    """Of rows of both kinds, in their order.
-
-    Args:
-        mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
-    """
-    plain = iter(_plain_bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision))
-    some = [row for row in rows if isinstance(row, MixedRow)]
-    others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
-    return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
-
-
-def _plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float) -> list[float]:
-    """Of rows of one kind: many at once, those with few pipeline ranks apart from those with many."""
-    if len(rows) < MANY:
-        return [float(bound) for bound in bounds(rows, at_most_s, precision=precision)]
-    found = [0.0] * len(rows)
-    for least, most in pairwise((0, *FEW_RANKS, math.inf)):
-        places = [i for i, row in enumerate(rows) if least < row.pp <= most]
-        some = bounds([rows[i] for i in places], at_most_s, precision=precision)
-        for i, bound in zip(places, some, strict=True):
-            found[i] = float(bound)
-    return found
 
 
 def load_of(candidate: Candidate) -> Load:

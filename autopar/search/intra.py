@@ -41,6 +41,9 @@ class Pricing(Protocol):
     @property
     def changes_by_bytes(self) -> bool: ...
 
+    def by_bytes(self, op: Op) -> bool:
+        """Whether an operator costs the same at local shapes of the same bytes."""
+
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
 
@@ -122,14 +125,17 @@ class AxisCosts:
         return self._kept[key]
 
     def _works_of(self, op: Op, strategies: Sequence[Strategy]) -> list[Cost]:
-        """Of the same call at the same local shapes the work is the same."""
-        known: dict[tuple[int, ...], Cost] = {}
+        """Of the same call at the same local shapes the work is the same, or where these have the same bytes."""
+        known: dict[tuple[int | bool, ...], Cost] = {}
         found = []
+        by_bytes = self.pricing.by_bytes(op)
         for strategy in strategies:
             if strategy.target or strategy.extra or strategy.communication:
                 found.append(self._work(op, strategy))
                 continue
-            split = tuple([t.dim for t in strategy.inputs] + [t.dim for t in strategy.outputs])
+            split: tuple[int | bool, ...] = tuple([t.dim for t in (*strategy.inputs, *strategy.outputs)])
+            if by_bytes:
+                split = tuple([dim >= 0 for dim in split])
             if split not in known:
                 known[split] = self._work(op, strategy)
             found.append(known[split])

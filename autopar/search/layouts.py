@@ -13,7 +13,7 @@ from functools import partial
 from autopar.cost.model import CostModel
 from autopar.cost.stages import own_times
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Op, Parameter
+from autopar.graph.ir import Graph, Op, Parameter, Ref
 from autopar.graph.padding import lengths, pad
 from autopar.layout import Type
 from autopar.mesh import Mesh
@@ -89,6 +89,7 @@ class Layouts:
         self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
         self._priced_blocks: dict[tuple[Split, str], BlockPrices] = {}
         self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
+        self._crossing: dict[int, tuple[Graph, list[tuple[Ref, ...]]]] = {}
         self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
         self._least_each: dict[Split, tuple[float, ...]] = {}
@@ -150,7 +151,29 @@ class Layouts:
                 if p.spec.requires_grad and not any(axis == SPREAD for axis, _ in p.layout):
                     owned = p.spec.numel * len(members) / self._owners[p.name]
                     numel += owned / split.tp if rests[p.name].is_split else owned
-        return Draft(split=split, kind=kind, solution=solution, time_s=solution.time_s, numel=numel)
+        sent = self._sent(graph, solution, split.tp)
+        return Draft(
+            split=split, kind=kind, solution=solution, time_s=solution.time_s, numel=numel,
+            send_bytes=min((there for there, _ in sent), default=0.0),
+            send_gradient_bytes=min((back for _, back in sent), default=0.0),
+        )  # fmt: skip
+
+    def _sent(self, graph: Graph, solution: AxisSolution, tp: int) -> list[tuple[float, float]]:
+        """Bytes that one rank sends from each block to the next, and of the gradients that come back, where there are any."""
+        if id(graph) not in self._crossing:  # the graph is kept too, so that its id stays its own
+            self._crossing[id(graph)] = graph, [graph.live_across(block.stop) for block in graph.blocks[:-1]]
+        strategies = solution.typing.strategies
+        found = []
+        for refs in self._crossing[id(graph)][1]:
+            there = back = 0.0
+            for ref in refs:
+                spec = graph.spec(ref)
+                own = spec.num_bytes / (tp if strategies[ref.name].outputs[ref.index].is_split else 1)
+                there += own
+                back += own * spec.requires_grad
+            if refs:
+                found.append((there, back))
+        return found
 
     def option(self, draft: Draft) -> Option:
         """The layout with the costs of its blocks."""

@@ -61,18 +61,19 @@ class LeastRows:
         self._added: dict[tuple[object, ...], list[_Added]] = {}
         self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice], Row]] = {}  # likewise
         self._numel: dict[int, tuple[Option, float]] = {}  # likewise
-        self._drafted: dict[tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float]] = {}  # likewise
+        self._drafted: dict[
+            tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float, float]
+        ] = {}  # likewise
 
     # --- the best of all layouts
 
     def is_too_large(self, candidate: Candidate, whole: Option, step: Step) -> bool:
         """Whether all pipeline ranks together cannot hold a candidate in any layout."""
         if id(whole) not in self._numel:
-            parameters = zip(self.rows.counts, self.rows.private_costs(whole), strict=True)
-            numel = sum(
-                n * sum(p.numel for p in cost.parameters if p.trained and not p.spread) for n, cost in parameters
-            )
-            self._numel[id(whole)] = whole, numel
+            total = 0
+            for n, cost in zip(self.rows.counts, self.rows.private_costs(whole), strict=True):
+                total += n * sum(p.numel for p in cost.parameters if p.trained and not p.spread)
+            self._numel[id(whole)] = whole, total
         numel = self._numel[id(whole)][1] / candidate.mesh.tp
         return self.rows.least_bytes(candidate, numel, whole, step) > self.rows.limit_bytes * candidate.mesh.pp
 
@@ -138,7 +139,9 @@ class LeastRows:
         key = (id(draft), candidate.mesh, *_kind(step))
         if key not in self._drafted:
             self._drafted[key] = draft, *self._drafted_prices(candidate, draft, whole, step)
-        _, (first, last, group), total_s, once_s = self._drafted[key]
+        _, (first, last, group), total_s, once_s, gathers_s = self._drafted[key]
+        sent, back = (draft.send_bytes, draft.send_gradient_bytes) if candidate.mesh.pp > 1 else (0.0, 0.0)
+        collectives = self.model.collectives
         return replace(
             ideal,
             first=first,
@@ -146,13 +149,17 @@ class LeastRows:
             group=group if ideal.count else ideal.group,
             total_s=max(ideal.total_s, total_s),
             once_s=max(ideal.once_s, once_s),
+            gathers_s=gathers_s,
+            send_s=collectives.send_time_s(sent, candidate.mesh),
+            send_back_s=collectives.send_time_s(back, candidate.mesh),
+            stage_bytes=sent,
             tells_apart=False,
         )
 
     def _drafted_prices(
         self, candidate: Candidate, draft: Draft, whole: Option, step: Step
-    ) -> tuple[tuple[BlockPrice, ...], float, float]:
-        """Of the first block, the last one, and the least of the largest group; the time of all, and what they do once."""
+    ) -> tuple[tuple[BlockPrice, ...], float, float, float]:
+        """Of the first block, the last one, and the least of the largest group; of all their time, what they do once, gathers."""
         assert draft.solution is not None
         rests, tp = draft.solution.typing.parameters, draft.split.tp
         prices = []
@@ -166,6 +173,7 @@ class LeastRows:
                     price,
                     time_s=max(price.time_s, self._added_of(part, step).least_s(work_s)),
                     once_s=max(price.once_s, self.model.block_once_s(part, step)),
+                    gather_s=self.model.device.interference * self.model.block_gather_s(part, step),
                     static_bytes=max(price.static_bytes, self.model.block_state(part, step).total),
                 )
             )
@@ -174,7 +182,8 @@ class LeastRows:
         counts = self.rows.counts
         total_s = sum(n * price.time_s for n, price in zip(counts, prices, strict=True))
         once_s = sum(n * price.once_s for n, price in zip(counts, prices, strict=True))
-        return (prices[0], prices[-1], group), total_s, once_s
+        gathers_s = sum(n * price.gather_s for n, price in zip(counts, prices, strict=True))
+        return (prices[0], prices[-1], group), total_s, once_s, gathers_s
 
     # --- parameters
 

@@ -36,6 +36,9 @@ LEVELS = 2
 FAR = 3.0
 """Times the least bound of all from which on layouts that need no solving are not looked at first."""
 
+EARLY = 3
+"""Candidates that are tried by their second bounds while there is no plan: third bounds are found sooner with a time to be below."""
+
 FEW_SAMPLES = 2
 """Of a micro-batch, up to which all layouts are looked at first where pipeline ranks differ."""
 
@@ -212,6 +215,7 @@ class OuterSearch:
                 yield from self._dive(own, given)
                 if near and math.isfinite(self._best_s()):  # the next one costs little too, and is often faster
                     yield from self._dive([k for k in own if k not in given], given)
+        tried = 0
         while heap:
             bound, made, i = heapq.heappop(heap)
             if bound >= self._best_s():
@@ -224,7 +228,9 @@ class OuterSearch:
                 continue
             mine = alike[_split(self.pool[i])]
             self._raise(mine, made, level, heap)
-            if made + 1 == LEVELS:
+            early = made + 1 < LEVELS and math.isinf(self._best_s()) and tried < EARLY
+            tried += early
+            if early or made + 1 == LEVELS:
                 yield from self._dive(mine, given)
 
     def _raise(

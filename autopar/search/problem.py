@@ -31,7 +31,7 @@ from autopar.layout import I, P, R, S, Type
 from autopar.rules.types import Strategy
 from autopar.search.elimination import Energy, Factor, Marginal, Prepared, Table, prepare
 from autopar.search.tables import FREE, Cost, Parted, Weights, columns_of
-from autopar.search.values import Flow, Structures, Wanted, one_reader, several_readers
+from autopar.search.values import Flow, Structures, Wanted, forbidding, one_reader, several_readers
 
 MAX_EXTRAS = 2
 """Further types that one value may be changed to inside a block; one in blocks that are too wide for more."""
@@ -282,15 +282,14 @@ class Problem:
         source: int,
         parts: tuple[Table, ...],
         flow: Flow,
-        readers: Iterable[tuple[int, NDArray[np.bool_]]],
+        readers: Iterable[tuple[int, Table | None]],
     ) -> None:
         """The tables of the variable of a value that several operators read."""
-        assert flow.from_source is not None
         if parts:
             self._append((value,), parts)
-        self._add_allowed((source, value), flow.from_source)
-        for reader, allowed in readers:
-            self._add_allowed((reader, value), allowed)
+        for maker_or_reader, table in ((source, flow.from_source), *readers):
+            if table is not None:
+                self._append((maker_or_reader, value), (table,))
 
     def _flow(self, ref: Ref, made: Sequence[Type], wanted: tuple[Wanted, ...]) -> Flow:
         """What the types of maker and readers say of a value."""
@@ -352,8 +351,9 @@ class Problem:
             self._append(scope, parts)
 
     def _add_allowed(self, scope: tuple[int, ...], allowed: NDArray[np.bool_]) -> None:
-        if not allowed.all():
-            self._append(scope, (np.where(allowed, 0.0, np.inf),))
+        table = forbidding(allowed)
+        if table is not None:
+            self._append(scope, (table,))
 
     def _append(self, scope: tuple[int, ...], parts: tuple[Table, ...]) -> None:
         """A factor; of a table over one variable twice the diagonal."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.layout import I, R, Type
 from autopar.rules.types import Strategy
-from autopar.search.elimination import Prepared
+from autopar.search.elimination import Prepared, Table
 from autopar.search.tables import Sums
 
 Made = tuple[Type, frozenset[Type]]
@@ -40,16 +40,16 @@ class Flow:
         sums: over maker and reader, of one reader; of several readers over the states of the value. Places among the costs
             are one more than those in ``changes``.
         states: of the value, where several operators read it; else none.
-        from_source: which states go with those of the maker.
-        to_readers: for each reader which states go with its strategies.
+        from_source: a table that forbids states that do not go with those of the maker; None: all do.
+        to_readers: likewise for each reader and its strategies.
     """
 
     changes: tuple[Change, ...]
     numbers: tuple[int, ...]
     sums: Sums
     states: Sequence[Made] = ()
-    from_source: NDArray[np.bool_] | None = None
-    to_readers: tuple[NDArray[np.bool_], ...] = ()
+    from_source: Table | None = None
+    to_readers: tuple[Table | None, ...] = ()
 
 
 class Structures:
@@ -135,13 +135,13 @@ def several_readers(
     to_readers = []
     for own in wanted:
         asked = np.array([sum(bit[t] for t in types) for types in own])
-        to_readers.append((asked[:, None] & ~has) == 0)
+        to_readers.append(forbidding((asked[:, None] & ~has) == 0))
     return Flow(
         changes=tuple(changes),
         numbers=_numbers(changes, known),
         sums=_sums(entries, (len(states),), ()),
         states=states,
-        from_source=np.array([bit[t] for t in made])[:, None] == of_state,
+        from_source=forbidding(np.array([bit[t] for t in made])[:, None] == of_state),
         to_readers=tuple(to_readers),
     )
 
@@ -149,6 +149,11 @@ def several_readers(
 def _terms(source: Type, targets: frozenset[Type], changes: dict[Change, int]) -> list[int]:
     """Places of the changes from one type to others, numbered from 1 as they come up."""
     return [changes.setdefault((source, t), len(changes) + 1) for t in sorted(targets - {source})]
+
+
+def forbidding(allowed: NDArray[np.bool_]) -> Table | None:
+    """A table that costs nothing where something is allowed; None: everything is."""
+    return None if allowed.all() else np.where(allowed, 0.0, np.inf)
 
 
 def _numbers(changes: Iterable[Change], known: dict[Change, int]) -> tuple[int, ...]:
