@@ -119,6 +119,11 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     )  # fmt: skip
 
 
+def is_elementwise(op: Op) -> bool:
+    """Whether the work of an operator depends on the bytes of its operands and outputs alone, whatever their shapes."""
+    return op.target not in VIEWS and op.target not in _SPECIAL and op.target != "autopar.opaque"
+
+
 def _view(op: Op, operands: Specs) -> Work:
     """Nothing forward; backward of a part fills a whole gradient, that of an expansion sums."""
     if not op.spec.requires_grad:

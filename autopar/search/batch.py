@@ -25,7 +25,8 @@ from autopar.rules.conversions import conversion
 from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact, compact
-from autopar.search.problem import FREE, Cost, Problem, Weights
+from autopar.search.problem import Problem
+from autopar.search.tables import FREE, Cost, Weights
 
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,16 +16,17 @@ from autopar.graph.ir import Graph
 from autopar.plan import Recompute
 from autopar.search.amounts import flops_per_sample, tokens_per_sample
 from autopar.search.bound_rows import Row
-from autopar.search.bounds import PRECISION, bounds
 from autopar.search.candidates import Candidate
 from autopar.search.cuts import Cuts
 from autopar.search.layouts import Layouts
+from autopar.search.least_rows import LeastRows
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.programs import program
+from autopar.search.row_bounds import plain_bounds, row_bounds
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
 from autopar.search.unstaged import unstaged
@@ -62,6 +63,7 @@ class Bounding:
         self.moving_rows = made(modes=some, moved=frozenset(range(len(graph.blocks))))
         self.moving_rows.moves = True
         """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
+        self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
@@ -97,23 +99,33 @@ class Bounding:
             offload=candidate.offload,
         )
 
-    # --- of many candidates
-
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        plain = [candidate for candidate in candidates if not candidate.on_host]
+        plain = [c for c in candidates if not c.on_host and not self._is_too_large(c)]
         rows = [self._ideal_row(candidate) for candidate in plain]
-        found = iter(self._at_speed(plain, _bounds(rows, precision=COARSE, mixed=quick_bounds), rows))
-        return [self._offloaded_s(c) if c.on_host else next(found) for c in candidates]
+        found = self._at_speed(plain, row_bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+        known = dict(zip(plain, found, strict=True))
+        return [self._offloaded_s(c) if c.on_host else known.get(c, math.inf) for c in candidates]
 
     def rows_of(self, candidate: Candidate) -> RowMaker:
         """What makes the rows of a candidate where ranks are alike."""
         return self.moving_rows if candidate.moves else self.rows
 
+    def least_rows_of(self, candidate: Candidate) -> LeastRows:
+        """What makes those below every layout."""
+        return self.least_moving_rows if candidate.moves else self.least_rows
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        """Whether it cannot fit in any layout for sure, where ranks are alike."""
+        if self.placed.has(candidate):
+            return False
+        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        return self.least_rows_of(candidate).is_too_large(candidate, whole, self.step(candidate, whole))
+
     def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
         if candidate not in self._ideal:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            maker = self.placed if self.placed.has(candidate) else self.rows_of(candidate)
+            maker = self.placed if self.placed.has(candidate) else self.least_rows_of(candidate)
             self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
         return self._ideal[candidate]
 
@@ -135,23 +147,33 @@ class Bounding:
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
 
+        Zero where this says no more than :meth:`ideal_bounds_s`.
+
         Args:
             at_most_s: see :func:`autopar.search.bounds.bounds`.
         """
         rows: list[Row | MixedRow] = []
-        for c in candidates:
+        known = [0.0] * len(candidates)
+        places = []
+        for i, c in enumerate(candidates):
             row = self._ideal_row(c)
             if isinstance(row, MixedRow):  # the quickest layout was found at the prices of the slowest device
                 rows.append(row)
+                places.append(i)
                 continue
             split = split_of(c.micro_batch_size, c.mesh)
+            if split.tp == split.cp == 1:  # the ideal is the only layout
+                continue
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
-            maker, least_s = self.rows_of(c), self.layouts.least_s(split)
-            rows.append(maker.least(row, whole, self.layouts.quickest_s(split), least_s))
+            quickest = self.layouts.quickest_s(split), self.layouts.least_s(split)
+            rows.append(self.least_rows_of(c).least(c, row, whole, self.step(c, whole), *quickest))
+            places.append(i)
         at_most_s /= self._least_speed(candidates)
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
-        found = _bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
-        return self._at_speed(candidates, found, rows)
+        found = row_bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
+        for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
+            known[i] = bound
+        return known
 
     def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
@@ -169,6 +191,9 @@ class Bounding:
                 continue
         at_most_s /= self._least_speed(candidates)
         every = [self._least_first(candidate) for candidate in candidates]
+        self._tell_slow(
+            [(c, draft) for c, drafts in zip(candidates, every, strict=True) for draft in drafts], at_most_s
+        )
         for most in (1, math.inf):  # layouts are priced where their first bounds are below what the first one gives
             asked: list[tuple[Candidate, Draft]] = []
             for candidate, drafts in zip(candidates, every, strict=True):
@@ -185,10 +210,13 @@ class Bounding:
             for c, drafts in zip(candidates, every, strict=True)
         ]
 
-    def known_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+    def known_bounds_s(
+        self, candidates: Sequence[Candidate], at_most_s: float, *, remembers: bool = False
+    ) -> list[float]:
         """For each candidate that was evaluated the bound of its layouts, each that is below ``at_most_s`` priced.
 
-        What is found here is not remembered: the order of later searches is that of the bounds that there were.
+        Args:
+            remembers: else what is found here is not: the order of later searches is that of the bounds that there were.
         """
         remembered = dict(self._bounds)
         self._price([(c, draft) for c in candidates for draft in self._drafts(c)], at_most_s)
@@ -196,7 +224,8 @@ class Bounding:
             min((self._shared_s(c, self._bounds[c, id(d)][0], d.time_s) for d in self._drafts(c)), default=0.0)
             for c in candidates
         ]
-        self._bounds = remembered
+        if not remembers:
+            self._bounds = remembered
         return found
 
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
@@ -205,13 +234,16 @@ class Bounding:
         By a linear program, or with all of the step where there is one stage. As it is known where ranks differ or share cores,
         or where pins or the space say what stages hold. Likewise not remembered.
         """
-        known_s = self.known_bounds_s([candidate], goal_s)[0]
+        remembered = dict(self._bounds)
+        known_s = self.known_bounds_s([candidate], goal_s, remembers=True)[0]
+        drafts = sorted(self._drafts(candidate), key=lambda draft: self._bounds[candidate, id(draft)][0])
+        bounds_s = [self._bounds[candidate, id(draft)][0] for draft in drafts]
+        self._bounds = remembered
         is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
         if not is_alike or self.stages or self.moved or candidate.moves or self.space.equal_stages:
             return known_s
         found = math.inf
-        for draft in self._drafts(candidate):
-            bound_s = self._bounds.get((candidate, id(draft)), (0.0, False))[0]
+        for draft, bound_s in zip(drafts, bounds_s, strict=True):
             if bound_s < min(goal_s, found):
                 sharper = self._unstaged_bound_s if candidate.mesh.pp == 1 else self._program_s
                 bound_s = sharper(candidate, self.layouts.option(draft), bound_s, goal_s, min(goal_s, found))
@@ -221,7 +253,7 @@ class Bounding:
     def _program_s(self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float) -> float:
         made = program(self.rows, candidate, option, self.step(candidate, option))
         for share in AGAIN:
-            bound_s = max(bound_s, _bounds([made.row], share * goal_s)[0])
+            bound_s = max(bound_s, row_bounds([made.row], share * goal_s)[0])
         return made.bound_s(bound_s, goal_s) if bound_s < most_s else bound_s
 
     def _unstaged_bound_s(
@@ -234,7 +266,7 @@ class Bounding:
             return self.model.breakdown([stage], step).total_s
 
         row = unstaged(self.rows, candidate, option, step, step_s)
-        return max(bound_s, *(_bounds([row], share * goal_s)[0] * (1 - ROUNDING) for share in AGAIN))
+        return max(bound_s, *(row_bounds([row], share * goal_s)[0] * (1 - ROUNDING) for share in AGAIN))
 
     def _speed(self, candidate: Candidate) -> float:
         """The least part of their stated times that a pipeline's ranks take, where they share cores.
@@ -274,19 +306,45 @@ class Bounding:
     def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
         """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
         asked = []
+        for candidate, draft in self._open(pairs, at_most_s):
+            asked.append((candidate, draft, self.layouts.option(draft)))
+        makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
+        rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
+        mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
+        for (candidate, draft, _), bound in zip(asked, row_bounds(rows, at_most_s, mixed=mixed), strict=True):
+            known, _ = self._bounds[candidate, id(draft)]
+            self._bounds[candidate, id(draft)] = (max(bound, known), True)
+
+    def _open(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> list[tuple[Candidate, Draft]]:
+        """Those that are not priced, with a first bound below ``at_most_s``."""
+        found = []
         for candidate, draft in pairs:
             key = (candidate, id(draft))
             if key not in self._bounds:
                 self._bounds[key] = (self._draft_s(candidate, draft), False)
             known, is_priced = self._bounds[key]
             if not is_priced and known < at_most_s:
-                asked.append((candidate, draft, self.layouts.option(draft)))
-        makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
-        rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
-        mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
-        for (candidate, draft, _), bound in zip(asked, _bounds(rows, at_most_s, mixed=mixed), strict=True):
-            known, _ = self._bounds[candidate, id(draft)]
-            self._bounds[candidate, id(draft)] = (max(bound, known), True)
+                found.append((candidate, draft))
+        return found
+
+    def _tell_slow(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
+        """Another first bound of those that take no less than ``at_most_s`` by the times and parameters of their blocks."""
+        if math.isinf(at_most_s):
+            return
+        told = [
+            (c, draft)
+            for c, draft in self._open(pairs, at_most_s)
+            if draft.solution is not None and not self.placed.has(c)
+        ]
+        rows: list[Row] = []
+        for c, draft in told:
+            ideal = self._ideal_row(c)
+            assert isinstance(ideal, Row)
+            whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
+            rows.append(self.least_rows_of(c).drafted(c, ideal, draft, whole, self.step(c, whole)))
+        for (c, draft), bound in zip(told, plain_bounds(rows, at_most_s, COARSE), strict=True):
+            if bound >= at_most_s:
+                self._bounds[c, id(draft)] = (bound, False)
 
     def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
         self._price([(candidate, draft)], at_most_s)
@@ -307,8 +365,6 @@ class Bounding:
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
         return self.rows_of(candidate).draft_s(candidate, draft, whole, step)
-
-    # --- bounds where pipeline ranks differ
 
     def _mixed_bounds(self, rows: list[MixedRow], at_most_s: float, *, only_test: bool = False) -> NDArray[np.float64]:
         """With weighed chains that are known already, where they tell that a row takes longer than ``at_most_s``."""
@@ -366,24 +422,6 @@ class Bounding:
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""
         return self.bounds_s([candidate])[0]
-
-
-def _bounds(
-    rows: Sequence[Row | MixedRow],
-    at_most_s: float = float("inf"),
-    *,
-    precision: float = PRECISION,
-    mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
-) -> list[float]:
-    """Of rows of both kinds, in their order.
-
-    Args:
-        mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
-    """
-    plain = iter(bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision=precision))
-    some = [row for row in rows if isinstance(row, MixedRow)]
-    others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
-    return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
 
 
 def load_of(candidate: Candidate) -> Load:

@@ -34,7 +34,9 @@ from autopar.search.intra import (
     boundary_of,
     crossing_types,
 )
-from autopar.search.problem import Choice, Weights, rests_of
+from autopar.search.problem import Choice, rests_of
+from autopar.search.tables import Weights
+from autopar.search.values import Structures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +45,14 @@ class AxisSolution:
 
     ``value``: what it costs under the weights that it was found with; ``blocks``: for each block of the compact graph;
     ``time_s``: of a micro-batch, forward and backward, of all blocks that the graph stands for, without what is done
-    once a step.
+    once a step; ``blocks_s``: of each block of the compact graph.
     """
 
     typing: Typing
     blocks: tuple[AxisTyping, ...]
     value: float
     time_s: float
+    blocks_s: tuple[float, ...] = ()
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -76,7 +79,7 @@ class AxisSolver:
         compact: the compact graph before the axis is applied.
         rests: allowed types at rest by parameter name, where pins restrict them.
         narrow: keeps those of an operator's strategies that it may take; None: all.
-        prepared: what solvers of equal structure share; see :func:`autopar.search.elimination.prepare`.
+        structures: what solvers of equal structure share, whatever they cost.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class AxisSolver:
         pricing: Pricing,
         rests: Mapping[str, Sequence[Type]] | None = None,
         narrow: Narrow | None = None,
-        prepared: dict[object, Prepared] | None = None,
+        structures: Structures | None = None,
     ) -> None:
         self.compact, self.axis, self.size = compact, axis, size
         self.rests = rests or {}
@@ -98,7 +101,13 @@ class AxisSolver:
             for parameter in graph.block_parameters(block):
                 owners[parameter.name] = owners.get(parameter.name, 0) + 1
         self.costs = AxisCosts(
-            graph=graph, axis=axis, size=size, pricing=pricing, owners=owners, narrow=narrow, prepared=prepared
+            graph=graph,
+            axis=axis,
+            size=size,
+            pricing=pricing,
+            owners=owners,
+            narrow=narrow,
+            structures=structures or Structures(),
         )
         self.boundaries = [boundary_of(graph, block, owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, size)
@@ -235,7 +244,9 @@ class AxisSolver:
                 for a, b in self.equal_values()
                 if a != b and a in variables and b in variables
             ]
-            prepared = prepare(Energy(sizes=tuple(sizes), factors=(*factors, *equal)), (), known=self.costs.prepared)
+            prepared = prepare(
+                Energy(sizes=tuple(sizes), factors=(*factors, *equal)), (), known=self.costs.structures.prepared
+            )
             self._made = _Chain(variables=variables, equal=tuple(f.table for f in equal), prepared=prepared)
         return self._made
 
@@ -248,7 +259,7 @@ class AxisSolver:
         graph, time_s = self.compact.graph, 0.0
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, Type] = {}
-        blocks = []
+        blocks, blocks_s = [], []
         for i, block in enumerate(graph.blocks):
             solved = self.problems[self.keys[i]]
             chosen = self.keys[i], assignments[i]
@@ -259,6 +270,7 @@ class AxisSolver:
                 )
             model, (choice, own_s) = solved.block, self._chosen[chosen]
             time_s += len(self.compact.members[i]) * own_s
+            blocks_s.append(own_s)
             pairs = zip(graph.block_ops(block), graph.block_ops(model), strict=True)
             mine = [(op.name, choice.strategies[other.name]) for op, other in pairs]
             owned = zip(graph.block_parameters(block), graph.block_parameters(model), strict=True)
@@ -276,7 +288,7 @@ class AxisSolver:
                 )
             )
         typing = Typing(axis=self.axis, size=Fraction(self.size), strategies=strategies, parameters=parameters)
-        return AxisSolution(typing=typing, blocks=tuple(blocks), value=0.0, time_s=time_s)
+        return AxisSolution(typing=typing, blocks=tuple(blocks), value=0.0, time_s=time_s, blocks_s=tuple(blocks_s))
 
 
 def _keys(boundary: Boundary) -> list[Ref | str]:

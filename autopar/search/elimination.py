@@ -16,6 +16,8 @@ from math import inf, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.search.steps import Step, eliminate, steps_of
+
 Table = NDArray[np.float64]
 
 MAX_TABLE_ENTRIES = 1 << 23
@@ -24,9 +26,6 @@ MAX_TABLE_ENTRIES = 1 << 23
 MANY_ENTRIES = 1 << 19
 """A table that is worth the search for a better order."""
 ORDERS = 32
-
-MAX_KEPT = 1 << 16
-"""Entries of a table that is kept until it is known which of its minima are asked for."""
 
 MAX_SIDE_BY_SIDE = 1 << 20
 """Entries of the tables of several energies that are eliminated at once."""
@@ -106,6 +105,7 @@ class Prepared:
         order: of elimination; None where the tables would grow too large.
         keep: variables that stay.
         largest: entries of the largest table on the way.
+        steps: of the elimination, where there is an order.
     """
 
     sizes: tuple[int, ...]
@@ -114,6 +114,7 @@ class Prepared:
     order: tuple[int, ...] | None
     keep: tuple[int, ...]
     largest: int
+    steps: tuple[Step, ...] = ()
 
     def solve(self, tables: Sequence[Table]) -> Marginal:
         """The marginal of the energy with these tables, which forbid what those it was prepared for forbid."""
@@ -140,7 +141,7 @@ class Prepared:
     def _solved(self, tables: Sequence[Table], count: int) -> list[Marginal]:
         sizes = tuple(len(s) for s in self.states)
         if self.order is not None:
-            small, decode_small = _eliminate(sizes, self.scopes, tables, self.order, self.keep)
+            small, decode_small = eliminate(self.steps, tables, self.keep, len(sizes))
         else:
             factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
             one, decode_one = _by_milp(Energy(sizes=sizes, factors=factors), self.keep)
@@ -191,13 +192,15 @@ def prepare(
 def _prepare(energy: Energy, keep: tuple[int, ...], max_entries: int) -> Prepared:
     small, states = _prune(energy)
     order, largest = elimination_order(small, keep)
+    scopes, is_small = tuple(f.scope for f in energy.factors), largest <= max_entries
     return Prepared(
         sizes=energy.sizes,
-        scopes=tuple(f.scope for f in energy.factors),
+        scopes=scopes,
         states=tuple(states),
-        order=order if largest <= max_entries else None,
+        order=order if is_small else None,
         keep=keep,
         largest=largest,
+        steps=steps_of(small.sizes, scopes, order, keep) if is_small else (),
     )
 
 
@@ -262,76 +265,6 @@ def _greedy(
         for u in around.union(*(neighbours[w] for w in around)) & left:
             scores[u] = score(u)
     return tuple(order), largest
-
-
-def _sum(parts: Sequence[tuple[tuple[int, ...], Table]], scope: Sequence[int], sizes: Sequence[int]) -> Table:
-    """The sum of tables over ``scope``, the energies side by side in front."""
-    position = {v: i for i, v in enumerate(scope)}
-    full = (max((len(t) for _, t in parts), default=1), *(sizes[v] for v in scope))
-    total: Table | None = None
-    is_own = False  # else it is a view of a part
-    for own, table in parts:
-        axes = [0, *(1 + i for i in sorted(range(len(own)), key=lambda i: position[own[i]]))]
-        mine = set(own)
-        part = table.transpose(axes).reshape([len(table), *(sizes[v] if v in mine else 1 for v in scope)])
-        if total is None:
-            total = part
-        elif is_own and total.shape == full:
-            total += part
-        else:
-            total, is_own = total + part, True
-    if total is None:
-        return np.zeros(full)
-    return total if total.shape == full else np.broadcast_to(total, full).copy()
-
-
-def _eliminate(
-    sizes: Sequence[int],
-    scopes: Sequence[tuple[int, ...]],
-    tables: Sequence[Table],
-    order: Sequence[int],
-    keep: tuple[int, ...],
-) -> tuple[Table, Callable[[int, tuple[int, ...]], tuple[int, ...]]]:
-    """Minimise over the variables of ``order`` one by one, remembering the best state for each context.
-
-    ``tables`` have the energies side by side in front; the decoder takes which of them it is asked for.
-    """
-    buckets: list[dict[int, tuple[tuple[int, ...], Table]]] = [{} for _ in sizes]
-    alive = dict(enumerate(zip(scopes, tables, strict=True)))
-    for key, factor in alive.items():
-        for v in factor[0]:
-            buckets[v][key] = factor
-    choices: list[tuple[int, tuple[int, ...], Table, NDArray[np.intp] | None]] = []
-    for v in order:
-        bucket = list(buckets[v].items())
-        scope = tuple(sorted({u for _, (own, _) in bucket for u in own} - {v}))
-        total = _sum([factor for _, factor in bucket], (v, *scope), sizes)
-        for key, (own, _) in bucket:
-            del alive[key]
-            for u in own:
-                del buckets[u][key]
-        # few contexts are ever asked for: of small tables they are looked at then
-        choices.append(
-            (v, scope, total, None) if total.size <= MAX_KEPT else (v, scope, total[:0], total.argmin(axis=1))
-        )
-        key = len(tables) + len(choices)
-        alive[key] = scope, np.minimum.reduce(total, axis=1)
-        for u in scope:
-            buckets[u][key] = alive[key]
-    table = _sum(list(alive.values()), keep, sizes)
-
-    def decode(which: int, index: tuple[int, ...]) -> tuple[int, ...]:
-        found = dict(zip(keep, index, strict=True))
-        for v, scope, total, best in reversed(choices):
-            context = tuple(found[u] for u in scope)
-            if best is not None:
-                found[v] = int(best[(which if len(best) > 1 else 0, *context)])
-            else:
-                own = total[which if len(total) > 1 else 0]
-                found[v] = int(own[:, *context].argmin())
-        return tuple(found[v] for v in range(len(sizes)))
-
-    return table, decode
 
 
 def _by_milp(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Callable[[tuple[int, ...]], tuple[int, ...]]]:

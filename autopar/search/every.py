@@ -19,7 +19,7 @@ from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.elimination import marginalise
 from autopar.search.inter import Cut, CutBlock
 from autopar.search.intra import BlockProblem
-from autopar.search.problem import Weights
+from autopar.search.tables import Weights
 
 MAX_ENTRIES = 64
 """Combinations of a block's strategies, types at rest and types at its boundary that are looked through, for each typing wanted."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 from autopar import rules
 from autopar.cost.work import VIEWS
@@ -19,8 +19,10 @@ from autopar.graph.ir import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, Type
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
-from autopar.search.elimination import Marginal, Prepared
-from autopar.search.problem import FREE, MAX_EXTRAS, Cost, Problem, Shared, Weights, rests_of, types_of
+from autopar.search.elimination import Marginal
+from autopar.search.problem import MAX_EXTRAS, Problem, Shared, rests_of, types_of
+from autopar.search.tables import FREE, Cost, Weights
+from autopar.search.values import Structures
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -32,11 +34,15 @@ Narrow = Callable[[Op, tuple[Strategy, ...]], tuple[Strategy, ...]]
 class Pricing(Protocol):
     """What the layout search asks the cost model.
 
-    ``changes_by_bytes``: changes of type cost the same for tensors of the same bytes, whatever their shapes.
+    ``changes_by_bytes``: changes of type cost the same for tensors of the same bytes, whatever their shapes and whichever of
+    the dims after the first is split.
     """
 
     @property
     def changes_by_bytes(self) -> bool: ...
+
+    def by_bytes(self, op: Op) -> bool:
+        """Whether an operator costs the same at local shapes of the same bytes."""
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """Seconds of one local operator, forward and backward, and bytes that it saves of its own making."""
@@ -60,8 +66,8 @@ class AxisCosts:
 
     ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
     ``narrow``: keeps those of an operator's strategies that it may take; None: all.
-    ``prepared``: see :func:`autopar.search.elimination.prepare`.
-    ``edges``: tables of :class:`autopar.search.problem.Problem` that its blocks have in common.
+    ``structures``: may be those of other costs too.
+    ``shared``: what problems at these prices have in common.
     """
 
     graph: Graph
@@ -71,15 +77,17 @@ class AxisCosts:
     owners: Mapping[str, int] = field(default_factory=dict)
     narrow: Narrow | None = None
     _changes: dict[tuple[object, ...], Cost | None] = field(default_factory=dict)
-    edges: dict[object, Any] = field(default_factory=dict)
-    prepared: dict[object, Prepared] | None = None
+    structures: Structures = field(default_factory=Structures)
+    shared: Shared = field(init=False)
     _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
+    _kept: dict[object, list[Cost]] = field(default_factory=dict)
     parts: Fraction = field(init=False)
     _by_bytes: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.parts = Fraction(self.size)
         self._by_bytes = self.pricing.changes_by_bytes
+        self.shared = Shared(same=self.same, structures=self.structures)
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
@@ -98,17 +106,39 @@ class AxisCosts:
     def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
         """See :class:`autopar.search.problem.Costs`."""
         if id(strategies) not in self._works:  # equal calls are offered the same strategies
-            self._works[id(strategies)] = strategies, [self._work(op, strategy) for strategy in strategies]
+            self._works[id(strategies)] = strategies, self._works_of(op, strategies)
         works = self._works[id(strategies)][1]
         if not saved:
             return works
-        sizes = {ref: self.graph.spec(ref).num_bytes for ref in saved}
+        where: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
+        where |= {self._root(ref): (True, i) for i, ref in enumerate(op.operands)}
+        kept = tuple([(self.graph.spec(ref).num_bytes, *where[ref]) for ref in saved])
+        key = id(strategies), kept
+        if key not in self._kept:
+            self._kept[key] = [
+                Cost(cost.time_s, 0.0, cost.saved_bytes + sum([
+                    size * self._share((strategy.inputs if is_read else strategy.outputs)[i])
+                    for size, is_read, i in kept
+                ]))
+                for strategy, cost in zip(strategies, works, strict=True)
+            ]  # fmt: skip
+        return self._kept[key]
+
+    def _works_of(self, op: Op, strategies: Sequence[Strategy]) -> list[Cost]:
+        """Of the same call at the same local shapes the work is the same, or where these have the same bytes."""
+        known: dict[tuple[int | bool, ...], Cost] = {}
         found = []
-        for strategy, cost in zip(strategies, works, strict=True):
-            share = {Ref(op.name, i): self._share(t) for i, t in enumerate(strategy.outputs)}
-            share |= {self._root(r): self._share(t) for r, t in zip(op.operands, strategy.inputs, strict=True)}
-            saved_bytes = cost.saved_bytes + sum(size * share[ref] for ref, size in sizes.items())
-            found.append(Cost(time_s=cost.time_s, saved_bytes=saved_bytes))
+        by_bytes = self.pricing.by_bytes(op)
+        for strategy in strategies:
+            if strategy.target or strategy.extra or strategy.communication:
+                found.append(self._work(op, strategy))
+                continue
+            split: tuple[int | bool, ...] = tuple([t.dim for t in (*strategy.inputs, *strategy.outputs)])
+            if by_bytes:
+                split = tuple([dim >= 0 for dim in split])
+            if split not in known:
+                known[split] = self._work(op, strategy)
+            found.append(known[split])
         return found
 
     def _work(self, op: Op, strategy: Strategy) -> Cost:
@@ -129,8 +159,18 @@ class AxisCosts:
 
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         """A change of type, forward and backward; None where there is none."""
-        kept: TensorSpec | int = spec.num_bytes if self._by_bytes else spec
-        key = (kept, spec.requires_grad, source, target)
+        if self._by_bytes:
+            inner = source.dim > 0, target.dim > 0
+            key: tuple[object, ...] = (
+                spec.num_bytes,
+                spec.requires_grad,
+                source.kind,
+                target.kind,
+                source == target,
+                *inner,
+            )
+        else:
+            key = (spec, source, target)
         if key not in self._changes:
             self._changes[key] = self._change(spec, source, target)
         return self._changes[key]
@@ -164,7 +204,9 @@ class AxisCosts:
     def same(self, ref: Ref) -> object:
         """Equal for values whose changes of type cost the same."""
         spec = self.graph.spec(ref)
-        return (spec, self.owners.get(ref.name, 1)) if self.graph.is_parameter(ref) else spec
+        if self.graph.is_parameter(ref):
+            return spec, self.owners.get(ref.name, 1)
+        return (spec.num_bytes, spec.requires_grad) if self._by_bytes else spec
 
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         """A parameter's state."""
@@ -229,7 +271,7 @@ class BlockProblem:
             at_rest=self.rest_types,
             max_extras=max_extras,
             alike=alike,
-            shared=Shared(same=costs.same, tables=costs.edges, prepared=costs.prepared),
+            shared=costs.shared,
         )
         keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(block):

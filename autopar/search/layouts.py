@@ -8,44 +8,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 
-from autopar.cost.data_parallel import itemsize
 from autopar.cost.model import CostModel
 from autopar.cost.stages import own_times
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Op, Parameter
+from autopar.graph.ir import Graph, Op, Parameter, Ref
 from autopar.graph.padding import lengths, pad
-from autopar.layout import I, Type
+from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import PaddedParameter
 from autopar.rules.apply import shard
 from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.rules.spread import AXIS as SPREAD
-from autopar.rules.spread import EXPERTS, spread
-from autopar.rules.types import Strategy, Typing
-from autopar.search.batch import solve_batch
+from autopar.rules.spread import EXPERTS
+from autopar.rules.types import Strategy
+from autopar.search.bases import Bases
 from autopar.search.block_prices import BlockPrices, PricedBlocks
 from autopar.search.chain import AxisSolution, AxisSolver
-from autopar.search.classes import Compact, compact
-from autopar.search.elimination import Prepared
+from autopar.search.classes import compact
 from autopar.search.every import every_typing
 from autopar.search.intra import Narrow
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
-from autopar.search.prices import AxisPricing
-from autopar.search.problem import Weights, rests_of
-from autopar.search.sequence import CP, KINDS, SequenceSplit
+from autopar.search.problem import rests_of
 from autopar.search.space import Space
+from autopar.search.tables import Weights
+from autopar.search.values import Structures
 
 TP = "tp"
 SPREAD_EXPERTS = "autopar.experts_dispatch"
 MIXTURES = (EXPERTS, SPREAD_EXPERTS)
-COLLECTIVE_WEIGHT = 1e-3
-"""Of collectives in the typing on ``cp``: the axis is there to split work and what is kept for backward, and a typing
-that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
 
 
 class Layouts:
@@ -71,7 +65,6 @@ class Layouts:
     ) -> None:
         self.narrow = narrow
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
-        self.global_batch_size = global_batch_size
         self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
         self.pinned = {p.name: t for p in graph.parameters if (t := _pinned_type(p, pins)) is not None}
         keys = [
@@ -79,16 +72,16 @@ class Layouts:
             for block in graph.blocks
         ]
         self.compact = compact(graph, keys=keys)
-        self.batch = solve_batch(self.compact)
+        self.bases = Bases(
+            graph, self.compact, model, global_batch_size=global_batch_size, pins=pins,
+            costs=lambda split: self._option(split, "", None).costs,
+        )  # fmt: skip
+        self.batch = self.bases.batch
         self._owners = Counter(
             p.name for block in self.compact.graph.blocks for p in self.compact.graph.block_parameters(block)
         )
-        self._micro: dict[int, Compact] = {}
-        self.kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
         self._solvers: dict[tuple[Split, str], AxisSolver] = {}
-        self._prepared: dict[object, Prepared] = {}
-        self._sequences: dict[tuple[Split, str], AxisSolution | InfeasibleError] = {}
-        self._bases: dict[tuple[Split, str], Compact] = {}
+        self._structures = Structures()
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
@@ -96,6 +89,7 @@ class Layouts:
         self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
         self._priced_blocks: dict[tuple[Split, str], BlockPrices] = {}
         self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
+        self._crossing: dict[int, tuple[Graph, list[tuple[Ref, ...]]]] = {}
         self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
         self._least_each: dict[Split, tuple[float, ...]] = {}
@@ -104,22 +98,6 @@ class Layouts:
     def prelude(self) -> tuple[str, ...]:
         """Strategy names of the prelude on axis ``batch``."""
         return tuple(self.batch.strategies[op.name].name for op in self.graph.prelude)
-
-    def micro(self, micro_batch_size: int) -> Compact:
-        """The compact graph of one micro-batch."""
-        if micro_batch_size not in self._micro:
-            typing = self._batch_typing(micro_batch_size)
-            local = shard(
-                self.compact.graph,
-                typing,
-                global_batch_size=self.global_batch_size,
-                micro_batch_size=micro_batch_size,
-            )
-            self._micro[micro_batch_size] = replace(self.compact, graph=local)
-        return self._micro[micro_batch_size]
-
-    def _batch_typing(self, micro_batch_size: int) -> Typing:
-        return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
 
     def front(self, micro_batch_size: int, mesh: Mesh, load: Load) -> Iterator[Option]:
         """The layouts that some price of memory makes best, from lean to fast, each made when it is asked for.
@@ -144,7 +122,7 @@ class Layouts:
         """Those that some price of memory makes best."""
         found: dict[object, Draft] = {}
         for ratio in sorted(self.space.price_ratios, reverse=True) if split.tp > 1 else (0.0,):
-            for kind in self._kinds(split):
+            for kind in self.bases.kinds(split):
                 draft = self._draft(split, kind, self._solution(split, kind, load.order, ratio))
                 found.setdefault((kind, draft.solution and draft.solution.signature), draft)
         return tuple(found.values())
@@ -155,7 +133,7 @@ class Layouts:
             return ()
         if split not in self._every:
             found: list[Draft] = []
-            for kind in self._kinds(split):
+            for kind in self.bases.kinds(split):
                 made = every_typing(self._solver(split, kind), self.space.every)
                 if made is None:
                     found = []
@@ -167,13 +145,35 @@ class Layouts:
     def _draft(self, split: Split, kind: str, solution: AxisSolution | None) -> Draft:
         if solution is None:
             return Draft(split=split, kind=kind, solution=None)
-        graph, rests, numel = self._base(split, kind).graph, solution.typing.parameters, 0.0
+        graph, rests, numel = self.bases.base(split, kind).graph, solution.typing.parameters, 0.0
         for block, members in zip(graph.blocks, self.compact.members, strict=True):
             for p in graph.block_parameters(block):
                 if p.spec.requires_grad and not any(axis == SPREAD for axis, _ in p.layout):
                     owned = p.spec.numel * len(members) / self._owners[p.name]
                     numel += owned / split.tp if rests[p.name].is_split else owned
-        return Draft(split=split, kind=kind, solution=solution, time_s=solution.time_s, numel=numel)
+        sent = self._sent(graph, solution, split.tp)
+        return Draft(
+            split=split, kind=kind, solution=solution, time_s=solution.time_s, numel=numel,
+            send_bytes=min((there for there, _ in sent), default=0.0),
+            send_gradient_bytes=min((back for _, back in sent), default=0.0),
+        )  # fmt: skip
+
+    def _sent(self, graph: Graph, solution: AxisSolution, tp: int) -> list[tuple[float, float]]:
+        """Bytes that one rank sends from each block to the next, and of the gradients that come back, where there are any."""
+        if id(graph) not in self._crossing:  # the graph is kept too, so that its id stays its own
+            self._crossing[id(graph)] = graph, [graph.live_across(block.stop) for block in graph.blocks[:-1]]
+        strategies = solution.typing.strategies
+        found = []
+        for refs in self._crossing[id(graph)][1]:
+            there = back = 0.0
+            for ref in refs:
+                spec = graph.spec(ref)
+                own = spec.num_bytes / (tp if strategies[ref.name].outputs[ref.index].is_split else 1)
+                there += own
+                back += own * spec.requires_grad
+            if refs:
+                found.append((there, back))
+        return found
 
     def option(self, draft: Draft) -> Option:
         """The layout with the costs of its blocks."""
@@ -194,7 +194,7 @@ class Layouts:
 
     def solve_ahead(self, split: Split, loads: Iterable[Load]) -> None:
         """Solve for all of these at once, which is quicker than one after the other."""
-        for kind in self._kinds(split) if split.tp > 1 else ():
+        for kind in self.bases.kinds(split) if split.tp > 1 else ():
             self._solve(split, kind, dict.fromkeys(load.order for load in loads))
 
     def _solve(self, split: Split, kind: str, orders: Iterable[tuple[int, int]]) -> None:
@@ -215,7 +215,7 @@ class Layouts:
         """
         if split not in self._quickest:
             try:
-                self._quickest[split] = min(self._quickest_of_kind_s(split, kind) for kind in self._kinds(split))
+                self._quickest[split] = min(self._quickest_of_kind_s(split, kind) for kind in self.bases.kinds(split))
             except InfeasibleError:
                 self._quickest[split] = 0.0
         return self._quickest[split]
@@ -224,7 +224,7 @@ class Layouts:
         """As :meth:`quickest_s`, for each block of the compact graph alone; zeros where no kind of attention fits."""
         if split not in self._least_each:
             try:
-                found = [self._least_of_kind_each(split, kind) for kind in self._kinds(split)]
+                found = [self._least_of_kind_each(split, kind) for kind in self.bases.kinds(split)]
             except InfeasibleError:
                 found = [(0.0,) * len(self.compact.members)]
             self._least_each[split] = tuple(map(min, zip(*found, strict=True)))
@@ -243,7 +243,7 @@ class Layouts:
 
     def _least_s(self, split: Split) -> float:
         if split not in self._least:
-            self._least[split] = min(self._least_of_kind_s(split, kind) for kind in self._kinds(split))
+            self._least[split] = min(self._least_of_kind_s(split, kind) for kind in self.bases.kinds(split))
         return self._least[split]
 
     def _least_of_kind_s(self, split: Split, kind: str) -> float:
@@ -256,15 +256,15 @@ class Layouts:
     def _solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base = padded(self._base(split, kind), split.tp)
+            base = padded(self.bases.base(split, kind), split.tp)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,
                 size=split.tp,
-                pricing=self._pricing(TP, split),
+                pricing=self.bases.pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
                 narrow=partial(self._narrow, split),
-                prepared=self._prepared,
+                structures=self._structures,
             )
         return self._solvers[key]
 
@@ -278,75 +278,6 @@ class Layouts:
         return tuple(
             s for s in offered if self.pins.allows("ep", outside * (split.tp if s.target in EXPERT_TARGETS else 1))
         )
-
-    # --- context parallelism
-
-    def _kinds(self, split: Split) -> tuple[str, ...]:
-        """The kinds of attention that can split the sequence; one without a name where it is not split.
-
-        Raises:
-            InfeasibleError: there are none; says why the last is none.
-        """
-        if split.cp == 1:
-            return ("",)
-        found, failure = [], None
-        for kind in self.kinds:
-            try:
-                self._sequence(split, kind)
-                found.append(kind)
-            except InfeasibleError as error:
-                failure = error
-        if not found:
-            raise failure or InfeasibleError("some kind of attention is allowed on cp", value="none")
-        return tuple(found)
-
-    def _sequence(self, split: Split, kind: str) -> AxisSolution:
-        """The typing on ``cp``: work and what is kept for backward are split wherever they can be."""
-        key = (split, kind)
-        if key not in self._sequences:
-            self._sequences[key] = self._split_sequence(split, kind)
-        found = self._sequences[key]
-        if isinstance(found, InfeasibleError):
-            raise found
-        return found
-
-    def _split_sequence(self, split: Split, kind: str) -> AxisSolution | InfeasibleError:
-        micro = self._spread(split)
-        whole = Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data)
-        saved = sum(n.saved_bytes for n in self.whole(split.micro_batch_size, split.ep_data).costs)
-        try:
-            solver = AxisSolver(
-                micro,
-                axis=CP,
-                size=split.cp,
-                pricing=self._pricing(CP, split),
-                rests={p.name: (I,) for p in micro.graph.parameters},
-                narrow=SequenceSplit(micro.graph, kind, split.cp),
-            )
-            return solver.solve(Weights(per_step_s=1.0, saved_byte=self._least_s(whole) / max(saved, 1)))
-        except InfeasibleError as error:
-            return error
-
-    def _base(self, split: Split, kind: str) -> Compact:
-        """The compact graph of one micro-batch and one rank of ``cp``."""
-        micro = self._spread(split)
-        if split.cp == 1:
-            return micro
-        key = (split, kind)
-        if key not in self._bases:
-            graph = shard(micro.graph, self._sequence(split, kind).typing)
-            self._bases[key] = replace(micro, graph=graph)
-        return self._bases[key]
-
-    def _spread(self, split: Split) -> Compact:
-        """The compact graph of one micro-batch on one data rank, with its share of the experts."""
-        micro = self.micro(split.micro_batch_size)
-        if split.ep_data == 1:
-            return micro
-        key = (Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data), "")  # cp=1: no kind of attention
-        if key not in self._bases:
-            self._bases[key] = replace(micro, graph=spread(micro.graph, split.ep_data))
-        return self._bases[key]
 
     # --- prices
 
@@ -364,30 +295,9 @@ class Layouts:
                 rests[parameter.name] = (pinned,)
         return rests
 
-    def _pricing(self, axis: str, split: Split) -> AxisPricing:
-        """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
-        precision = self.model.precision
-        storage, compute, reduce = (itemsize(name) for name in (precision.storage, precision.compute, precision.reduce))
-        copies = compute if compute != storage else 0
-        return AxisPricing(
-            device=self.model.device,
-            collectives=self.model.collectives,
-            mesh=self.mesh(split),
-            axis=axis,
-            collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
-            state_bytes_per_element=storage + self.model.optimizer.bytes_per_element(storage) + reduce + copies,
-            gradient_itemsize=storage,
-            measured=self.model.measured,
-        )
-
-    def mesh(self, split: Split) -> Mesh:
-        """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
-        outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
-        return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp, ep=split.ep_data, ep_data=split.ep_data)
-
     def local_graph(self, split: Split, kind: str, solution: AxisSolution | None) -> Graph:
         """One rank's graph of one micro-batch."""
-        graph = self._base(split, kind).graph
+        graph = self.bases.base(split, kind).graph
         if solution is None:
             return graph
         return shard(pad(graph, used_padding(graph, lengths(graph, split.tp), solution.typing)), solution.typing)
@@ -395,10 +305,10 @@ class Layouts:
     def _option(self, split: Split, kind: str, solution: AxisSolution | None) -> Option:
         key = (split, kind, solution and solution.signature)
         if key not in self._options:
-            graph = self._base(split, kind).graph
+            graph = self.bases.base(split, kind).graph
             found = self._prices(split, kind).of(solution)
             self._options[key] = Option(
-                sequence=self._sequence(split, kind) if split.cp > 1 else None,
+                sequence=self.bases.sequence(split, kind) if split.cp > 1 else None,
                 kind=kind,
                 solution=solution,
                 ep_data=split.ep_data,
@@ -409,12 +319,12 @@ class Layouts:
                 totals=tuple(graph.spec(ref).num_bytes for ref in graph.sums),
             )
             if self.model.is_mixed:
-                self._works[id(self._options[key])] = found, self.mesh(split)
+                self._works[id(self._options[key])] = found, self.bases.mesh(split)
         return self._options[key]
 
     def _prices(self, split: Split, kind: str) -> BlockPrices:
         if (split, kind) not in self._priced_blocks:
-            graph, mesh = self._base(split, kind).graph, self.mesh(split)
+            graph, mesh = self.bases.base(split, kind).graph, self.bases.mesh(split)
             self._priced_blocks[split, kind] = BlockPrices(
                 graph, self.model, mesh, self._owners, split.tp, is_selective=self.is_selective
             )

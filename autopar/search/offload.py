@@ -82,7 +82,7 @@ def first_bound_s(candidate: Candidate, ideal: Row, more_once_s: float) -> float
     """Seconds below which a candidate with something on the host has no plan, whatever fits.
 
     Args:
-        ideal: the row of its twin that has all on the device (``RowMaker.ideal``), of which memory does not count.
+        ideal: the row of its twin that has all on the device (``LeastRows.ideal``), of which memory does not count.
         more_once_s: what stepping on the host takes longer, all ranks of the pipeline together.
     """
     m, pp = candidate.num_micro_batches, candidate.mesh.pp

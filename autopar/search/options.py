@@ -66,6 +66,7 @@ class Draft:
         time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
         numel: trained elements that the ranks of a pipeline hold together at least, those of ``dp_shard`` taken for one;
             experts over data ranks do not count.
+        send_bytes, send_gradient_bytes: of what a stage sends to the next at least, and gets back.
     """
 
     split: Split
@@ -73,6 +74,8 @@ class Draft:
     solution: AxisSolution | None
     time_s: float = 0.0
     numel: float = 0.0
+    send_bytes: float = 0.0
+    send_gradient_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,9 @@ LEVELS = 2
 FAR = 3.0
 """Times the least bound of all from which on layouts that need no solving are not looked at first."""
 
+EARLY = 3
+"""Candidates that are tried by their second bounds while there is no plan: third bounds are found sooner with a time to be below."""
+
 FEW_SAMPLES = 2
 """Of a micro-batch, up to which all layouts are looked at first where pipeline ranks differ."""
 
@@ -210,6 +213,9 @@ class OuterSearch:
                 self._raise(own, 0, level, heap)
                 self._raise(own, 1, level, heap)
                 yield from self._dive(own, given)
+                if near and math.isfinite(self._best_s()):  # the next one costs little too, and is often faster
+                    yield from self._dive([k for k in own if k not in given], given)
+        tried = 0
         while heap:
             bound, made, i = heapq.heappop(heap)
             if bound >= self._best_s():
@@ -222,7 +228,9 @@ class OuterSearch:
                 continue
             mine = alike[_split(self.pool[i])]
             self._raise(mine, made, level, heap)
-            if made + 1 == LEVELS:
+            early = made + 1 < LEVELS and math.isinf(self._best_s()) and tried < EARLY
+            tried += early
+            if early or made + 1 == LEVELS:
                 yield from self._dive(mine, given)
 
     def _raise(
@@ -242,7 +250,9 @@ class OuterSearch:
 
     def _dive(self, places: Sequence[int], given: set[int]) -> Iterator[int]:
         """The one that may be the best of these; not where the order is shared, in which it would depend on timing."""
-        first = min(places, key=lambda k: (self.bounds[self.pool[k]], k))
+        first = min(places, key=lambda k: (self.bounds[self.pool[k]], k), default=-1)
+        if first < 0:
+            return
         if not self.ledger.is_shared and first not in given and self.bounds[self.pool[first]] < self._best_s():
             given.add(first)
             yield first

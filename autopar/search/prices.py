@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, time_of_work
-from autopar.cost.work import work
+from autopar.cost.work import is_elementwise, work
 from autopar.device import Device
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.mesh import Mesh
-from autopar.search.problem import Cost
+from autopar.search.tables import Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,10 @@ class AxisPricing:
     def changes_by_bytes(self) -> bool:
         """See :class:`autopar.search.intra.Pricing`; what was measured, was measured at a shape."""
         return self.measured is None
+
+    def by_bytes(self, op: Op) -> bool:
+        """See :class:`autopar.search.intra.Pricing`."""
+        return self.measured is None and is_elementwise(op)
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """See :class:`autopar.search.intra.Pricing`."""

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
-from typing import Any, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,42 +30,11 @@ from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
 from autopar.rules.types import Strategy
 from autopar.search.elimination import Energy, Factor, Marginal, Prepared, Table, prepare
+from autopar.search.tables import FREE, Cost, Parted, Weights, columns_of
+from autopar.search.values import Flow, Structures, Wanted, forbidding, one_reader, several_readers
 
 MAX_EXTRAS = 2
 """Further types that one value may be changed to inside a block; one in blocks that are too wide for more."""
-
-_T = TypeVar("_T")
-
-Made = tuple[Type, frozenset[Type]]
-"""A state of a value that several operators read: as made, and what else is made from it."""
-
-_Value: TypeAlias = tuple[
-    list[Made], tuple[Table, ...], NDArray[np.bool_], list[tuple[list[frozenset[Type]], NDArray[np.bool_]]]
-]
-"""Its states, their costs, which of them go with the maker's, and for each reader the types it wants and those that do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """What one unit of each part of a cost is worth, in seconds of a micro-batch."""
-
-    per_step_s: float = 0.0
-    """For a second of once a step: one over the number of micro-batches."""
-    saved_byte: float = 0.0
-    state_byte: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Parts of a cost; see :class:`Weights`."""
-
-    time_s: float = 0.0
-    step_s: float = 0.0
-    saved_bytes: float = 0.0
-    state_bytes: float = 0.0
-
-
-FREE = Cost()
 
 
 class Costs(Protocol):
@@ -87,29 +56,6 @@ class Costs(Protocol):
         """The state of a parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parted:
-    """A factor whose table is weighted later."""
-
-    scope: tuple[int, ...]
-    parts: tuple[Table, ...]
-    """Seconds, seconds a step, saved bytes, state bytes; later ones may be missing."""
-
-    def weighed(self, weights: Sequence[Weights]) -> Table:
-        """Under each of these, side by side; once where they are all the same."""
-        scales = [(1.0, w.per_step_s, w.saved_byte, w.state_byte) for w in weights]
-        table = self.parts[0][None]
-        for i, part in enumerate(self.parts[1:], 1):
-            factors = np.array([scale[i] for scale in scales])
-            if factors.any() and part.any():
-                table = table + factors.reshape(-1, *(1,) * part.ndim) * part
-        return table
-
-    def within(self, prepared: Prepared) -> _Parted:
-        """Over the states alone that are left."""
-        return _Parted(self.scope, tuple(prepared.restrict(self.scope, part) for part in self.parts))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """A solution: names are of operators, parameters and values."""
@@ -121,17 +67,20 @@ class Choice:
 
 @dataclass(slots=True, kw_only=True)
 class Shared:
-    """What problems with the same costs share.
+    """What problems share.
 
     Attributes:
-        same: equal for values whose changes of type cost the same; None: nobody knows.
-        tables: between makers and readers, by what they depend on.
-        prepared: see :func:`autopar.search.elimination.prepare`; problems with other costs may share it too.
+        same: equal for values whose changes of type cost the same, and whose types say which changes there are; None: nobody
+            knows.
+        tables: of flows at the costs that these problems have in common.
+        changes: likewise what changes of type cost, by their numbers.
+        structures: problems with other costs may share them too.
     """
 
     same: Callable[[Ref], object] | None = None
-    tables: dict[object, Any] = field(default_factory=dict)
-    prepared: dict[object, Prepared] | None = None
+    tables: dict[object, tuple[Flow, tuple[Table, ...]]] = field(default_factory=dict)
+    changes: dict[object, dict[int, Cost | None]] = field(default_factory=dict)
+    structures: Structures = field(default_factory=Structures)
 
 
 class Problem:
@@ -164,7 +113,7 @@ class Problem:
         self.graph, self.costs = graph, costs
         self.offered, self.rest_types = offered, at_rest
         self.states: list[Sequence[object]] = []
-        self.factors: list[_Parted] = []
+        self.factors: list[Parted] = []
         self.ops: dict[str, int] = {}
         self.arrivals: dict[Ref, int] = {}
         self.rests: dict[str, int] = {}
@@ -172,7 +121,7 @@ class Problem:
         self._saved: set[Ref] = set()
         self._classes: dict[object, int] = {}
         self._prepared: Prepared | None = None
-        self._left: list[_Parted] = []
+        self._left: list[Parted] = []
         self._specs = graph._index.specs
 
     # --- building
@@ -249,7 +198,7 @@ class Problem:
                 Factor(scope=f.scope, table=f.parts[0]) for f in self.factors
             )  # what is forbidden is so at every price
             energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
-            self._prepared = prepare(energy, keep, known=self.shared.prepared)
+            self._prepared = prepare(energy, keep, known=self.shared.structures.prepared)
             self._left = [factor.within(self._prepared) for factor in self.factors]
         return self._prepared
 
@@ -300,201 +249,117 @@ class Problem:
         return self.costs.change(self._specs[ref], source, target)
 
     def _edges(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> None:
-        key = self._edge_key(ref, readers)
-        if len(readers) == 1:
-            parts = self.shared.tables.get(key) if key is not None else None
-            if parts is None:
-                parts = self._one_reader(ref, *readers[0])
-                if key is not None:
-                    self.shared.tables[key] = parts
-            if parts:
-                self._append((self._variable_of(ref), self.ops[readers[0][0].name]), parts)
-            return
-        found = self.shared.tables.get(key) if key is not None else None
-        if found is None:
-            found = self._several_readers(ref, readers)
-            if key is not None:
-                self.shared.tables[key] = found
-        states, own, from_source, to_readers = found
         source = self._variable_of(ref)
-        if not self.alike:
-            value = self._variable(states)
-            self._connect(
-                value,
-                source,
-                own,
-                from_source,
-                ((self.ops[op.name], a) for (op, _), (_, a) in zip(readers, to_readers, strict=True)),
-            )
+        made = self._made(ref)
+        wanted = tuple([self._wanted(op, where, ref, made) for op, where in readers])
+        flow = self._flow(ref, made, wanted)
+        parts = self._costs(ref, flow)
+        if len(readers) == 1:
+            if parts:
+                self._append((source, self.ops[readers[0][0].name]), parts)
             return
-        pairs = {
-            (self.ops[op.name], tuple(types)): allowed
-            for (op, _), (types, allowed) in zip(readers, to_readers, strict=True)
+        if not self.alike:
+            value = self._variable(flow.states)
+            pairs = [(self.ops[op.name], a) for (op, _), a in zip(readers, flow.to_readers, strict=True)]
+            self._connect(value, source, parts, flow, pairs)
+            return
+        alike = {
+            (self.ops[op.name], own): allowed
+            for (op, _), own, allowed in zip(readers, wanted, flow.to_readers, strict=True)
         }
         spec = self._specs[ref] if ref.name in self.ops else ref  # what changes of type cost
-        place = (source, ref.index, spec, frozenset(pairs))
+        place = (source, ref.index, spec, frozenset(alike))
         is_new = place not in self._classes
-        value = self._shared(place, states)
+        value = self._shared(place, flow.states)
         if is_new:
-            self._connect(
-                value, source, own, from_source, ((reader, allowed) for (reader, _), allowed in pairs.items())
-            )
-        elif own:
-            self._append((value,), own)
+            self._connect(value, source, parts, flow, [(reader, allowed) for (reader, _), allowed in alike.items()])
+        elif parts:
+            self._append((value,), parts)
 
     def _connect(
         self,
         value: int,
         source: int,
-        own: tuple[Table, ...],
-        from_source: NDArray[np.bool_],
-        readers: Iterable[tuple[int, NDArray[np.bool_]]],
+        parts: tuple[Table, ...],
+        flow: Flow,
+        readers: Iterable[tuple[int, Table | None]],
     ) -> None:
         """The tables of the variable of a value that several operators read."""
-        if own:
-            self._append((value,), own)
-        self._add_allowed((source, value), from_source)
-        for reader, allowed in readers:
-            self._add_allowed((reader, value), allowed)
+        if parts:
+            self._append((value,), parts)
+        for maker_or_reader, table in ((source, flow.from_source), *readers):
+            if table is not None:
+                self._append((maker_or_reader, value), (table,))
 
-    def _edge_key(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> object:
-        """Equal for values whose tables are equal; None where that is not known. States of operators are known by their id."""
+    def _flow(self, ref: Ref, made: Sequence[Type], wanted: tuple[Wanted, ...]) -> Flow:
+        """What the types of maker and readers say of a value."""
+        if len(wanted) == 1:
+            key: object = id(made), id(wanted[0])
+        else:
+            is_trained = self._specs[ref].requires_grad
+            key = id(made), *map(id, wanted), self.max_extras, is_trained, ref.name in self.rests
+        flows, is_known = self.shared.structures.flows, len(wanted) == 1 or self.shared.same is not None
+        found = flows.get(key) if is_known else None
+        if found is None:
+            if len(wanted) == 1:
+                found = one_reader(made, wanted[0], self.shared.structures.numbers)
+            else:
+                allows = partial(self._allows, ref)
+                numbers = self.shared.structures.numbers
+                found = several_readers(made, wanted, self.max_extras, allows, numbers)
+            if is_known:
+                flows[key] = found
+        return found
+
+    def _costs(self, ref: Ref, flow: Flow) -> tuple[Table, ...]:
+        """The table of a flow; a parameter is used even where it stays as it is."""
         if self.shared.same is None:
-            return None
-        made = (
-            id(self.states[self.ops[ref.name]]) if ref.name in self.ops else tuple(self.states[self._variable_of(ref)])
-        )
-        read = tuple((id(self.states[self.ops[op.name]]), where) for op, where in readers)
-        return self.max_extras, self.shared.same(ref), ref.name in self.rests, ref.index, made, read
+            return flow.sums.parts([FREE, *(self._change(ref, t, w) for t, w in flow.changes)])
+        same = self.shared.same(ref), ref.name in self.rests
+        key = id(flow), *same
+        found = self.shared.tables.get(key)
+        if found is None:
+            known = self.shared.changes.setdefault(same, {})
+            for number, (source, target) in zip(flow.numbers, flow.changes, strict=True):
+                if number not in known:
+                    known[number] = self._change(ref, source, target)
+            parts = flow.sums.parts([FREE, *[known[number] for number in flow.numbers]])
+            found = self.shared.tables[key] = flow, parts
+        return found[1]
 
-    def _one_reader(self, ref: Ref, op: Op, where: tuple[int, ...]) -> tuple[Table, ...]:
-        """The table over maker and reader."""
-        kinds, place = _numbered(self._source(ref)[1])
-        sets, which = _numbered(self._wanted(op, where, ref))
-        known = self._changes(ref, kinds, {t for w in sets for t in w})
-        return _parts([[self._sum(ref, t, w, known) for w in sets] for t in kinds], (place, which))
+    def _allows(self, ref: Ref, source: Type, target: Type) -> bool:
+        return self._change(ref, source, target) is not None
 
-    def _several_readers(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> _Value:
-        """The states of a value that several operators read, their costs, and which of them go with maker and readers."""
-        made = self._source(ref)[1]
-        wanted = [self._wanted(op, where, ref) for op, where in readers]
-        kinds = sorted(set(made) | {t for w in wanted for s in w for t in s})
-        known = self._changes(ref, made, kinds)
-        states = self._made_states(set(made), {t for w in wanted for s in w for t in s}, known)
-        own = _parts([self._sum(ref, t, extras | {t}, known) for t, extras in states])
-        bit = {t: 1 << i for i, t in enumerate(kinds)}
-        of_state = np.array([bit[t] for t, _ in states])
-        from_source = np.array([bit[t] for t in made])[:, None] == of_state
-        has = of_state + np.array([sum(bit[e] for e in extras) for _, extras in states])
-        to_readers = []
-        for types in wanted:
-            asked = np.array([sum(bit[t] for t in w) for w in types])
-            to_readers.append((types, (asked[:, None] & ~has) == 0))
-        return states, own, from_source, to_readers
+    def _made(self, ref: Ref) -> tuple[Type, ...]:
+        """For each state of what decides the type of a value as made that type."""
+        structures = self.shared.structures
+        if ref.name in self.ops:
+            return structures.made(self.states[self.ops[ref.name]], ref.index)  # type: ignore[arg-type]
+        return structures.one(tuple(self.states[self._variable_of(ref)]))  # type: ignore[arg-type]
 
-    def _changes(
-        self, ref: Ref, sources: Iterable[Type], targets: Iterable[Type]
-    ) -> dict[tuple[Type, Type], Cost | None]:
-        """What each change of a value costs; a parameter is used even where it stays as it is."""
-        is_parameter = ref.name in self.rests
-        return {
-            (t, w): FREE if t == w else self._change(ref, t, w)
-            for t in dict.fromkeys(sources)
-            for w in targets
-            if is_parameter or t != w
-        }
-
-    def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref) -> list[frozenset[Type]]:
+    def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref, made: tuple[Type, ...]) -> Wanted:
         """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
-        strategies: Sequence[Strategy] = self.states[self.ops[op.name]]  # type: ignore[assignment]
-        found = [frozenset(s.inputs[i] for i in where) for s in strategies]
-        if self._specs[ref].requires_grad or ref.name in self.rests:
-            return found
-        made = set(self._source(ref)[1])
-        home = I if I in made and R not in made else R
-        return [frozenset(home if t in (I, R) else t for t in s) for s in found]
-
-    def _made_states(
-        self, made: set[Type], wanted: set[Type], known: Mapping[tuple[Type, Type], Cost | None]
-    ) -> list[Made]:
-        states: list[Made] = []
-        for t in sorted(made):
-            others = [w for w in sorted(wanted - {t}) if known[t, w] is not None]
-            for count in range(min(self.max_extras, len(others)) + 1):
-                states += [(t, frozenset(extras)) for extras in combinations(others, count)]
-        return states
-
-    def _sum(
-        self, ref: Ref, source: Type, targets: frozenset[Type], known: Mapping[tuple[Type, Type], Cost | None]
-    ) -> Cost | None:
-        found = []
-        for target in sorted(targets) if len(targets) > 1 else targets:
-            if target != source or ref.name in self.rests:
-                one = known[source, target]
-                if one is None:
-                    return None
-                found.append(one)
-        if len(found) < 2:
-            return found[0] if found else FREE
-        return Cost(
-            sum(one.time_s for one in found),
-            sum(one.step_s for one in found),
-            sum(one.saved_bytes for one in found),
-            sum(one.state_bytes for one in found),
-        )
+        home = None
+        if not self._specs[ref].requires_grad and ref.name not in self.rests:
+            home = I if I in made and R not in made else R
+        return self.shared.structures.wanted(self.states[self.ops[op.name]], where, home)  # type: ignore[arg-type]
 
     def _add(self, scope: tuple[int, ...], costs: Sequence[Cost | None]) -> None:
         """A factor over one variable; None forbids."""
-        parts = _parts(costs)
+        parts = tuple(columns_of(costs))
         if parts:
             self._append(scope, parts)
 
     def _add_allowed(self, scope: tuple[int, ...], allowed: NDArray[np.bool_]) -> None:
-        if not allowed.all():
-            self._append(scope, (np.where(allowed, 0.0, np.inf),))
+        table = forbidding(allowed)
+        if table is not None:
+            self._append(scope, (table,))
 
     def _append(self, scope: tuple[int, ...], parts: tuple[Table, ...]) -> None:
         """A factor; of a table over one variable twice the diagonal."""
         if len(scope) == 2 and scope[0] == scope[1]:
             scope, parts = scope[:1], tuple(np.diagonal(part).copy() for part in parts)
-        self.factors.append(_Parted(scope, parts))
-
-
-def _parts(
-    costs: Sequence[Cost | None] | Sequence[Sequence[Cost | None]], places: tuple[NDArray[np.intp], ...] = ()
-) -> tuple[Table, ...]:
-    """The parts of a table from costs in its shape, None where it forbids; empty where all is free.
-
-    Args:
-        places: for each variable, where it is given, the row or column of each of its states in ``costs``.
-    """
-    shape: list[int] = [len(costs)]
-    flat: list[Cost | None] = []
-    for entry in costs:
-        if isinstance(entry, Cost) or entry is None:
-            flat.append(entry)
-        else:
-            shape = [len(costs), len(entry)]
-            flat += entry
-    others = any(c is not None and (c.step_s or c.saved_bytes or c.state_bytes) for c in flat)
-    if not others:
-        times = np.array([np.inf if c is None else c.time_s for c in flat], dtype=np.float64)
-        parts = [times.reshape(shape)] if times.any() else []
-    else:
-        table = np.array(
-            [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in flat],
-            dtype=np.float64,
-        ).reshape(-1, 4)
-        used = table.any(axis=0)
-        parts = [table[:, i].reshape(shape) for i in range(1 + int(np.flatnonzero(used)[-1]))]
-    return tuple(part[np.ix_(*places)] if places else part for part in parts)
-
-
-def _numbered(items: Iterable[_T]) -> tuple[list[_T], NDArray[np.intp]]:
-    """The different ones, and for each its number among them."""
-    known: dict[_T, int] = {}
-    numbers = [known.setdefault(item, len(known)) for item in items]
-    return list(known), np.array(numbers, dtype=np.intp)
+        self.factors.append(Parted(scope, parts))
 
 
 def types_of(spec: TensorSpec, size: int) -> tuple[Type, ...]:

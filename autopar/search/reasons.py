@@ -38,16 +38,16 @@ _PARTS = (
 
 def explain(evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation) -> tuple[str, ...]:
     """One sentence for each neighbour: a candidate with another value of one choice and as little else changed as can be."""
-    sentences = []
+    sentences: list[str] = []
     mine = [value(best.candidate) for _, value in _CHOICES]
     far = [
         sum(value(c) != own for (_, value), own in zip(_CHOICES, mine, strict=True)) + _spread(c, best.candidate)
         for c in pool
     ]
     for name, value in _CHOICES:
-        near = _neighbours(pool, far, best.candidate, value)
+        near = _neighbours(pool, far, best.candidate, value)[: MAX_REASONS - len(sentences)]
         sentences += [f"{name}={value(other)}: {_compare(evaluator, best, other)}" for other in near]
-    return tuple(sentences[:MAX_REASONS])
+    return tuple(sentences)
 
 
 def _neighbours(
@@ -77,6 +77,8 @@ def _spread(candidate: Candidate, best: Candidate) -> float:
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
     least_s, best_s = evaluator.ideal_bounds_s([other])[0], best.prediction.step_time_s
+    if least_s < best_s:
+        least_s = max(least_s, evaluator.least_bounds_s([other])[0])
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"

@@ -67,9 +67,9 @@ class RowMaker:
         ]
         self.counts = [len(members) for members in compact.members]
         ends = [-1, *self.class_of, -1]  # -1: there is none
-        self._neighbours: list[set[tuple[int, int]]] = [set() for _ in self.counts]
+        self.neighbours: list[set[tuple[int, int]]] = [set() for _ in self.counts]
         for before, k, after in zip(ends, self.class_of, ends[2:], strict=False):
-            self._neighbours[k].add((before, after))
+            self.neighbours[k].add((before, after))
         self._moved = [any(i in moved for i in members) for members in compact.members]
         self._lean: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
@@ -81,7 +81,7 @@ class RowMaker:
         costs, prices, alone_s = self.priced(option, step)
         sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
         every_s = option.prelude_s + (self.model.ends_s(costs[0], costs[-1], step) if step.mesh.pp == 1 else 0.0)
-        row = self._row(candidate, prices, alone_s, self.largest(option), every_s=every_s)
+        row = self.row(candidate, prices, alone_s, self.largest(option), every_s=every_s)
         if not sends:
             return row
         sent, back = min(c.send_bytes for c in sends), min(c.send_gradient_bytes for c in sends)
@@ -99,7 +99,7 @@ class RowMaker:
         With sums of gradients, and what both ends of a pipeline have.
         """
         shared = at_both_ends(option.costs) if step.mesh.pp > 1 else ()
-        costs = self._private_costs(option, is_lean=not self.moves)
+        costs = self.private_costs(option, is_lean=not self.moves)
         if shared:  # the rank of the last block has no other that brings these
             costs[-1] = option.costs[-1]
         prices, alone_s = self._known_prices(
@@ -132,7 +132,7 @@ class RowMaker:
     def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
         """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""
         return self._known_prices(
-            option, step, "alone", lambda: self._exact_prices(self._private_costs(option, is_lean=not self.moves), step)
+            option, step, "alone", lambda: self._exact_prices(self.private_costs(option, is_lean=not self.moves), step)
         )
 
     def _known_prices(
@@ -182,10 +182,10 @@ class RowMaker:
 
     def _beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
         """The different blocks beside those that block ``k`` of the compact graph stands for."""
-        found = ((None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in self._neighbours[k])
+        found = ((None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in self.neighbours[k])
         return [*{(id(before), id(after)): (before, after) for before, after in found}.values()]
 
-    def _private_costs(self, option: Option, *, is_lean: bool = True) -> list[BlockCost]:
+    def private_costs(self, option: Option, *, is_lean: bool = True) -> list[BlockCost]:
         costs = self._lean_costs(option) if is_lean else option.costs
         return [costs[0], *(self.without_shared(cost) for cost in costs[1:])]
 
@@ -198,17 +198,12 @@ class RowMaker:
             found.append(self._lean[id(cost)][1] if moved else cost)
         return found
 
-    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
-        """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
+    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
+        """Prices of the blocks of the compact graph if ``cp`` and ``tp`` divided everything and sent nothing.
 
         Args:
             whole: the layout of the same micro-batch with neither axis.
         """
-        prices = self.ideal_prices(candidate.mesh, whole, step)
-        return self._row(candidate, prices, [0.0] * len(prices), self.largest(whole), every_s=0.0)
-
-    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
-        """Prices of the blocks of the compact graph as in :meth:`ideal`."""
         key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.offload)
         if key not in self._prices:  # whatever the schedule
             self._prices[key] = (whole, self._ideal_prices(mesh, whole, step), [])
@@ -221,7 +216,7 @@ class RowMaker:
         prices = []
         device = self.model.device
         byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
-        for k, cost in enumerate(self._private_costs(whole)):
+        for k, cost in enumerate(self.private_costs(whole)):
             modes = self.modes[k]
             time_s = (cost.forward_s + cost.backward_s) * share
             forward_s = cost.forward_s * share
@@ -250,27 +245,6 @@ class RowMaker:
             )
         return prices
 
-    def least(self, ideal: Row, option: Option, total_s: float, least_s: Sequence[float]) -> Row:
-        """An ideal row at times that no layout goes below.
-
-        Args:
-            option: that it was made from.
-            total_s: of all blocks.
-            least_s: of each block of the compact graph.
-        """
-        places = self.largest(option)
-        first, last, group = (
-            replace(price, time_s=max(price.time_s, time_s))
-            for price, time_s in (
-                (ideal.first, least_s[0]),
-                (ideal.last, least_s[-1]),
-                (ideal.group, min((least_s[k] for k in places), default=0.0)),
-            )
-        )
-        return replace(
-            ideal, first=first, last=last, group=group, total_s=max(ideal.total_s, total_s), tells_apart=False
-        )
-
     def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
 
@@ -288,8 +262,12 @@ class RowMaker:
 
     def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
+        return self.least_bytes(candidate, draft.numel, whole, step)
+
+    def least_bytes(self, candidate: Candidate, numel: float, whole: Option, step: Step) -> float:
+        """The least that all pipeline ranks hold together with so many trained elements, see ``Draft.numel``."""
         held = self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
-        return self.model.state_bytes_per_element(step) * draft.numel + held
+        return self.model.state_bytes_per_element(step) * numel + held
 
     def once_s(self, whole: Option, step: Step) -> float:
         """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""
@@ -338,7 +316,7 @@ class RowMaker:
         )
         return price, hidden_s
 
-    def _row(
+    def row(
         self,
         candidate: Candidate,
         prices: Sequence[BlockPrice],

@@ -71,11 +71,12 @@ class SharedEvaluator(Evaluator):
             candidates, lambda some: super(SharedEvaluator, self).bounds_s(some, at_most_s), self._fastest_s
         )
 
-    def known_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+    def known_bounds_s(
+        self, candidates: Sequence[Candidate], at_most_s: float, *, remembers: bool = False
+    ) -> list[float]:
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._parted(
-            candidates, lambda some: super(SharedEvaluator, self).known_bounds_s(some, at_most_s), self._fastest_s
-        )
+        known = super().known_bounds_s
+        return self._parted(candidates, lambda some: known(some, at_most_s, remembers=remembers), self._fastest_s)
 
     def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""

@@ -97,7 +97,7 @@ class Expressed:
     def _solved(self, run: Run) -> Sequence[Structure]:
         layouts = self._layouts_of(run)
         split = Split(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        mesh = layouts.mesh(split)
+        mesh = layouts.bases.mesh(split)
         kind = layouts.model.device.kind
         found = {}
         for option in layouts.front(run.micro_batch, mesh, Load(num_micro_batches=8, in_flight=1)):

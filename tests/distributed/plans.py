@@ -27,7 +27,7 @@ from autopar.rules.apply import shard
 from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolver
 from autopar.search.classes import compact
-from autopar.search.problem import Cost, Weights
+from autopar.search.tables import Cost, Weights
 
 
 class SimplePrices:
@@ -37,6 +37,9 @@ class SimplePrices:
 
     def __init__(self, byte_price: float) -> None:
         self.byte_price = byte_price
+
+    def by_bytes(self, op: Op) -> bool:
+        return False
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         return Cost(time_s=float(sum(prod(spec.shape) for spec in (*operands, *op.outputs))))

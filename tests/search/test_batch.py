@@ -18,7 +18,7 @@ from autopar.rules.types import Strategy
 from autopar.search import batch
 from autopar.search.batch import solve_batch
 from autopar.search.classes import compact
-from autopar.search.problem import Cost
+from autopar.search.tables import Cost
 
 from .graphs import mlp, op
 

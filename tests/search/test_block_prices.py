@@ -18,8 +18,8 @@ from autopar.search.collection import OBJECTS, seldom_collected
 from autopar.search.layouts import Layouts
 from autopar.search.options import Draft, Option, Split
 from autopar.search.pins import Pins
-from autopar.search.problem import Weights
 from autopar.search.space import load_space
+from autopar.search.tables import Weights
 
 CLUSTER = Cluster.parse("h100-sxm5-80gb:1x8")
 
@@ -59,7 +59,7 @@ def test_costs_are_those_of_each_layout_alone(graph: Graph, tp: int, micro_batch
     assert len(options) > 1
     for option in options:
         local = layouts.local_graph(split, option.kind, option.solution)
-        alone = [layouts.model.block_cost(local, block, layouts.mesh(split)) for block in local.blocks]
+        alone = [layouts.model.block_cost(local, block, layouts.bases.mesh(split)) for block in local.blocks]
         first = [alone[option.keys.index(key)] for key in option.keys]
         assert [unnamed(cost) for cost in option.costs] == [unnamed(cost) for cost in first]
         assert option.prelude_s == layouts.model.prelude_time_s(local)

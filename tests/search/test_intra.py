@@ -21,7 +21,8 @@ from autopar.search import chain, intra
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import compact
 from autopar.search.intra import AxisCosts, repeated
-from autopar.search.problem import Problem, Weights, rests_of
+from autopar.search.problem import Problem, rests_of
+from autopar.search.tables import Weights
 
 from .graphs import attention, llama_block, mlp
 from .toy import ToyPricing

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.graph.ir import Op, Ref, TensorSpec
-from autopar.search.problem import FREE, Cost
+from autopar.search.tables import FREE, Cost
 
 SAVES_INPUTS = ("linear", "mul", "silu", "scaled_dot", "pow", "cross_entropy", "embedding", "div", "gelu", "layer_norm")
 FREE_TARGETS = ("view", "transpose", "autopar")
@@ -26,6 +26,9 @@ class ToyPricing:
     launch_s: float = 3e-6
     state_bytes_per_element: float = 16.0
     changes_by_bytes: bool = True
+
+    def by_bytes(self, op: Op) -> bool:
+        return False
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         moved = sum(s.num_bytes for s in (*operands, *op.outputs))

@@ -1,0 +1,263 @@
+"""Rows of candidates in layouts that are not priced: in the best that any could be, or in a draft.
+
+What the data axes add to each micro-batch follows from the parameters of a block, which need no pricing: no layout on ``tp``
+has less than one part of each on a rank, and a draft says which are split. Bytes that a collective moves beside work are
+hidden but for the device's interference (see ``DataParallel``). Without a pipeline what runs beside a block is known from
+those before and after it: X seconds of collectives beside work of T seconds, forward and backward, take X - (1 - i) min(X, T)
+at the least, however they are divided. In a pipeline a stage's gathers may run beside any block of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost.block import BlockCost, ParameterCost
+from autopar.cost.model import Step
+from autopar.layout import I, Type
+from autopar.search.bound_rows import BlockPrice, Row
+from autopar.search.candidates import Candidate
+from autopar.search.lines import least_of
+from autopar.search.options import Draft, Option
+from autopar.search.rows import RowMaker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Added:
+    """What the data axes add to the work of a block for one micro-batch.
+
+    ``always_s``: whatever it is; ``moved_s``: of collectives that run beside it; ``is_beside``: no other block hides them.
+    """
+
+    always_s: float
+    moved_s: float
+    is_beside: bool
+    interference: float
+
+    def least_s(self, work_s: float) -> float:
+        """Seconds of a block whose work takes no less than ``work_s``, forward and backward."""
+        i, moved_s = self.interference, self.moved_s
+        exposed_s = moved_s + i * work_s if self.is_beside else 0.0
+        return self.always_s + max(work_s + i * moved_s, exposed_s)
+
+    @property
+    def floor_s(self) -> float:
+        """The least that is added to any work."""
+        return self.always_s + self.interference * self.moved_s
+
+
+class LeastRows:
+    """Rows below those of every layout, for the row maker of priced ones."""
+
+    def __init__(self, rows: RowMaker) -> None:
+        self.rows, self.model = rows, rows.model
+        self._places: dict[int, tuple[Option, tuple[int, ...]]] = {}  # the layout is kept, so that its id stays its own
+        self._same: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
+        self._whole: dict[int, tuple[Option, list[BlockCost]]] = {}  # likewise
+        self._parts: dict[tuple[object, ...], BlockCost] = {}
+        self._added: dict[tuple[object, ...], list[_Added]] = {}
+        self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice], Row]] = {}  # likewise
+        self._numel: dict[int, tuple[Option, float]] = {}  # likewise
+        self._drafted: dict[
+            tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float, float]
+        ] = {}  # likewise
+
+    # --- the best of all layouts
+
+    def is_too_large(self, candidate: Candidate, whole: Option, step: Step) -> bool:
+        """Whether all pipeline ranks together cannot hold a candidate in any layout."""
+        if id(whole) not in self._numel:
+            total = 0
+            for n, cost in zip(self.rows.counts, self.rows.private_costs(whole), strict=True):
+                total += n * sum(p.numel for p in cost.parameters if p.trained and not p.spread)
+            self._numel[id(whole)] = whole, total
+        numel = self._numel[id(whole)][1] / candidate.mesh.tp
+        return self.rows.least_bytes(candidate, numel, whole, step) > self.rows.limit_bytes * candidate.mesh.pp
+
+    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
+        """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
+
+        Args:
+            whole: the layout of the same micro-batch with neither axis.
+        """
+        row = self._ideal_of(candidate, whole, step)[1]
+        if row.schedule == candidate.schedule and row.virtual_stages == candidate.virtual_stages:
+            return row
+        return replace(
+            row,
+            schedule=candidate.schedule,
+            virtual_stages=candidate.virtual_stages,
+            stage_gathers_s=(0.0,) * (candidate.mesh.pp * candidate.virtual_stages + 1),
+        )
+
+    def _ideal_of(self, candidate: Candidate, whole: Option, step: Step) -> tuple[list[BlockPrice], Row]:
+        """Prices of the blocks, and a row, which but for the schedule is that of all candidates of these prices."""
+        key = (id(whole), candidate.mesh, *_kind(step))
+        if key not in self._ideal:
+            parted, added = self._split(whole, step)
+            ideal = self.rows.ideal_prices(candidate.mesh, whole, step)
+            prices: list[BlockPrice] = []
+            for price, cost, own in zip(ideal, parted, added, strict=True):
+                time_s, once_s = own.least_s(price.time_s), self.model.block_once_s(cost, step)
+                prices.append(replace(price, time_s=time_s, once_s=once_s))
+            row = self.rows.row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
+            self._ideal[key] = whole, prices, row
+        return self._ideal[key][1:]
+
+    def least(
+        self, candidate: Candidate, ideal: Row, whole: Option, step: Step, total_s: float, least_s: Sequence[float]
+    ) -> Row:
+        """An ideal row at times of work that no layout goes below.
+
+        Args:
+            whole: that it was made from.
+            total_s: of all blocks.
+            least_s: of each block of the compact graph.
+        """
+        added, counts = self._split(whole, step)[1], self.rows.counts
+        times = [
+            max(price.time_s, own.least_s(work_s))
+            for price, own, work_s in zip(self._ideal_of(candidate, whole, step)[0], added, least_s, strict=True)
+        ]
+        total_s += sum(n * own.floor_s for n, own in zip(counts, added, strict=True))
+        return replace(
+            ideal,
+            first=replace(ideal.first, time_s=times[0]),
+            last=replace(ideal.last, time_s=times[-1]),
+            group=replace(ideal.group, time_s=min((times[k] for k in self._largest(whole)), default=0.0)),
+            total_s=max(ideal.total_s, total_s, sum(n * time_s for n, time_s in zip(counts, times, strict=True))),
+            tells_apart=False,
+        )
+
+    # --- a draft
+
+    def drafted(self, candidate: Candidate, ideal: Row, draft: Draft, whole: Option, step: Step) -> Row:
+        """A candidate in a layout with times and parameters of its blocks, but memory and messages as in the best of all."""
+        key = (id(draft), candidate.mesh, *_kind(step))
+        if key not in self._drafted:
+            self._drafted[key] = draft, *self._drafted_prices(candidate, draft, whole, step)
+        _, (first, last, group), total_s, once_s, gathers_s = self._drafted[key]
+        sent, back = (draft.send_bytes, draft.send_gradient_bytes) if candidate.mesh.pp > 1 else (0.0, 0.0)
+        collectives = self.model.collectives
+        return replace(
+            ideal,
+            first=first,
+            last=last,
+            group=group if ideal.count else ideal.group,
+            total_s=max(ideal.total_s, total_s),
+            once_s=max(ideal.once_s, once_s),
+            gathers_s=gathers_s,
+            send_s=collectives.send_time_s(sent, candidate.mesh),
+            send_back_s=collectives.send_time_s(back, candidate.mesh),
+            stage_bytes=sent,
+            tells_apart=False,
+        )
+
+    def _drafted_prices(
+        self, candidate: Candidate, draft: Draft, whole: Option, step: Step
+    ) -> tuple[tuple[BlockPrice, ...], float, float, float]:
+        """Of the first block, the last one, and the least of the largest group; of all their time, what they do once, gathers."""
+        assert draft.solution is not None
+        rests, tp = draft.solution.typing.parameters, draft.split.tp
+        prices = []
+        parts = [
+            self._part(cost, tp, tuple([rests.get(p.name, I) for p in cost.parameters])) for cost in self._costs(whole)
+        ]
+        ideals = zip(self._ideal_of(candidate, whole, step)[0], draft.solution.blocks_s, strict=True)
+        for k, (price, work_s) in enumerate(ideals):
+            part = parts[k]
+            prices.append(
+                replace(
+                    price,
+                    time_s=max(price.time_s, self._added_of(parts, k, step).least_s(work_s)),
+                    once_s=max(price.once_s, self.model.block_once_s(part, step)),
+                    gather_s=self.model.device.interference * self.model.block_gather_s(part, step),
+                    static_bytes=max(price.static_bytes, self.model.block_static_bytes(part, step)),
+                )
+            )
+        places = self._largest(whole)
+        group = least_of(prices[k] for k in places) if places else prices[0]
+        counts = self.rows.counts
+        total_s = sum(n * price.time_s for n, price in zip(counts, prices, strict=True))
+        once_s = sum(n * price.once_s for n, price in zip(counts, prices, strict=True))
+        gathers_s = sum(n * price.gather_s for n, price in zip(counts, prices, strict=True))
+        return (prices[0], prices[-1], group), total_s, once_s, gathers_s
+
+    # --- parameters
+
+    def _split(self, whole: Option, step: Step) -> tuple[list[BlockCost], list[_Added]]:
+        """Blocks with one part of each of their parameters on ``tp``, and what the data axes add to them."""
+        parted = [self._part(cost, step.mesh.tp) for cost in self._costs(whole)]
+        key = (*map(id, parted), *_kind(step))
+        if key not in self._added:
+            self._added[key] = [self._added_of(parted, k, step) for k in range(len(parted))]
+        return parted, self._added[key]
+
+    def _added_of(self, costs: Sequence[BlockCost], k: int, step: Step) -> _Added:
+        """Of block ``k`` of the compact graph."""
+        if self.model.device.core_share < 1:  # ranks share cores: bounds are also of the work that these do
+            return _Added(0.0, 0.0, False, 0.0)
+        data, unit = self.model.data_parallel(step), self.model.data_unit(costs[k], step)
+        passes = 1 if data.is_pipelined else 2
+        moved_s = unit.gather_s * data.gathers_always  # in a pipeline of the backward alone
+        if not data.is_pipelined and data.sends_always:
+            moved_s = min(self._beside_s(costs, before, after, step) for before, after in self.rows.neighbours[k])
+        if self.model.collectives.is_measured:  # a table of times need not grow with bytes
+            moved_s = 0.0
+        always_s = passes * unit.hooks_s + self.model.block_adding_s(costs[k], step)
+        return _Added(always_s, moved_s, not data.is_pipelined, self.model.device.interference)
+
+    def _beside_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
+        """Seconds of collectives beside a block between these: the next one's gather and reduction, the last one's gather."""
+        data, found = self.model.data_parallel(step), 0.0
+        if before >= 0:
+            found += data.gathers_always * self.model.data_unit(costs[before], step).gather_s
+        if after >= 0:
+            unit = self.model.data_unit(costs[after], step)
+            found += data.gathers_always * unit.gather_s + data.reduces_always * unit.reduce_s
+        return found
+
+    def _costs(self, whole: Option) -> list[BlockCost]:
+        """The blocks of a layout, those with equal parameters that bring the same ones as one object."""
+        if id(whole) not in self._whole:
+            costs = self.rows.private_costs(whole)
+            same = [self._same.setdefault(cost.parameters, cost.parameters) for cost in costs]
+            self._whole[id(whole)] = (
+                whole,
+                [
+                    cost if own is cost.parameters else replace(cost, parameters=own)
+                    for cost, own in zip(costs, same, strict=True)
+                ],
+            )
+        return self._whole[id(whole)][1]
+
+    def _part(self, cost: BlockCost, tp: int, rests: tuple[Type, ...] | None = None) -> BlockCost:
+        """A block with the parameters alone that one rank of ``tp`` has; what else it says is of any block.
+
+        Args:
+            rests: types at rest; None: each as small as it can be.
+        """
+        key = (id(cost.parameters), tp, rests)
+        if key not in self._parts:
+            found = []
+            for i, p in enumerate(cost.parameters):
+                shape = list(p.shape)
+                if rests is None:
+                    shape = [p.numel // tp] if shape else []
+                elif rests[i].is_split:
+                    shape[rests[i].dim] //= tp
+                found.append(replace(p, shape=tuple(shape)))
+            self._parts[key] = replace(cost, parameters=tuple(found))
+        return self._parts[key]
+
+    def _largest(self, whole: Option) -> tuple[int, ...]:
+        if id(whole) not in self._places:
+            self._places[id(whole)] = whole, self.rows.largest(whole)
+        return self._places[id(whole)][1]
+
+
+def _kind(step: Step) -> tuple[object, ...]:
+    """What of a step its prices depend on, whatever the schedule."""
+    return (
+        step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients, step.offload,
+    )  # fmt: skip

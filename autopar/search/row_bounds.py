@@ -1,0 +1,50 @@
+"""Bounds of rows of both kinds: of pipelines whose ranks are alike, and of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.bound_rows import Row
+from autopar.search.bounds import PRECISION, bounds
+from autopar.search.mixed_bounds import MixedRow, mixed_bounds
+
+MANY = 64
+"""Rows from which on they are bounded in groups of like numbers of pipeline ranks, between these:"""
+
+FEW_RANKS = (2, 8, 24)
+
+
+def row_bounds(
+    rows: Sequence[Row | MixedRow],
+    at_most_s: float = float("inf"),
+    *,
+    precision: float = PRECISION,
+    mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
+) -> list[float]:
+    """Of rows of both kinds, in their order.
+
+    Args:
+        mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
+    """
+    plain = iter(plain_bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision))
+    some = [row for row in rows if isinstance(row, MixedRow)]
+    others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
+    return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
+
+
+def plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float) -> list[float]:
+    """Of rows of one kind: many at once, those with few pipeline ranks apart from those with many."""
+    if len(rows) < MANY:
+        return [float(bound) for bound in bounds(rows, at_most_s, precision=precision)]
+    found = [0.0] * len(rows)
+    for least, most in pairwise((0, *FEW_RANKS, math.inf)):
+        places = [i for i, row in enumerate(rows) if least < row.pp <= most]
+        some = bounds([rows[i] for i in places], at_most_s, precision=precision)
+        for i, bound in zip(places, some, strict=True):
+            found[i] = float(bound)
+    return found

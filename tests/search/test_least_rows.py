@@ -1,0 +1,111 @@
+"""Rows of layouts that are not priced have bounds below those that are."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.cost.data_parallel import DataParallel, Unit
+from autopar.cost.model import CostModel
+from autopar.graph.ir import Graph
+from autopar.mesh import Mesh
+from autopar.models import resolve_model
+from autopar.plan import BF16
+from autopar.schedule import SCHEDULES
+from autopar.search.bound_rows import Row
+from autopar.search.bounds import bounds
+from autopar.search.candidates import Candidate
+from autopar.search.evaluate import Evaluator
+from autopar.search.least_rows import _Added
+from autopar.search.options import split_of
+from autopar.search.pins import Pins
+from autopar.search.space import load_space
+
+CLUSTER = Cluster.parse("h100-sxm5-80gb:1x8")
+SAME = 1e-4
+"""Precision of bounds."""
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    source = resolve_model("gpt:layers=4,hidden=256,heads=4,vocab=1026", sequence_length=64)
+    return api.trace_model(source.model, source.example_inputs, BF16, name=source.name)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp: int, zero_stage: int) -> None:
+    model = CostModel(CLUSTER, BF16, "adamw")
+    evaluator = Evaluator(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
+    closer = 0
+    for pp, size in product((1, 2), (1, 4)):
+        shards = 8 // (pp * tp)
+        mesh = Mesh(pp=pp, tp=tp, dp_shard=shards) if zero_stage else Mesh(pp=pp, tp=tp, dp_replicate=shards)
+        candidate = Candidate(
+            mesh=mesh, micro_batch_size=size, num_micro_batches=64 // (size * shards), zero_stage=zero_stage,
+            schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
+        )  # fmt: skip
+        assert candidate.schedule in SCHEDULES
+        whole = evaluator.layouts.whole(size)
+        step = evaluator.step(candidate, whole)
+        ideal = evaluator._ideal_row(candidate)
+        assert isinstance(ideal, Row)
+        assert not evaluator.least_rows.is_too_large(candidate, whole, step)
+        split = split_of(size, mesh)
+        quickest = evaluator.layouts.quickest_s(split), evaluator.layouts.least_s(split)
+        for draft in evaluator._drafts(candidate):
+            option = evaluator.layouts.option(draft)
+            rows = (
+                ideal,
+                evaluator.least_rows.least(candidate, ideal, whole, step, *quickest),
+                evaluator.least_rows.drafted(candidate, ideal, draft, whole, step),
+                evaluator.rows.exact(candidate, option, evaluator.step(candidate, option)),
+            )
+            *below, exact = bounds(rows)
+            assert max(below) <= exact * (1 + SAME)
+            closer += below[-1] > below[0]
+    assert closer
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    blocks=st.lists(st.tuples(*[st.floats(0.0, 4.0)] * 4), min_size=1, max_size=4),
+    share=st.floats(0.0, 1.0),
+    interference=st.floats(0.0, 1.0),
+    kind=st.sampled_from([(3, 1), (2, 1), (3, 2), (1, 1)]),
+)
+def test_what_data_axes_add_is_no_more_than_they_do(
+    blocks: list[tuple[float, ...]], share: float, interference: float, kind: tuple[int, int]
+) -> None:
+    """Of all blocks without a pipeline, of those of a stage with one; at any part of their work."""
+    zero_stage, pp = kind
+    data = DataParallel(Mesh(pp=pp, dp_shard=2), zero_stage, BF16, pp > 1)
+    units = [
+        Unit(
+            numel=1, trained_numel=1, shard_numel=1, trained_shard_numel=1, trained_shard_shapes=((1,),), spread_numel=0,
+            num_trained=1, gather_s=gather_s, reduce_s=reduce_s, replicate_s=0.0, hooks_s=0.5,
+        )
+        for _, _, gather_s, reduce_s in blocks
+    ]  # fmt: skip
+    forward, backward = [own[0] for own in blocks], [own[1] for own in blocks]
+    whole_s = sum(forward) + sum(backward) + data.backward_s(units, backward, interference, is_last=False)
+    whole_s += data.every_forward_s(units, forward, interference) * (not data.is_pipelined)
+    least_s = floor_s = 0.0
+    for i, unit in enumerate(units):
+        before, after = units[i - 1] if i else None, units[i + 1] if i + 1 < len(units) else None
+        moved_s = unit.gather_s * data.gathers_always
+        if not data.is_pipelined:
+            moved_s = data.gathers_always * sum(one.gather_s for one in (before, after) if one)
+            moved_s += data.reduces_always * after.reduce_s if after else 0.0
+        passes = 1 if data.is_pipelined else 2
+        added = _Added(passes * 0.5, moved_s, not data.is_pipelined, interference)
+        work_s = share * (forward[i] + backward[i])
+        least_s += added.least_s(work_s)
+        floor_s += work_s + added.floor_s
+    assert floor_s <= least_s * (1 + 1e-9) + 1e-12
+    assert least_s <= whole_s * (1 + 1e-9) + 1e-12
