@@ -272,12 +272,12 @@ class Bounding:
             return ()
 
     def _draft_s(self, candidate: Candidate, draft: Draft) -> float:
-        if not draft.time_s:
+        if not draft.time_s and not self.placed.has(candidate):
             return 0.0
         whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
         step = self.step(candidate, whole)
         if self.placed.has(candidate):
-            return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
+            return self.placed.draft_s(candidate, draft, whole, step)
         return self.rows.draft_s(candidate, draft, whole, step)
 
     # --- bounds where pipeline ranks differ

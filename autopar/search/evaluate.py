@@ -64,12 +64,16 @@ class Evaluator(Bounding):
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
         super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
+        self._polished: dict[int, Evaluation] = {}  # by their ids
 
-    def evaluate(self, candidate: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
+    def evaluate(
+        self, candidate: Candidate, *, at_most_s: float = float("inf"), bound_s: float = float("inf")
+    ) -> Evaluation | Misfit:
         """The best plan of a candidate.
 
         Args:
             at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
+            bound_s: layouts that are no faster than this by a bound are left out (likewise).
         """
         if candidate in self._done:
             return self._done[candidate]
@@ -78,12 +82,13 @@ class Evaluator(Bounding):
         speed = self._speed(candidate)
         try:
             drafts = self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
-            self._price([(candidate, draft) for draft in drafts], at_most_s / speed)
+            self._price([(candidate, draft) for draft in drafts], min(at_most_s, bound_s) / speed)
             for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
-                bound = self._closest_s(candidate, draft, least, None)
+                asked = min(least, bound_s / speed)
+                bound = self._closest_s(candidate, draft, asked, None)
                 # one that cannot fit says how much it needs where there is nothing else to say
-                if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
+                if asked <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
                 found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
@@ -95,7 +100,8 @@ class Evaluator(Bounding):
             return self._remember(Misfit(candidate=candidate, reason=str(error)))
         cut_short = any(failure.is_slow for failure in failures)
         if best is not None:
-            return best if cut_short and best.prediction.step_time_s >= at_most_s else self._remember(best)
+            slow_s = min(at_most_s, bound_s)
+            return best if cut_short and best.prediction.step_time_s >= slow_s else self._remember(best)
         if cut_short:
             return Misfit(candidate=candidate, reason=SLOW)
         on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
@@ -268,7 +274,7 @@ class Evaluator(Bounding):
     def polished(self, found: Evaluation) -> Evaluation:
         """A plan whose stages are cut better still; the same one where ranks are alike or its stages are given."""
         candidate = found.candidate
-        if not self.placed.has(candidate) or self.stages or self.space.equal_stages:
+        if not self.placed.has(candidate) or self.stages or self.space.equal_stages or id(found) in self._polished:
             return found
         option, model = found.option, self.placed.ordered(candidate)
         step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
@@ -294,9 +300,10 @@ class Evaluator(Bounding):
 
         sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
         stops = polished(sizes, found.prediction.step_time_s, priced, adding)
-        if stops == found.stops:
-            return found
-        return replace(found, stops=stops, prediction=model.predict(made(stops), step))
+        if stops != found.stops:
+            found = replace(found, stops=stops, prediction=model.predict(made(stops), step))
+        self._polished[id(found)] = found
+        return found
 
 
 def _fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:

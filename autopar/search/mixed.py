@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel, Step
 from autopar.cost.places import places_of
+from autopar.cost.stages import own_times
 from autopar.errors import UsageError
 from autopar.plan import RankGroup, Recompute
 from autopar.search.bound_rows import BlockPrice, forwards_done
@@ -25,7 +26,7 @@ from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
-from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
+from autopar.search.mixed_bounds import MixedRow, PlaceRow, fastest_s, flow_s, stands_before_s, work_and_slowness
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
 from autopar.search.options import Draft, Option
@@ -159,6 +160,10 @@ class Placed:
         self._speeds: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}
         self._made: dict[tuple[object, ...], PlaceRow] = {}
         self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
+        self._room: dict[tuple[frozenset[int], ...], float] = {}
+        self._layout_speeds: dict[
+            tuple[int, tuple[frozenset[int], ...]], tuple[float, tuple[float, ...], tuple[float, ...]]
+        ] = {}
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
@@ -267,10 +272,40 @@ class Placed:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing."""
         return self._row(candidate, self.option(candidate, whole), step, is_exact=False)
 
-    def can_hold(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> bool:
-        """Whether all pipeline ranks together may hold a layout that is not priced yet."""
-        maker = self._maker(self.places(candidate)[0])
-        return maker.draft_bytes(candidate, draft, whole, step) <= sum(self.tensor_limits(candidate))
+    def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
+        """The bound of a candidate in a layout before its data axes are priced; infinite where it cannot fit.
+
+        All pipeline ranks together have to hold it, and computation, collectives of the layout and messages are work that
+        is done on the devices that are fastest for each block.
+
+        Args:
+            whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
+        """
+        places = self.places(candidate)
+        if places not in self._room:
+            self._room[places] = sum(self.tensor_limits(candidate))
+        if self._maker(places[0]).draft_bytes(candidate, draft, whole, step) > self._room[places]:
+            return math.inf
+        option = self.layouts.option(draft)
+        work_s, slowness, every_s = self._speed(option, places)
+        before_s = stands_before_s(every_s, *self._sends_s(candidate, option, step))
+        v = candidate.virtual_stages
+        return flow_s(work_s, slowness, every_s, before_s, candidate.num_micro_batches, v, v == 1)
+
+    def _speed(
+        self, option: Option, places: tuple[frozenset[int], ...]
+    ) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
+        """Work and slowness of a layout without its data axes (:class:`MixedRow`), and what each rank repeats."""
+        key = (id(option), places)
+        if key not in self._layout_speeds:  # the layout is kept, so that its id stays its own
+            made = {own: self.layouts.priced(option, self.model.part(own)) for own in places}
+            times = {
+                own: [sum(own_times(cost, recompute="none")) for cost in found.costs] for own, found in made.items()
+            }
+            counts = [len(members) for members in self.compact.members]
+            work_s, slowness = fastest_s([times[own] for own in places], counts)
+            self._layout_speeds[key] = work_s, slowness, tuple(made[own].prelude_s for own in places)
+        return self._layout_speeds[key]
 
     def _row(self, candidate: Candidate, option: Option, step: Step, *, is_exact: bool) -> MixedRow:
         places = self.places(candidate)

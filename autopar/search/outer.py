@@ -122,6 +122,7 @@ class OuterSearch:
         self.order: list[int] = []  # positions in the pool, as the search came to them
         self.finished = True
         self._plans: dict[int, Evaluation] = {}
+        self._polished: Evaluation | None = None  # the best of those that were the best when they were found
         self._hopeless: list[Misfit] = []
         self._made = 0
         self._passed: dict[int, int] = {}  # what others had claimed, with the evaluations made until then
@@ -267,17 +268,31 @@ class OuterSearch:
         try:
             yield
             # what takes no longer than the best is told its own time: then it does not matter which was evaluated first
-            at_most_s = self._best_s() * (1 + ROUNDING)
-            found = self.evaluator.evaluate(candidate, at_most_s=at_most_s)
+            at_most_s, bound_s = self._found_s() * (1 + ROUNDING), self._best_s() * (1 + ROUNDING)
+            limits = {"at_most_s": at_most_s} | ({"bound_s": bound_s} if bound_s < at_most_s else {})
+            found = self.evaluator.evaluate(candidate, **limits)
             self._made += 1
             if isinstance(found, Evaluation):
                 self._plans[index] = found
+                self._polish(found)
             yield
-            self.ledger.tell(index, _told(found, at_most_s))
+            self.ledger.tell(index, _told(found, at_most_s, bound_s))
         except (Exception, KeyboardInterrupt):
             self.ledger.release(index)
             raise
         self._report()
+
+    def _polish(self, found: Evaluation) -> None:
+        """The best plan so far, polished: what is slower by a bound is slower however it is polished.
+
+        Not where the order is shared: there it would depend on timing which plans are polished.
+        """
+        if not self.evaluator.differs or self.ledger.is_shared or found.prediction.step_time_s >= self._found_s():
+            return
+        polished = self.evaluator.polished(found)
+        known = self._polished
+        if known is None or polished.prediction.step_time_s < known.prediction.step_time_s:
+            self._polished = polished
 
     def _sharpen(self) -> None:
         """The last bounds of what may be faster than the best, which were asked for before it was known; then closer ones."""
@@ -313,7 +328,14 @@ class OuterSearch:
         return min(allowed)[2] if allowed else None
 
     def _best(self) -> Evaluation | None:
-        """The plan of the chosen candidate, made here where another search found it."""
+        """The plan of the chosen candidate, made here where another search found it; or one that is better once polished."""
+        found, polished = self._best_of_found(), self._polished
+        if found is None or polished is None or polished is found:
+            return found
+        found = self.evaluator.polished(found)
+        return min(polished, found, key=lambda plan: plan.prediction.step_time_s)
+
+    def _best_of_found(self) -> Evaluation | None:
         index = self._chosen()
         if index is None:
             return None
@@ -330,6 +352,11 @@ class OuterSearch:
 
     def _best_s(self) -> float:
         """What a plan has to be faster than: ties within rounding are evaluated, for the order to decide."""
+        polished_s = self._polished.prediction.step_time_s if self._polished is not None else math.inf
+        return min(self._found_s(), polished_s * (1 + ROUNDING))
+
+    def _found_s(self) -> float:
+        """Likewise as it was found."""
         return min(self.ledger.least_s * (1 + ROUNDING), self._limit_s())
 
     def _limit_s(self) -> float:
@@ -350,15 +377,15 @@ class OuterSearch:
             self.progress(f"searching{best}", len(self.order), min(len(self.open), self.trials))
 
 
-def _told(found: Evaluation | Misfit, at_most_s: float) -> Told:
-    """An outcome of an evaluation under a limit, above which times are not worked out to the end."""
+def _told(found: Evaluation | Misfit, at_most_s: float, bound_s: float) -> Told:
+    """An outcome of an evaluation under limits, above which times are not worked out to the end; see ``Evaluator.evaluate``."""
     if isinstance(found, Evaluation):
         time_s = found.prediction.step_time_s
         if time_s < at_most_s:
             return Told(time_s=time_s, peak_memory_bytes=found.prediction.peak_memory_bytes)
-        return Told(at_least_s=at_most_s)
+        return Told(at_least_s=min(at_most_s, bound_s))
     if found.reason == SLOW:
-        return Told(at_least_s=at_most_s)
+        return Told(at_least_s=min(at_most_s, bound_s))
     return Told(reason=found.reason, needs_bytes=found.needs_bytes)
 
 
