@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster import Cluster
-from autopar.cost.model import CostModel, Step
+from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.places import places_of
 from autopar.cost.stages import own_times
 from autopar.errors import UsageError
@@ -26,7 +26,7 @@ from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
-from autopar.search.mixed_bounds import MixedRow, PlaceRow, fastest_s, flow_s, stands_before_s, work_and_slowness
+from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
 from autopar.search.options import Draft, Option
@@ -161,9 +161,9 @@ class Placed:
         self._made: dict[tuple[object, ...], PlaceRow] = {}
         self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
         self._room: dict[tuple[frozenset[int], ...], float] = {}
-        self._layout_speeds: dict[
-            tuple[int, tuple[frozenset[int], ...]], tuple[float, tuple[float, ...], tuple[float, ...]]
-        ] = {}
+        self._free: dict[tuple[object, ...], MixedRow] = {}
+        self._free_prices: dict[tuple[int, frozenset[int]], tuple[list[BlockPrice], float]] = {}
+        self._free_rows: dict[tuple[object, ...], PlaceRow] = {}
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
@@ -272,11 +272,8 @@ class Placed:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing."""
         return self._row(candidate, self.option(candidate, whole), step, is_exact=False)
 
-    def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
-        """The bound of a candidate in a layout before its data axes are priced; infinite where it cannot fit.
-
-        All pipeline ranks together have to hold it, and computation, collectives of the layout and messages are work that
-        is done on the devices that are fastest for each block.
+    def can_hold(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> bool:
+        """Whether all pipeline ranks together may hold a layout that is not priced yet.
 
         Args:
             whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
@@ -284,28 +281,32 @@ class Placed:
         places = self.places(candidate)
         if places not in self._room:
             self._room[places] = sum(self.tensor_limits(candidate))
-        if self._maker(places[0]).draft_bytes(candidate, draft, whole, step) > self._room[places]:
-            return math.inf
-        option = self.layouts.option(draft)
-        work_s, slowness, every_s = self._speed(option, places)
-        before_s = stands_before_s(every_s, *self._sends_s(candidate, option, step))
-        v = candidate.virtual_stages
-        return flow_s(work_s, slowness, every_s, before_s, candidate.num_micro_batches, v, v == 1)
+        return self._maker(places[0]).draft_bytes(candidate, draft, whole, step) <= self._room[places]
 
-    def _speed(
-        self, option: Option, places: tuple[frozenset[int], ...]
-    ) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-        """Work and slowness of a layout without its data axes (:class:`MixedRow`), and what each rank repeats."""
-        key = (id(option), places)
-        if key not in self._layout_speeds:  # the layout is kept, so that its id stays its own
-            made = {own: self.layouts.priced(option, self.model.part(own)) for own in places}
-            times = {
-                own: [sum(own_times(cost, recompute="none")) for cost in found.costs] for own, found in made.items()
-            }
-            counts = [len(members) for members in self.compact.members]
-            work_s, slowness = fastest_s([times[own] for own in places], counts)
-            self._layout_speeds[key] = work_s, slowness, tuple(made[own].prelude_s for own in places)
-        return self._layout_speeds[key]
+    def free(self, candidate: Candidate, option: Option, step: Step) -> MixedRow:
+        """A candidate in a layout if data axes and memory cost nothing: one row for all that differ in these alone."""
+        places = self.places(candidate)
+        sends, back = self._sends_s(candidate, option, step)
+        pipeline = (candidate.schedule, candidate.virtual_stages, candidate.num_micro_batches)
+        key = (id(option), places, *pipeline, sends, back)
+        if key not in self._free:  # the layout is kept, so that its id stays its own
+            for own in set(places):
+                if (id(option), own) not in self._free_prices:
+                    made = self.layouts.priced(option, self.model.part(own))
+                    self._free_prices[id(option), own] = [_free_price(c) for c in made.costs], made.prelude_s
+                if (id(option), own, *pipeline) not in self._free_rows:
+                    prices, every_s = self._free_prices[id(option), own]
+                    self._free_rows[id(option), own, *pipeline] = self._maker(own).place_row(
+                        candidate, prices, every_s=every_s, is_even=self.is_even
+                    )
+            ranks = tuple(self._free_rows[id(option), own, *pipeline] for own in places)
+            if (id(option), places) not in self._speeds:
+                counts = [len(members) for members in self.compact.members]
+                every = [self._free_prices[id(option), own][0] for own in places]
+                self._speeds[id(option), places] = work_and_slowness(every, counts)
+            work_s, slowness = self._speeds[id(option), places]
+            self._free[key] = MixedRow(ranks=ranks, work_s=work_s, slowness=slowness, sends_s=sends, sends_back_s=back)
+        return self._free[key]
 
     def _row(self, candidate: Candidate, option: Option, step: Step, *, is_exact: bool) -> MixedRow:
         places = self.places(candidate)
@@ -371,3 +372,9 @@ class Placed:
 
     def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:
         return self.ordered(candidate).parts(candidate.mesh)
+
+
+def _free_price(cost: BlockCost) -> BlockPrice:
+    """A block's computation and the collectives of its layout."""
+    forward_s, backward_s = own_times(cost, recompute="none")
+    return replace(NOTHING, time_s=forward_s + backward_s, forward_s=forward_s)

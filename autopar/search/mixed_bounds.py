@@ -116,25 +116,15 @@ class MixedRow:
     @property
     def before_s(self) -> list[float]:
         """What stands before each rank beside blocks: messages, and what every stage repeats."""
-        return stands_before_s([own.every_s for own in self.ranks], self.sends_s, self.sends_back_s)
-
-
-def stands_before_s(every_s: Sequence[float], sends_s: Sequence[float], sends_back_s: Sequence[float]) -> list[float]:
-    """See :attr:`MixedRow.before_s`; ``every_s``: of each pipeline rank."""
-    if not sends_s:
-        return list(accumulate(every_s[:-1], initial=0.0))
-    each = zip(every_s, sends_s, sends_back_s, strict=False)
-    return list(accumulate((own_s + there_s + back_s for own_s, there_s, back_s in each), initial=0.0))
+        none = (0.0,) * (len(self.ranks) - 1)
+        sends = zip(self.sends_s or none, self.sends_back_s or none, strict=True)
+        every = (own.every_s + sum(both) for own, both in zip(self.ranks, sends, strict=False))
+        return list(accumulate(every, initial=0.0))
 
 
 def work_and_slowness(prices: Sequence[Sequence[BlockPrice]], counts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
     """Of a row, from the prices of the blocks on each rank, which stand for ``counts`` ones."""
-    return fastest_s([[price.time_s for price in own] for own in prices], counts)
-
-
-def fastest_s(of_ranks: Sequence[Sequence[float]], counts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-    """``work_s`` and ``slowness`` of a row, from the seconds of each block on each rank."""
-    times = np.array(of_ranks)
+    times = np.array([[price.time_s for price in own] for own in prices])
     least = times.min(axis=0)
     some = least > 0
     slowness = (times[:, some] / least[some]).min(axis=1) if some.any() else np.ones(len(times))
@@ -158,29 +148,20 @@ def _holds(row: MixedRow) -> bool:
 def work_bound_s(row: MixedRow) -> float:
     """Total work over total speed, with what each stage does beside its blocks; and as if each stage had a rank of its own."""
     own = row.ranks[0]
-    every_s = [other.every_s for other in row.ranks]
-    pipeline = own.num_micro_batches, own.virtual_stages, own.waits
-    return flow_s(row.work_s, row.slowness, every_s, row.before_s, *pipeline)
+    found = _flow_s(row, own.waits, own.virtual_stages, 1)
+    return found if own.waits else max(found, _flow_s(row, True, 1, own.virtual_stages))
 
 
-def flow_s(
-    work_s: float, slowness: Sequence[float], every_s: Sequence[float], before_s: Sequence[float],
-    num_micro_batches: int, virtual_stages: int, waits: bool,
-) -> float:  # fmt: skip
-    """:func:`work_bound_s` of a row with these parts; ``every_s``, ``before_s``: of each pipeline rank."""
-    ranks = list(zip(slowness, every_s, before_s, strict=True))[::-1]
-    found = _weighed_s(work_s, ranks, num_micro_batches, waits, virtual_stages)
-    return found if waits else max(found, _weighed_s(work_s, ranks * virtual_stages, num_micro_batches, True, 1))
-
-
-def _weighed_s(work_s: float, ranks: Sequence[tuple[float, float, float]], m: int, waits: bool, each: int) -> float:
-    """The bound by weights for ranks of ``each`` stages, from the last one to the first."""
-    after, weighted_s = 0.0, 0.0
-    for slowness, every_s, before_s in ranks:
+def _flow_s(row: MixedRow, waits: bool, each: int, times: int) -> float:
+    """The bound by weights for ranks of ``each`` stages, ``times`` as many as there are."""
+    m, after, weighted_s = row.ranks[0].num_micro_batches, 0.0, 0.0
+    for own, slowness, before_s in zip(
+        row.ranks[::-1] * times, row.slowness[::-1] * times, row.before_s[::-1] * times, strict=True
+    ):
         weight = max(1 / slowness - waits * after, 0.0) / m
-        weighted_s += weight * (before_s + m * each * every_s)
+        weighted_s += weight * (before_s + m * each * own.every_s)
         after += weight
-    return (work_s + weighted_s) / after
+    return (row.work_s + weighted_s) / after
 
 
 def mixed_bounds(rows: Sequence[MixedRow], at_most_s: float = np.inf, *, only_test: bool = False) -> Array:

@@ -184,8 +184,12 @@ class RowMaker:
         prices = []
         device = self.model.device
         byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
+        known: dict[tuple[int, tuple[Recompute, ...]], BlockPrice] = {}
         for k, cost in enumerate(self._private_costs(whole)):
             modes = self.modes[k]
+            if (id(cost), modes) in known:
+                prices.append(known[id(cost), modes])
+                continue
             time_s = (cost.forward_s + cost.backward_s) * share
             forward_s = cost.forward_s * share
             kept = [_least_kept(cost, mode) / ranks for mode in modes]
@@ -207,6 +211,7 @@ class RowMaker:
                     **own,
                 )
             )
+            known[id(cost), modes] = prices[-1]
         return prices
 
     def least(self, ideal: Row, option: Option, total_s: float, least_s: Sequence[float]) -> Row:
@@ -447,7 +452,7 @@ def _sums(times: Iterable[float]) -> tuple[float, ...]:
 
 def least_of(prices: Iterable[BlockPrice]) -> BlockPrice:
     """The least of each part."""
-    found = list(prices)
+    found = list({id(price): price for price in prices}.values())
     if len(found) == 1:
         return found[0]
     least = {name: min(getattr(price, name) for price in found) for name in _PARTS}
