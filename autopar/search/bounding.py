@@ -191,6 +191,7 @@ class Bounding:
                 continue
         at_most_s /= self._least_speed(candidates)
         every = [self._least_first(candidate) for candidate in candidates]
+        self._test_free(candidates, every, at_most_s)
         self._tell_slow(
             [(c, draft) for c, drafts in zip(candidates, every, strict=True) for draft in drafts], at_most_s
         )
@@ -300,6 +301,23 @@ class Bounding:
         self._price([(candidate, draft) for draft in drafts], 0.0)
         return sorted(drafts, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
+    def _test_free(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
+        """Where ranks differ: layouts that take longer than ``at_most_s`` whatever their data axes and memory cost."""
+        asked: dict[int, tuple[MixedRow, list[tuple[Candidate, int]]]] = {}
+        for candidate, drafts in zip(candidates, every, strict=True):
+            if not self.placed.has(candidate) or math.isinf(at_most_s):
+                continue
+            for draft in drafts:
+                bound_s, is_priced = self._bounds[candidate, id(draft)]
+                if not is_priced and bound_s < at_most_s:
+                    option = self.layouts.option(draft)
+                    row = self.placed.free(candidate, option, self.step(candidate, option))
+                    asked.setdefault(id(row), (row, []))[1].append((candidate, id(draft)))
+        found = mixed_bounds([row for row, _ in asked.values()], at_most_s, only_test=True)
+        for bound_s, (_, keys) in zip(found, asked.values(), strict=True):
+            for key in keys:
+                self._bounds[key] = max(self._bounds[key][0], float(bound_s)), False
+
     def _is_priced(self, candidate: Candidate, draft: Draft) -> bool:
         return self._bounds[candidate, id(draft)][1]
 
@@ -358,7 +376,7 @@ class Bounding:
             return ()
 
     def _draft_s(self, candidate: Candidate, draft: Draft) -> float:
-        if not draft.time_s:
+        if not draft.time_s and not self.placed.has(candidate):
             return 0.0
         whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
         step = self.step(candidate, whole)

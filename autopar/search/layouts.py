@@ -83,6 +83,8 @@ class Layouts:
         self._solvers: dict[tuple[Split, str], AxisSolver] = {}
         self._structures = Structures()
         self._options: dict[tuple[Split, str, object], Option] = {}
+        self._of_drafts: dict[int, tuple[Draft, Option]] = {}
+        self._wholes: dict[tuple[int, int], Option] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
         self._every: dict[Split, tuple[Draft, ...]] = {}
@@ -177,11 +179,16 @@ class Layouts:
 
     def option(self, draft: Draft) -> Option:
         """The layout with the costs of its blocks."""
-        return self._option(draft.split, draft.kind, draft.solution)
+        if id(draft) not in self._of_drafts:  # the draft is kept too, so that its id stays its own
+            self._of_drafts[id(draft)] = draft, self._option(draft.split, draft.kind, draft.solution)
+        return self._of_drafts[id(draft)][1]
 
     def whole(self, micro_batch_size: int, ep_data: int = 1) -> Option:
         """The layout with neither a context- nor a tensor-parallel axis."""
-        return self._option(Split(micro_batch_size=micro_batch_size, ep_data=ep_data), "", None)
+        if (micro_batch_size, ep_data) not in self._wholes:
+            split = Split(micro_batch_size=micro_batch_size, ep_data=ep_data)
+            self._wholes[micro_batch_size, ep_data] = self._option(split, "", None)
+        return self._wholes[micro_batch_size, ep_data]
 
     def _solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""

@@ -15,7 +15,7 @@ NOTHING = BlockPrice(**dict.fromkeys(_PARTS, 0.0))
 
 def least_of(prices: Iterable[BlockPrice]) -> BlockPrice:
     """The least of each part."""
-    found = list(prices)
+    found = list({id(price): price for price in prices}.values())
     if len(found) == 1:
         return found[0]
     least = {name: min(getattr(price, name) for price in found) for name in _PARTS}

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster import Cluster
-from autopar.cost.model import CostModel, Step
+from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.places import places_of
+from autopar.cost.stages import own_times
 from autopar.errors import UsageError
 from autopar.plan import RankGroup, Recompute
 from autopar.search.bound_rows import BlockPrice, forwards_done
@@ -160,6 +161,10 @@ class Placed:
         self._speeds: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}
         self._made: dict[tuple[object, ...], PlaceRow] = {}
         self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
+        self._room: dict[tuple[frozenset[int], ...], float] = {}
+        self._free: dict[tuple[object, ...], MixedRow] = {}
+        self._free_prices: dict[tuple[int, frozenset[int]], tuple[list[BlockPrice], float]] = {}
+        self._free_rows: dict[tuple[object, ...], PlaceRow] = {}
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
@@ -269,9 +274,40 @@ class Placed:
         return self._row(candidate, self.option(candidate, whole), step, is_exact=False)
 
     def can_hold(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> bool:
-        """Whether all pipeline ranks together may hold a layout that is not priced yet."""
-        maker = self._maker(self.places(candidate)[0])
-        return maker.draft_bytes(candidate, draft, whole, step) <= sum(self.tensor_limits(candidate))
+        """Whether all pipeline ranks together may hold a layout that is not priced yet.
+
+        Args:
+            whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
+        """
+        places = self.places(candidate)
+        if places not in self._room:
+            self._room[places] = sum(self.tensor_limits(candidate))
+        return self._maker(places[0]).draft_bytes(candidate, draft, whole, step) <= self._room[places]
+
+    def free(self, candidate: Candidate, option: Option, step: Step) -> MixedRow:
+        """A candidate in a layout if data axes and memory cost nothing: one row for all that differ in these alone."""
+        places = self.places(candidate)
+        sends, back = self._sends_s(candidate, option, step)
+        pipeline = (candidate.schedule, candidate.virtual_stages, candidate.num_micro_batches)
+        key = (id(option), places, *pipeline, sends, back)
+        if key not in self._free:  # the layout is kept, so that its id stays its own
+            for own in set(places):
+                if (id(option), own) not in self._free_prices:
+                    made = self.layouts.priced(option, self.model.part(own))
+                    self._free_prices[id(option), own] = [_free_price(c) for c in made.costs], made.prelude_s
+                if (id(option), own, *pipeline) not in self._free_rows:
+                    prices, every_s = self._free_prices[id(option), own]
+                    self._free_rows[id(option), own, *pipeline] = self._maker(own).place_row(
+                        candidate, prices, every_s=every_s, is_even=self.is_even
+                    )
+            ranks = tuple(self._free_rows[id(option), own, *pipeline] for own in places)
+            if (id(option), places) not in self._speeds:
+                counts = [len(members) for members in self.compact.members]
+                every = [self._free_prices[id(option), own][0] for own in places]
+                self._speeds[id(option), places] = work_and_slowness(every, counts)
+            work_s, slowness = self._speeds[id(option), places]
+            self._free[key] = MixedRow(ranks=ranks, work_s=work_s, slowness=slowness, sends_s=sends, sends_back_s=back)
+        return self._free[key]
 
     def _row(self, candidate: Candidate, option: Option, step: Step, *, is_exact: bool) -> MixedRow:
         places = self.places(candidate)
@@ -337,3 +373,9 @@ class Placed:
 
     def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:
         return self.ordered(candidate).parts(candidate.mesh)
+
+
+def _free_price(cost: BlockCost) -> BlockPrice:
+    """A block's computation and the collectives of its layout."""
+    forward_s, backward_s = own_times(cost, recompute="none")
+    return replace(NOTHING, time_s=forward_s + backward_s, forward_s=forward_s)

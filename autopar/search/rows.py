@@ -216,8 +216,12 @@ class RowMaker:
         prices = []
         device = self.model.device
         byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
+        known: dict[tuple[int, tuple[Recompute, ...]], BlockPrice] = {}
         for k, cost in enumerate(self.private_costs(whole)):
             modes = self.modes[k]
+            if (id(cost), modes) in known:
+                prices.append(known[id(cost), modes])
+                continue
             time_s = (cost.forward_s + cost.backward_s) * share
             forward_s = cost.forward_s * share
             # without other axes this is the layout
@@ -243,6 +247,7 @@ class RowMaker:
                     **own,
                 )
             )
+            known[id(cost), modes] = prices[-1]
         return prices
 
     def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:

@@ -1,10 +1,11 @@
 """Two kinds of devices: stages cut by their speed against equal stages.
 
-``python -m tests.benchmarks.mixed plan [--model SPEC]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
+``python -m tests.benchmarks.mixed plan [--model SPEC] [--page docs/mixed.md]`` plans a GPT for 128 A100 and 384 V100, with stages as the search
 cuts them and with the same number of layers on each, by the same cost model. ``python -m tests.benchmarks.mixed run`` runs
 such plans on two CPU ranks, of which one gets half a core: by a quota of a control group where one can be made (root), else
 beside a process that does nothing but turn on the same core. ``python -m tests.benchmarks.mixed shares`` does the same
-without a pipeline, with samples shared by speed against equal numbers of samples.
+without a pipeline, with samples shared by speed against equal numbers of samples. With ``--page`` each writes its own part of
+that page.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from autopar.benchmark import ranks
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.session import PRELOAD
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import FP32, Plan, Precision
 from autopar.profile.detect import machine_profile
+from autopar.profile.files import write_text
 from autopar.profile.store import load_library
-from autopar.report.table import plain_table
 from autopar.report.units import micro_batch_text, seconds
 from autopar.runtime.workers import WorkerPool
 from autopar.search.outer import Limits
@@ -118,25 +119,55 @@ def best_equal(graph: Graph, cluster: Cluster, batch: int, precision: Precision,
 
 def described(name: str, plan: Plan) -> tuple[str, ...]:
     blocks = [stage.stop - stage.start for stage in plan.stages]
-    return name, seconds(plan.predicted.step_time_s), str(plan.mesh), plan.schedule, " ".join(map(str, blocks))
+    choices = f"{plan.mesh}, {plan.schedule}, ZeRO {plan.zero_stage}, micro-batch {plan.micro_batch_size}"
+    return name, seconds(plan.predicted.step_time_s), choices, " ".join(map(str, blocks))
 
 
-def plan_large(model: str, batch: int) -> None:
+def plan_large(model: str, batch: int, rounds: int, page: Path | None) -> None:
+    cluster = cluster_from(A100_V100)
+    graph = resolve_model(model, sequence_length=2048, dtype=torch.float16).trace()
+    spent = []
+    for _ in range(rounds):
+        begin = time.process_time()
+        picked = search(graph, cluster, batch, FP16, ())
+        spent.append(time.process_time() - begin)
+    equal = best_equal(graph, cluster, batch, FP16, ())
+    rows = [described("by speed", picked), described("equal", equal)]
+    over = equal.predicted.step_time_s / picked.predicted.step_time_s
+    record = picked.search
+    text = (
+        markdown(("stages", "step", "plan", "blocks of each stage"), rows)
+        + f"\nThe best plan with as many layers on each stage, over everything else that may be chosen, takes {over - 1:.0%} longer. "
+        f"The search takes\n{median(spent):.1f} CPU seconds without the trace (median of {rounds}) for {record.evaluated:,} of "
+        f"{record.candidates:,} candidates. No plan of the space takes\nless than {seconds(record.lower_bound_s)}, a gap of "
+        f"{record.gap:.1%}: the bound lets stages hold parts of blocks.\n"
+    )
+    print(text)
+    print(picked)
+    if page is not None:
+        write_part(page, "plan", text)
+
+
+def cluster_from(text: str) -> Cluster:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"
-        path.write_text(A100_V100, encoding="utf-8")
-        cluster = Cluster.load(path)
-    graph = resolve_model(model, sequence_length=2048, dtype=torch.float16).trace()
-    begin = time.process_time()
-    picked = search(graph, cluster, batch, FP16, ())
-    spent_s = time.process_time() - begin
-    equal = best_equal(graph, cluster, batch, FP16, ())
-    rows = [described("stages by speed", picked), described("equal stages", equal)]
-    for row in rows:
-        print("; ".join(row))
-    print(f"equal over picked: {equal.predicted.step_time_s / picked.predicted.step_time_s:.3f}")
-    print(f"search: {spent_s:.1f} CPU s, {picked.search.evaluated} of {picked.search.candidates} candidates")
-    print(picked)
+        path.write_text(text, encoding="utf-8")
+        return Cluster.load(path)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+
+
+def write_part(page: Path, name: str, text: str) -> None:
+    """Put ``text`` between the two comments of a page that name a part of it."""
+    begin, end = f"<!-- {name}: written by its command -->\n", f"<!-- {name}: end -->\n"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise UsageError("a page has the two comments of the part that is written", value=name, place=str(page))
+    write_text(page, f"{before}{begin}{text}{end}{after}")
 
 
 # --- on this machine
@@ -231,7 +262,7 @@ def by_shares(graph: Graph, cluster: Cluster, batch: int) -> dict[str, Plan]:
     return {name: search(graph, cluster, batch, FP32, (*pins, pin)) for name, pin in names.items()}
 
 
-def run_small(model: str, batch: int, rounds: int, out: Path | None, *, shares: bool) -> None:
+def run_small(model: str, batch: int, rounds: int, out: Path | None, page: Path | None, *, shares: bool) -> None:
     cluster, source = two_ranks(), resolve_model(model, sequence_length=64)
     graph = source.trace()
     plans = (by_shares if shares else by_stages)(graph, cluster, batch)
@@ -251,23 +282,26 @@ def run_small(model: str, batch: int, rounds: int, out: Path | None, *, shares: 
                 "how": by_rank[slow][0]["how"],
                 "steps": steps,
             }
-    rows = [
-        (
-            name,
-            seconds(f["predicted_s"]),
-            seconds(f["measured_s"]),
-            " ".join(map(str, f["blocks"])),
-            f["samples"],
-            ", ".join(f["devices"]),
-        )
-        for name, f in found.items()
-    ]
-    print(plain_table(("plan", "predicted", "measured", "blocks", "samples", "devices"), rows, left=("devices",)))
-    picked, equal = found.values()
-    for part in ("predicted_s", "measured_s"):
-        print(f"{part}: equal over picked {equal[part] / picked[part]:.3f}")
+    text = measured_part(found)
+    print(text)
     if out is not None:
         out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if page is not None:
+        write_part(page, "shares" if shares else "run", text)
+
+
+def measured_part(found: dict[str, Any]) -> str:
+    """The table of two plans that ran, from what :func:`run_small` keeps of them."""
+    rows = []
+    for name, own in found.items():
+        predicted_s, measured_s = own["predicted_s"], own["measured_s"]
+        places = f"{', '.join(own['devices'])}: {', '.join(map(str, own['blocks']))}"
+        cells = (seconds(predicted_s), seconds(measured_s), f"{measured_s / predicted_s:.2f}")
+        rows.append((name, places, own["samples"], *cells))
+    picked, equal = found.values()
+    over = (f"{equal[part] / picked[part]:.2f}" for part in ("predicted_s", "measured_s"))
+    rows.append(("equal over by speed", "", "", *over, ""))
+    return markdown(("plan", "blocks", "micro-batches", "predicted", "measured", "over predicted"), rows)
 
 
 def main() -> None:
@@ -277,11 +311,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="results of a run as JSON")
+    parser.add_argument("--page", type=Path, help="write the part of this page")
     wish = parser.parse_args()
     if wish.what == "plan":
-        plan_large(wish.model or LARGE, wish.batch or 1024)
+        plan_large(wish.model or LARGE, wish.batch or 1024, wish.rounds, wish.page)
     else:
-        run_small(wish.model or SMALL, wish.batch or 16, wish.rounds, wish.out, shares=wish.what == "shares")
+        run_small(wish.model or SMALL, wish.batch or 16, wish.rounds, wish.out, wish.page, shares=wish.what == "shares")
 
 
 if __name__ == "__main__":
