@@ -141,7 +141,8 @@ def _holds(row: MixedRow) -> bool:
     left = row.ranks[0].count
     for own, held in zip(row.ranks, row.ranks[0].in_flight, strict=True):
         each = own.group.static_bytes + held * min(own.group.held_bytes, own.group.held_again_bytes)
-        left -= math.floor(own.limit_bytes * (1 + 1e-9) / each) if each else left
+        room = own.limit_bytes * (1 + 1e-9)
+        left -= left if room >= left * each else math.floor(room / each)
     return left <= 0
 
 
