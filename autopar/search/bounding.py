@@ -120,7 +120,7 @@ class Bounding:
         if self.placed.has(candidate):
             return False
         whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        return self.least_rows_of(candidate).is_too_large(candidate, whole, self.step(candidate, whole))
+        return self.least_rows_of(candidate).is_too_large(candidate, whole, self.step)
 
     def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
         if candidate not in self._ideal:

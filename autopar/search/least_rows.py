@@ -9,7 +9,7 @@ at the least, however they are divided. In a pipeline a stage's gathers may run 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.block import BlockCost, ParameterCost
@@ -58,21 +58,35 @@ class LeastRows:
         self._added: dict[tuple[object, ...], list[_Added]] = {}
         self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice], Row]] = {}  # likewise
         self._numel: dict[int, tuple[Option, float]] = {}  # likewise
+        self._state: dict[tuple[object, ...], tuple[Option, float]] = {}  # likewise
         self._drafted: dict[
             tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float, float]
         ] = {}  # likewise
 
     # --- the best of all layouts
 
-    def is_too_large(self, candidate: Candidate, whole: Option, step: Step) -> bool:
-        """Whether all pipeline ranks together cannot hold a candidate in any layout."""
+    def is_too_large(self, candidate: Candidate, whole: Option, step_of: Callable[[Candidate, Option], Step]) -> bool:
+        """Whether all pipeline ranks together cannot hold a candidate in any layout.
+
+        Args:
+            step_of: how it runs; asked once for all its schedules.
+        """
+        mesh = candidate.mesh
+        key = (id(whole), mesh, candidate.zero_stage, candidate.num_micro_batches, candidate.offload)
+        if key not in self._state:
+            state = self.model.state_bytes_per_element(step_of(candidate, whole)) * self._numel_of(whole) / mesh.tp
+            self._state[key] = whole, state
+        held = self.rows.least_held_bytes(candidate, whole)
+        return self._state[key][1] + held > self.rows.limit_bytes * mesh.pp
+
+    def _numel_of(self, whole: Option) -> float:
+        """Trained elements of all blocks, experts over data ranks left out."""
         if id(whole) not in self._numel:
             total = 0
             for n, cost in zip(self.rows.counts, self.rows.private_costs(whole), strict=True):
                 total += n * sum(p.numel for p in cost.parameters if p.trained and not p.spread)
             self._numel[id(whole)] = whole, total
-        numel = self._numel[id(whole)][1] / candidate.mesh.tp
-        return self.rows.least_bytes(candidate, numel, whole, step) > self.rows.limit_bytes * candidate.mesh.pp
+        return self._numel[id(whole)][1]
 
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.

@@ -271,8 +271,11 @@ class RowMaker:
 
     def least_bytes(self, candidate: Candidate, numel: float, whole: Option, step: Step) -> float:
         """The least that all pipeline ranks hold together with so many trained elements, see ``Draft.numel``."""
-        held = self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
-        return self.model.state_bytes_per_element(step) * numel + held
+        return self.model.state_bytes_per_element(step) * numel + self.least_held_bytes(candidate, whole)
+
+    def least_held_bytes(self, candidate: Candidate, whole: Option) -> float:
+        """The least that all pipeline ranks keep together between forwards and backwards."""
+        return self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
 
     def once_s(self, whole: Option, step: Step) -> float:
         """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""

@@ -50,8 +50,8 @@ class Faulty:
 def _arrive(subject: Subject, fault: Fault | None) -> Faulty:
     """In a worker: programs are lowered with the fault from now on, or without one again."""
 
-    def lowered(plan: Plan, graph: Graph) -> Graph:
-        local = local_graph(plan, graph)
+    def lowered(plan: Plan, graph: Graph, data_rank: int = 0) -> Graph:
+        local = local_graph(plan, graph, data_rank)
         return local if fault is None else planted(local, fault)
 
     autopar.lower.program.local_graph = lowered  # type: ignore[attr-defined]

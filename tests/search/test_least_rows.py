@@ -55,7 +55,7 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
         step = evaluator.step(candidate, whole)
         ideal = evaluator._ideal_row(candidate)
         assert isinstance(ideal, Row)
-        assert not evaluator.least_rows.is_too_large(candidate, whole, step)
+        assert not evaluator.least_rows.is_too_large(candidate, whole, evaluator.step)
         split = split_of(size, mesh)
         quickest = evaluator.layouts.quickest_s(split), evaluator.layouts.least_s(split)
         for draft in evaluator._drafts(candidate):
