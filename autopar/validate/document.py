@@ -40,7 +40,7 @@ this table; the figures are no blind test of that. By mechanism, and where it wa
 - The first fused attention in Triton has parameters of its own; as a factor on that of cuDNN only their product was told
   by MPT's runs, so that NVIDIA's recipes, left out, were priced with what MPT's runs did. Its priors are those of the
   FlashAttention-2 paper: FlashAttention-2 over 1.8. Hopper's had cuDNN's rate over 1.8 by mistake, which was found where MPT's
-  long samples on H100, left out, were predicted up to 25 % too fast (6.4 % missed before, 4.6 % since).
+  long samples on H100, left out, were predicted up to 25 % too fast (6.4 % missed before, 4.5 % since).
 - What stands in `profiles/sites/published.toml`: software of each source, by its own texts. Looked for again where the
   table showed a source to err as a whole, and found in the source's files, not fitted: torchtitan's attention on H100 is
   FlashAttention-2 (its rates are published ones, fitted to nothing), two of its rows ran without a compiler, its selective
@@ -60,7 +60,7 @@ this table; the figures are no blind test of that. By mechanism, and where it wa
   micro-batches' time, 8.2 are the pipeline's and 3.9 these sums and the gathers.
 - Attention is no faster than FlashAttention-3 on an H100, the fastest kernel published: fits went to the whole ceiling.
 - What of a network card's bandwidth arrives in a step is no free number any more (published collectives have 0.97 on 4 nodes and
-  0.70 on 128): 0.7 and 1 fit all runs alike (loss 0.540 and 0.546), and sources left out are missed by 5.5 and 5.6 %. Looked for
+  0.70 on 128): 0.7 and 1 fit all runs alike (loss 0.540 and 0.546), and sources left out are missed by the same 5.5 %. Looked for
   because fits went from one to the other, which the blind test showed: IBM's nodes with few cards were missed by 15 and 9 %.
 - What an A100 node's links take for messages of training: two tables that agree (nccl-tests and Hetu-Galvatron's) have
   all-reduces of 16 to 540 MB 15 % slower than the model had. Looked for because fits that see BigScience's runs halve
