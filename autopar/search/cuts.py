@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.block_model import Beside
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.plan import RECOMPUTES, Recompute
@@ -243,7 +244,7 @@ class Cuts:
             moves: blocks may keep on the host what they need, and none recomputes selectively where it is not pinned.
         """
         made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
-        blocks = []
+        blocks, beside = [], self._beside(option) if model.sends_always(step) else {}
         for index, (k, cost) in enumerate(zip(self.class_of, self._costs(option), strict=True)):
             pinned = self.recompute.get(index)
             key = (option.keys[k], pinned, cost.offloads)
@@ -251,9 +252,16 @@ class Cuts:
                 modes: tuple[Way, ...] = (pinned,) if pinned else self.space_modes
                 if moves and not cost.offloads:
                     modes = with_moved(modes) if not pinned or pinned == "none" else modes
-                made[key] = self._cut_block(len(made), cost, modes, step, model)
+                made[key] = self._cut_block(len(made), cost, modes, step, model, beside.get(option.keys[k], ()))
             blocks.append(made[key])
         return blocks
+
+    def _beside(self, option: Option) -> dict[int, list[Beside]]:
+        """The blocks that stand beside those of each key: what times say of them is never too much."""
+        costs, found = self.rows.private_costs(option), dict[int, list[Beside]]()
+        for k in range(len(costs)):
+            found.setdefault(option.keys[k], []).extend(self.rows.beside(costs, k))
+        return found
 
     def _costs(self, option: Option) -> list[BlockCost]:
         """Of each block of the original graph."""
@@ -279,13 +287,15 @@ class Cuts:
             self._shapes[key] = CutShape(key[0], ways, fixed=self.pinned)
         return StageCutter(blocks, shape=self._shapes[key])
 
-    def _cut_block(self, key: int, cost: BlockCost, modes: tuple[Way, ...], step: Step, model: CostModel) -> CutBlock:
+    def _cut_block(
+        self, key: int, cost: BlockCost, modes: tuple[Way, ...], step: Step, model: CostModel, beside: Sequence[Beside]
+    ) -> CutBlock:
         options = []
         private = self.rows.without_shared(cost)
         adding_s = model.block_adding_s(private, step)
         for mode in modes:
             again, own = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
-            time = model.block_time_s(cost, step, recompute=again)
+            time = model.block_time_s(cost, step, recompute=again, beside=beside)
             down_s = up_s = 0.0
             if size := own.moved_bytes(again) if mode == MOVED else 0:
                 down_s = model.host.latency_s + size / model.host.to_host_bytes_per_s

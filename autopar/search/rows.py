@@ -153,7 +153,7 @@ class RowMaker:
         prices, alone_s = [], []
         matters = self.model.sends_always(step)
         for k, cost in enumerate(costs):
-            beside = self._beside(costs, k) if matters else ()
+            beside = self.beside(costs, k) if matters else ()
             key = (id(cost), self.modes[k], *((id(one), id(other)) for one, other in beside))
             if key not in known:
                 known[key] = self._price(cost, step, self.modes[k], longest_s, beside)
@@ -176,11 +176,11 @@ class RowMaker:
 
     def block_s(self, costs: Sequence[BlockCost], k: int, step: Step, mode: Recompute) -> float:
         """Forward and backward of a block of the compact graph, as its price has them."""
-        beside = self._beside(costs, k) if self.model.sends_always(step) else ()
+        beside = self.beside(costs, k) if self.model.sends_always(step) else ()
         time = self.model.block_time_s(costs[k], step, recompute=mode, beside=beside)
         return time.forward_s + time.backward_s + self.model.block_adding_s(costs[k], step)
 
-    def _beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
+    def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
         """The different blocks beside those that block ``k`` of the compact graph stands for."""
         found = ((None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in self.neighbours[k])
         return [*{(id(before), id(after)): (before, after) for before, after in found}.values()]

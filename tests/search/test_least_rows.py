@@ -21,6 +21,8 @@ from autopar.search.bound_rows import Row
 from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
 from autopar.search.evaluate import Evaluator
+from autopar.search.fitting import busy_s
+from autopar.search.inter import Cut
 from autopar.search.least_rows import _Added
 from autopar.search.options import split_of
 from autopar.search.pins import Pins
@@ -70,6 +72,30 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
             assert max(below) <= exact * (1 + SAME)
             closer += below[-1] > below[0]
     assert closer
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_bound_of_a_cut_is_no_more_than_its_step(graph: Graph, zero_stage: int) -> None:
+    """Blocks differ: small layers between an embedding and a head whose gathers take longer than they do."""
+    model = CostModel(Cluster.parse("h100-sxm5-80gb:8x1?nic_bandwidth=1e9"), BF16, "adamw")
+    evaluator = Evaluator(graph, model, global_batch_size=512, pins=Pins.parse(()), space=load_space("default"))
+    count = len(graph.blocks)
+    for pp in (1, 2) if zero_stage != 2 else (1,):
+        mesh = Mesh(pp=pp, dp_shard=8 // pp)
+        candidate = Candidate(
+            mesh=mesh, micro_batch_size=16, num_micro_batches=32 // mesh.dp_shard, zero_stage=zero_stage,
+            schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
+        )  # fmt: skip
+        option = evaluator.layouts.whole(16)
+        step = evaluator.step(candidate, option)
+        cutters = evaluator.cuts.cutters(candidate, option, step)
+        for stop in range(1, count) if pp == 2 else (count,):
+            for place in (0, -1):
+                modes = tuple(block.options[place].mode for block in cutters[0].blocks)
+                cut = Cut(stops=(stop, count)[2 - pp :], modes=modes, time_s=0.0)
+                made = evaluator.cuts.stages(cut.stops, cut.modes, option, pp)
+                least_s = busy_s(cut, cutters[0], pp, candidate.num_micro_batches, with_once=True)
+                assert least_s <= model.breakdown(made, step).total_s * (1 + 1e-9)
 
 
 @settings(max_examples=200, deadline=None)
