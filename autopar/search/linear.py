@@ -28,6 +28,7 @@ from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.pipeline import StageTimes
 from autopar.schedule import peak_table
 from autopar.search.bound_rows import Row
+from autopar.search.whole_blocks import in_whole_blocks
 
 MAX_ACTIONS = 60_000
 """Of all ranks in a step, past which it is not simulated for a bound."""
@@ -326,7 +327,13 @@ class LinearProgram:
                 break
             for chain in chains:
                 self._cut(chain, goal_s)
+        found = in_whole_blocks(self, found, goal_s, aim, upper, SLACK)
         return min(found, 1.0) * goal_s
+
+    def cut_at(self, taken: Array, goal_s: float) -> None:
+        """Adds the longest chains of stages with so many blocks of each column."""
+        for chain in self._chains(taken):
+            self._cut(chain, goal_s)
 
     def _chains(self, taken: Array) -> list[Chain]:
         row, every = self.row, self.every
