@@ -232,7 +232,11 @@ class RowMaker:
                 written_s = byte_s * (max(kept) - kept[modes.index("selective")])
                 seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
             own = again_prices([seconds[mode] for mode in modes], kept)
-            passing = [_least_passing(cost, mode) / ranks for mode in modes]
+            # a layout may need less in passing than its share of the whole: but for what backward needs, kept or made again
+            needed = cost.kept_bytes("none") / ranks
+            passing = [
+                _least_passing(cost, m) if ranks == 1 else needed - own for m, own in zip(modes, kept, strict=True)
+            ]
             prices.append(
                 BlockPrice(
                     time_s=time_s + (forward_s if set(modes) == {"full"} else 0.0),

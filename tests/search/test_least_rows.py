@@ -13,6 +13,7 @@ from autopar.cluster import Cluster
 from autopar.cost.data_parallel import DataParallel, Unit
 from autopar.cost.model import CostModel
 from autopar.graph.ir import Graph
+from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.models import resolve_model
 from autopar.plan import BF16
@@ -27,10 +28,12 @@ from autopar.search.least_rows import _Added
 from autopar.search.options import split_of
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
+from autopar.validate.families import Sizes, build
 
 CLUSTER = Cluster.parse("h100-sxm5-80gb:1x8")
 SAME = 1e-4
 """Precision of bounds."""
+MEMORY = ("static_bytes", "held_bytes", "held_again_bytes", "passing_bytes", "lean_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,8 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
                 evaluator.least_rows.drafted(candidate, ideal, draft, whole, step),
                 evaluator.rows.exact(candidate, option, evaluator.step(candidate, option)),
             )
+            for part, name in product(("first", "last", "group"), MEMORY):
+                assert getattr(getattr(ideal, part), name) <= getattr(getattr(rows[-1], part), name)
             *below, exact = bounds(rows)
             assert max(below) <= exact * (1 + SAME)
             closer += below[-1] > below[0]
@@ -135,3 +140,26 @@ def test_what_data_axes_add_is_no_more_than_they_do(
         floor_s += work_s + added.floor_s
     assert floor_s <= least_s * (1 + 1e-9) + 1e-12
     assert least_s <= whole_s * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_no_layout_needs_less_memory_than_the_best_of_all(tp: int) -> None:
+    """A head that is large beside the layers: split over the vocabulary it makes fewer tensors of all logits."""
+    sizes = Sizes(family="llama", hidden=64, ffn=256, heads=8, kv_heads=8, vocabulary=8192, sequence=512,
+                  attention="flash", dtype="bfloat16")  # fmt: skip
+    model, batch = build(sizes, 3)
+    evaluator = Evaluator(
+        trace(model, (), batch, name="llama"), CostModel(CLUSTER, BF16, "adamw"), global_batch_size=64, pins=Pins.parse(()),
+        space=load_space("default"),
+    )  # fmt: skip
+    mesh = Mesh(tp=tp, dp_shard=8 // tp)
+    candidate = Candidate(
+        mesh=mesh, micro_batch_size=8, num_micro_batches=tp, zero_stage=1, schedule="none", virtual_stages=1
+    )
+    ideal = evaluator._ideal_row(candidate)
+    assert isinstance(ideal, Row)
+    for draft in evaluator._drafts(candidate):
+        option = evaluator.layouts.option(draft)
+        exact = evaluator.rows.exact(candidate, option, evaluator.step(candidate, option))
+        for part, name in product(("first", "last", "group"), MEMORY):
+            assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name), (part, name)
