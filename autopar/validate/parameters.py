@@ -6,7 +6,7 @@ fit starts from priors and is drawn back to them, so that it is the same whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -206,8 +206,3 @@ def noted(text: str, provenance: str) -> str:
     """
     kept = text.split("; fitted on: ", maxsplit=1)[0]
     return f"{kept}; {provenance}" if provenance else text
-
-
-def seen_by(parameter: Parameter, devices: Sequence[str]) -> int:
-    """How many of these devices take the parameter."""
-    return sum(parameter.architecture in ("", architecture_of(name)) for name in devices)
