@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from autopar.cluster import Cluster
 from autopar.errors import RuntimeMismatchError, UsageError
@@ -16,7 +18,8 @@ from autopar.graph.trace import LossFunction
 from autopar.plan import BF16, FP8, FP16, FP32, FP64, Plan, Precision
 from autopar.plan_io import load_plan
 from autopar.search.collection import seldom_collected
-from autopar.search.outer import Limits, Progress
+from autopar.search.crew import cores
+from autopar.search.outcome import Limits, Progress
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
@@ -53,7 +56,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     max_step_time_s: float | None = None,
     storage: str | None = None,
     study_name: str | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     loss_fn: LossFunction | None = None,
@@ -78,7 +81,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         storage: an Optuna URL (``sqlite:///study.db``, ``postgresql://...``, ``journal:///study.log``), in which every
             trial is recorded; a search that finds trials of an earlier one there goes on from them.
         study_name: of the study in the storage; None for one that says what it is of.
-        workers: processes that share the work; the plan does not depend on their number.
+        workers: processes that share the work; the plan does not depend on their number. None: as many as there are cores, at
+            most 4, where nothing else runs in this process (other threads, a CUDA device, a process group): one there.
         seed: a search draws no random numbers, so that every seed gives the same plan.
         progress: called with (what, done, total).
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
@@ -94,7 +98,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         KeyboardInterrupt: before there was any plan.
         InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
     """
-    sharing = shared(storage, study_name, workers)
+    sharing = shared(storage, study_name, 1 if workers is None else workers)
     task = _task(
         model,
         cluster,
@@ -114,7 +118,14 @@ def search(  # noqa: PLR0913  keywords of the public call
     )
     limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
     with seldom_collected():
-        return Planner(task).search(limits=limits, sharing=sharing, progress=progress)
+        processes = _idle_cores() if workers is None else workers
+        return Planner(task).search(limits=limits, sharing=sharing, progress=progress, processes=processes)
+
+
+def _idle_cores() -> int:
+    """For copies of this process: none where threads, devices or other ranks would not know of them."""
+    is_busy = torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized())  # type: ignore[no-untyped-call]
+    return cores() if threading.active_count() == 1 and not is_busy else 1
 
 
 def estimate(  # noqa: PLR0913  keywords of the public call
@@ -299,8 +310,6 @@ def _job_size(cluster: Cluster | None) -> int:
     Raises:
         RuntimeMismatchError: ``cluster`` has another number.
     """
-    import torch.distributed as dist
-
     size = dist.get_world_size()
     if cluster is not None and cluster.world_size != size:
         raise RuntimeMismatchError(

@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
 from autopar.questions import Ask, price_of, sizes_of
 from autopar.scaling import scaled
-from autopar.search.outer import Limits
+from autopar.search.outcome import Limits
 from autopar.table import closest
 
 Objective = Literal["time", "memory", "devices", "price"]

@@ -18,7 +18,7 @@ from autopar.graph.ir import Graph
 from autopar.plan import Plan
 from autopar.scaling import scaled
 from autopar.search.candidates import divisors
-from autopar.search.outer import Limits, Progress
+from autopar.search.outcome import Limits, Progress
 from autopar.search.pins import NumberPin, Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space

@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.plan_io import plan_to_dict
 from autopar.report.units import micro_batch_text
-from autopar.search.outer import Limits
+from autopar.search.outcome import Limits
 from autopar.search.planner import Planner, Task
 
 Advance = Callable[[str, int, int], None]

@@ -59,8 +59,13 @@ def search(
         typer.Option("--study-name", metavar="NAME", help="Of the study in --storage, if not named by what it is of."),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes; the plan is the same for any number.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes; the plan is the same for any number. If not given, as many as cores, at most 4; with --storage 1.",
+        ),
+    ] = None,
     max_step_time: Annotated[
         float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
     ] = None,
@@ -118,7 +123,7 @@ def search(
     """
     asked = [minimize is not None, sweep is not None, pareto is not None, longest_sequence, largest_batch]
     if any(asked):
-        if storage is not None or study_name is not None or workers > 1:
+        if storage is not None or study_name is not None or workers is not None:
             raise UsageError(
                 "--storage, --study-name and --workers share the search for the fastest plan",
                 value="another question",
@@ -150,7 +155,10 @@ def search(
             _save(plan, output)
         return
     options = {"space": space, "trials": trials, "timeout_s": timeout, "max_step_time_s": max_step_time}
-    options |= {"storage": storage, "study_name": study_name, "workers": workers}
+    from autopar.search.crew import cores  # numpy is slow to import
+
+    own = cores() if storage is None else 1
+    options |= {"storage": storage, "study_name": study_name, "workers": own if workers is None else workers}
     plan = make_plan(
         "search",
         model,

@@ -229,6 +229,24 @@ class Bounding:
             self._bounds = remembered
         return found
 
+    def settled_s(self, candidate: Candidate, best_s: float) -> float:
+        """The bound of a candidate that was evaluated, found for it alone: the same whatever was found before."""
+        found = math.inf
+        maker = self.placed if self.placed.has(candidate) else self.rows_of(candidate)
+        for draft in self._drafts(candidate):
+            bound_s = self._draft_s(candidate, draft)
+            slow_s, is_priced = self._bounds.get((candidate, id(draft)), (0.0, True))
+            if not is_priced and slow_s >= best_s:
+                bound_s = slow_s
+            elif bound_s < best_s:
+                option = self.layouts.option(draft)
+                row = maker.exact(candidate, option, self.step(candidate, option))
+                mixed = partial(self._mixed_bounds, at_most_s=best_s)
+                bound_s = max(bound_s, *row_bounds([row], best_s, mixed=mixed))
+                self._bounds[candidate, id(draft)] = bound_s, True
+            found = min(found, self._shared_s(candidate, bound_s, draft.time_s))
+        return found if math.isfinite(found) else 0.0
+
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
         """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
 

@@ -190,6 +190,33 @@ class Layouts:
             self._wholes[micro_batch_size, ep_data] = self._option(split, "", None)
         return self._wholes[micro_batch_size, ep_data]
 
+    @property
+    def wholes(self) -> dict[tuple[int, int], Option]:
+        """Those that :meth:`whole` has made, for another process; none where groups differ, whose prices are not in them."""
+        return {} if self.model.is_mixed else self._wholes
+
+    def know(self, wholes: Mapping[tuple[int, int], Option]) -> None:
+        """What another process has made."""
+        self._wholes = {**wholes, **self._wholes}
+
+    def made(self, split: Split) -> list[tuple[tuple[int, int], tuple[Draft, ...], list[Option]]]:
+        """The layouts of a split that were solved and priced, by the order of their loads, for another process; as :attr:`wholes`."""
+        if self.model.is_mixed:
+            return []
+        known = [(order, drafts) for (own, order), drafts in self._drafts.items() if own == split]
+        return [
+            (o, ds, [self._of_drafts[id(d)][1] for d in ds])
+            for o, ds in known
+            if all(id(d) in self._of_drafts for d in ds)
+        ]
+
+    def know_made(self, split: Split, made: Iterable[tuple[tuple[int, int], tuple[Draft, ...], list[Option]]]) -> None:
+        """What another process has solved and priced."""
+        for order, drafts, options in made:
+            if (split, order) not in self._drafts:
+                self._drafts[split, order] = drafts
+                self._of_drafts |= {id(d): (d, option) for d, option in zip(drafts, options, strict=True)}
+
     def _solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""
         if split.tp == 1:

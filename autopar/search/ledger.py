@@ -1,12 +1,11 @@
 """What is known of the candidates of one search: what came of them, and which are being worked on.
 
-A search alone keeps this to itself (:class:`OwnLedger`); searches that share a storage see each other's
+The processes of one search keep this to themselves (:mod:`autopar.search.crew`); searches that share a storage see each other's
 (:mod:`autopar.search.study`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,30 +61,3 @@ class Ledger(Protocol):
 
     def tell(self, index: int, told: Told) -> None:
         """Say what came of it."""
-
-
-class OwnLedger:
-    """For a search that is alone."""
-
-    is_shared = False
-
-    def __init__(self) -> None:
-        self.found: dict[int, Told] = {}
-        self.least_s = math.inf
-
-    def read(self) -> None:
-        """Nobody else writes."""
-
-    def is_running(self, index: int) -> bool:
-        return False
-
-    def claim(self, index: int, bound_s: float) -> None:
-        """Nobody else asks."""
-
-    def release(self, index: int) -> None:
-        """Nobody else asks."""
-
-    def tell(self, index: int, told: Told) -> None:
-        self.found[index] = told
-        if told.time_s is not None:
-            self.least_s = min(self.least_s, told.time_s)

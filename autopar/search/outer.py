@@ -8,7 +8,8 @@ The order depends on bounds alone, never on what was evaluated. Several searches
 share one ledger (:mod:`autopar.search.ledger`): each goes through the same order, takes what others have found, passes
 over what they are evaluating, and at the end evaluates what it passed over and what has still no outcome, whether its
 owner is slow or dead. The plan is that of the candidate which one search alone would have chosen, whatever the number of
-searches and their timing (``docs/adr/0010-one-order.md``).
+searches and their timing (``docs/adr/0010-one-order.md``). One search may also be several processes
+(:mod:`autopar.search.crew`), each with the candidates of the layouts that it takes.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from autopar.errors import UsageError
-from autopar.schedule import SCHEDULES
 from autopar.search.candidates import Candidate
 from autopar.search.closest import Closest
 from autopar.search.collection import seldom_collected
+from autopar.search.crew import Crew
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
-from autopar.search.ledger import Ledger, OwnLedger, Told
+from autopar.search.ledger import Ledger, Told
+from autopar.search.options import Split, split_of
+from autopar.search.outcome import Limits, Outcome, Progress
 
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
@@ -50,45 +52,6 @@ ROUNDING = 1e-6
 """A bound is below the time of its plan up to rounding (1e-9 of it in the tests): the best time cuts off only what is above it
 by more than this part of it, so that ties do not depend on which was evaluated first."""
 
-Progress = Callable[[str, int, int], None]
-"""``(what, done, total)``; ``total`` 0 while it is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """When a search stops: after so many trials or seconds; None for no limit.
-
-    ``trials``: of all searches that share a ledger together, those that were made before among them.
-    ``max_step_time_s``: slower plans do not count, and what cannot be faster by its bound is not looked at.
-    """
-
-    trials: int | None = None
-    timeout_s: float | None = None
-    max_step_time_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
-    """What a search found.
-
-    Attributes:
-        best: the fastest plan that fits; None when none of those evaluated does.
-        candidates: how many there were.
-        evaluated: how many of them were looked at; the others cannot fit in any layout, or are slower by a bound.
-        lower_bound_s: no candidate that may fit is faster.
-        misfits: those that failed, with their reasons.
-        finished: False where a limit or an interrupt stopped the search.
-        interrupted: by the user.
-    """
-
-    best: Evaluation | None
-    candidates: int
-    evaluated: int
-    lower_bound_s: float
-    misfits: tuple[Misfit, ...]
-    finished: bool
-    interrupted: bool = False
-
 
 class OuterSearch:
     """One search over candidates.
@@ -100,9 +63,10 @@ class OuterSearch:
         trials: of a larger pool, where ``limits`` says nothing.
         ledger: what is known of the candidates; None for one of its own.
         is_wanted: asked between evaluations; the search stops where it says no.
+        crew: the processes of this search; None for this one alone.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords of one call
         self,
         evaluator: Evaluator,
         pool: Sequence[Candidate],
@@ -113,10 +77,12 @@ class OuterSearch:
         ledger: Ledger | None = None,
         progress: Progress | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
+        crew: Crew | None = None,
     ) -> None:
         self.evaluator, self.pool = evaluator, tuple(pool)
         self.limits, self.progress, self.is_wanted = limits, progress, is_wanted
-        self.ledger = OwnLedger() if ledger is None else ledger
+        self.crew = Crew() if crew is None else crew
+        self.ledger = self.crew.ledger() if ledger is None else ledger
         on_device = sum(not candidate.on_host for candidate in self.pool) or len(self.pool)
         self.trials = limits.trials or (len(self.pool) if on_device <= exhaustive else trials)
         self.start = time.monotonic()
@@ -128,6 +94,7 @@ class OuterSearch:
         self._hopeless: list[Misfit] = []
         self._made = 0
         self._passed: dict[int, int] = {}  # what others had claimed, with the evaluations made until then
+        self._parts: dict[Split, list[int]] = {}  # positions of candidates that share their layouts
 
     def run(self) -> Outcome:
         """Search until the end, a limit or an interrupt (Ctrl-C), which gives the best plan so far.
@@ -135,17 +102,27 @@ class OuterSearch:
         Raises:
             KeyboardInterrupt: there is no plan yet.
             UsageError: the ledger has other times than this evaluator gives.
+            LostProcessError: another process of the crew ended.
         """
         interrupted = False
         try:
             self.work()
-            self._sharpen()
-            if math.isinf(self.ledger.least_s) and self.finished and self.limits.max_step_time_s is None:
-                self._explain_misfits()
         except KeyboardInterrupt:
             self.finished, interrupted = False, True
+            self.crew.stop()
+        self._meet()
+        try:
+            if not interrupted:
+                self._sharpen()
+                if math.isinf(self.ledger.least_s) and self.finished and self.limits.max_step_time_s is None:
+                    self.crew.dissolve()
+                    self._explain_misfits()
+        except KeyboardInterrupt:
+            self.finished, interrupted = False, True
+        if interrupted:
+            self.crew.dissolve()
             if self._chosen() is None:
-                raise
+                raise KeyboardInterrupt
         return Outcome(
             best=self._best(),
             candidates=len(self.pool),
@@ -164,13 +141,14 @@ class OuterSearch:
 
     def steps(self) -> Iterator[None]:
         """The search, with a pause wherever another may get ahead of it."""
-        self.bounds = dict(zip(self.pool, self.evaluator.ideal_bounds_s(self.pool), strict=True))
+        self._begin()
         self.ledger.read()
         for i in self._best_first():
             if len(self.order) >= self.trials or self._is_late():
                 self.finished = False
                 break
             self.order.append(i)
+            self.crew.came_to(len(self.order))
             yield
             self.ledger.read()
             if self._is_settled(i):
@@ -183,6 +161,53 @@ class OuterSearch:
                 yield from self._evaluate(i)
             yield from self._catch_up(PATIENCE)
         yield from self._catch_up(0)
+
+    def _begin(self) -> None:
+        """First bounds of all; where several processes are worth it, from here on they do the work.
+
+        Not where the search ends before it is done: which candidates it came to would depend on timing.
+        """
+        if len(self.pool) <= self.trials and len(self.pool) >= self.crew.many:
+            self.crew.fork(dict.fromkeys(self._split(i) for i in range(len(self.pool))))
+        whole: dict[tuple[int, int], list[int]] = {}
+        for i, candidate in enumerate(self.pool):
+            whole.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
+        mine = sorted(i for own in self.crew.share(list(whole.values()), len) for i in own)
+        bounds = self.evaluator.ideal_bounds_s([self.pool[i] for i in mine])
+        first: dict[int, float] = {}
+        for found, options in self.crew.gather((dict(zip(mine, bounds, strict=True)), self.evaluator.layouts.wholes)):
+            first |= found
+            self.evaluator.layouts.know(options)
+        self.bounds = {candidate: first[i] for i, candidate in enumerate(self.pool)}
+        alike: dict[Split, list[int]] = {}
+        for i, candidate in enumerate(self.pool):
+            if math.isfinite(self.bounds[candidate]):
+                alike.setdefault(self._split(i), []).append(i)
+        self._parts = dict(sorted(alike.items(), key=lambda pair: not pair[0].cp == pair[0].tp == 1))
+
+    def _split(self, index: int) -> Split:
+        """Equal for candidates that share their layouts."""
+        return split_of(self.pool[index].micro_batch_size, self.pool[index].mesh)
+
+    def _meet(self) -> None:
+        """What other processes have found becomes known to all."""
+        if not self.crew.is_forked:
+            return
+        own = {i: self.bounds[self.pool[i]] for split in self._parts if self._owns(split) for i in self._parts[split]}
+        index = self._chosen()
+        best = {index: self._plans[index]} if index in self._plans else {}
+        orders: list[int] = []
+        for bounds, found, order, finished, plans, known in self.crew.gather(
+            (own, self.ledger.found, self.order, self.finished, best, self.closest.known)
+        ):
+            self.bounds |= {self.pool[i]: bound for i, bound in bounds.items()}
+            for i, told in found.items():
+                self.ledger.tell(i, told)
+            orders += order
+            self.finished &= finished
+            self._plans |= plans
+            self.closest.known |= known
+        self.order = orders
 
     @property
     def open(self) -> list[Candidate]:
@@ -200,16 +225,14 @@ class OuterSearch:
         heap = [(self.bounds[c], 0, i) for i, c in enumerate(self.pool) if math.isfinite(self.bounds[c])]
         heapq.heapify(heap)
         level = {i: 0 for _, _, i in heap}
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for i in sorted(level):
-            alike.setdefault(_split(self.pool[i]), []).append(i)
         given = set[int]()
         far_s = FAR * min((bound for bound, _, _ in heap), default=0.0)
-        for split, own in sorted(alike.items(), key=lambda pair: pair[0][2:] != (1, 1)):
-            near = split[2:] == (1, 1) and min(self.bounds[self.pool[k]] for k in own) < far_s
+        for split, own in self._parts.items():
+            near = split.cp == split.tp == 1 and min(self.bounds[self.pool[k]] for k in own) < far_s
             # nothing to solve: a first plan to be faster than costs little; where ranks differ, first bounds tell too
             # little, and the pipelines with the most micro-batches give a good one
-            if near or (split[0] <= FEW_SAMPLES and self.evaluator.differs):
+            first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
+            if first and self.crew.takes(split):
                 self._raise(own, 0, level, heap)
                 self._raise(own, 1, level, heap)
                 yield from self._dive(own, given)
@@ -220,13 +243,13 @@ class OuterSearch:
             bound, made, i = heapq.heappop(heap)
             if bound >= self._best_s():
                 return
-            if made < level[i] or i in given:
+            if made < level[i] or i in given or not self.crew.takes(self._split(i)):
                 continue
             if made == LEVELS:
                 given.add(i)
                 yield i
                 continue
-            mine = alike[_split(self.pool[i])]
+            mine = self._parts[self._split(i)]
             self._raise(mine, made, level, heap)
             early = made + 1 < LEVELS and math.isinf(self._best_s()) and tried < EARLY
             tried += early
@@ -294,10 +317,19 @@ class OuterSearch:
         best_s = self._best_s()
         if math.isinf(best_s):
             return
-        asked = {c: None for i in self.order if self.bounds[c := self.pool[i]] < best_s}
-        for c, bound in zip(asked, self.evaluator.known_bounds_s([*asked], best_s), strict=True):
-            self.bounds[c] = max(self.bounds[c], bound)
-        self.closest.raise_least(self.bounds, self.ledger.found, best_s, asked)
+        asked = {c: i for i in self.order if self.bounds[c := self.pool[i]] < best_s}
+        mine = [c for c, i in asked.items() if self._owns(self._split(i))]
+        known = dict(zip(mine, self.evaluator.known_bounds_s(mine, best_s), strict=True))
+        for found in self.crew.gather(known):
+            self.bounds |= {c: max(self.bounds[c], bound) for c, bound in found.items()}
+        self.closest.raise_least(self.bounds, self.ledger.found, best_s, asked, self._of_owner)
+
+    def _of_owner(self, index: int, ask: Callable[[], float]) -> float:
+        """Asked of the process that has worked out a candidate's layouts."""
+        return self.crew.of_owner(self._split(index), ask)
+
+    def _owns(self, split: Split) -> bool:
+        return self.crew.owner(split) == self.crew.rank
 
     def _explain_misfits(self) -> None:
         """What the least of the candidates that cannot fit would need."""
@@ -316,11 +348,10 @@ class OuterSearch:
     # --- the best
 
     def _chosen(self) -> int | None:
-        """Of the candidates of the least time the first in the order of bounds, then of the pool."""
+        """Of the candidates of the least time the first of the pool: bounds may depend on which were asked for together."""
         limit_s = self._limit_s()
         timed = [(told.time_s, i) for i, told in self.ledger.found.items() if told.time_s is not None]
-        allowed = [(time_s, self.bounds[self.pool[i]], i) for time_s, i in timed if time_s < limit_s]
-        return min(allowed)[2] if allowed else None
+        return min((own for own in timed if own[0] < limit_s), default=(0.0, None))[1]
 
     def _best(self) -> Evaluation | None:
         """The plan of the chosen candidate, made here where another search found it."""
@@ -352,12 +383,13 @@ class OuterSearch:
 
     def _is_late(self) -> bool:
         late = self.limits.timeout_s is not None and time.monotonic() - self.start >= self.limits.timeout_s
-        return late or not self.is_wanted()
+        return late or self.crew.is_stopped or not self.is_wanted()
 
     def _report(self) -> None:
         if self.progress is not None:
             best = f", best {self.ledger.least_s:.3g} s" if math.isfinite(self.ledger.least_s) else ""
-            self.progress(f"searching{best}", len(self.order), min(len(self.open), self.trials))
+            done = len(self.order) + self.crew.num_done
+            self.progress(f"searching{best}", done, min(len(self.open), self.trials))
 
 
 def _told(found: Evaluation | Misfit, at_most_s: float) -> Told:
@@ -370,29 +402,3 @@ def _told(found: Evaluation | Misfit, at_most_s: float) -> Told:
     if found.reason == SLOW:
         return Told(at_least_s=at_most_s)
     return Told(reason=found.reason, needs_bytes=found.needs_bytes)
-
-
-def _split(candidate: Candidate) -> tuple[int, ...]:
-    """Equal for candidates that share their layouts."""
-    return candidate.micro_batch_size, candidate.mesh.ep_data, candidate.mesh.cp, candidate.mesh.tp
-
-
-def usual(candidate: Candidate) -> tuple[int, ...]:
-    """Orders candidates by how usual they are; the first of these is what an unpinned choice means in an estimate."""
-    mesh = candidate.mesh
-    order = {"none": 0, "1F1B": 0, "Interleaved1F1B": 1, "GPipe": 2}
-    zero = 0 if candidate.zero_stage == (1 if mesh.data > 1 else 0) else 1 + candidate.zero_stage
-    return (
-        len(candidate.on_host),
-        mesh.cp * mesh.tp * mesh.pp,
-        mesh.cp,
-        mesh.pp,
-        zero,
-        min(mesh.dp_replicate, mesh.dp_shard),
-        order[candidate.schedule],
-        candidate.micro_batch_size,
-        candidate.virtual_stages,
-        mesh.dp_replicate,
-        mesh.ep_data,
-        SCHEDULES.index(candidate.schedule),
-    )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from autopar.cost.data_parallel import is_mixed
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.graph.ir import Graph, Op
+from autopar.graph.ir import Graph
 from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
@@ -19,12 +21,15 @@ from autopar.search.amounts import readable
 from autopar.search.batch import mixes_samples
 from autopar.search.candidates import Candidate, Problem, candidates, conflict, remedies
 from autopar.search.collection import seldom_collected
+from autopar.search.crew import Crew, LostProcessError
 from autopar.search.evaluate import Evaluation, Misfit, memory_of_devices
 from autopar.search.ledger import Ledger
 from autopar.search.mixed import in_orders, mixed_notes, rank_groups
+from autopar.search.notes import host_note, interrupted_note, mixing_note, precision_note
 from autopar.search.offload import offloaded
 from autopar.search.options import expert_degree
-from autopar.search.outer import Limits, Outcome, OuterSearch, Progress, usual
+from autopar.search.outcome import Limits, Outcome, Progress
+from autopar.search.outer import OuterSearch
 from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.reasons import explain
@@ -33,6 +38,7 @@ from autopar.search.shapes import measured_note
 from autopar.search.shared_evaluate import SharedEvaluator
 from autopar.search.shares import against, equally_shared, shared
 from autopar.search.task import Task
+from autopar.search.usual import usual
 from autopar.search.ways import MOVED, none_if_moved
 from autopar.search.workers import Sharing, helpers
 from autopar.search.written import block_layouts, mixtures, operators_without_rule
@@ -113,18 +119,36 @@ class Planner:
     # --- verbs
 
     @seldom_collected()
-    def search(self, *, limits: Limits, sharing: Sharing | None = None, progress: Progress | None = None) -> Plan:
+    def search(
+        self,
+        *,
+        limits: Limits,
+        sharing: Sharing | None = None,
+        progress: Progress | None = None,
+        processes: int = 1,
+    ) -> Plan:
         """The fastest plan that fits.
 
         Args:
             sharing: with other processes or earlier searches; None: neither.
+            processes: of this search where it does not share, this one included.
 
         Raises:
             InfeasibleError: there is none; names the smallest set of constraints that conflict.
             UsageError: the storage cannot be opened, or its study is of something else.
             KeyboardInterrupt: before any plan was found; later it ends the search with the best so far.
         """
-        outcome = self._outcome(limits, sharing=sharing, progress=progress)
+        try:
+            with Crew(processes if sharing is None else 1) as crew:
+                return self._search(limits, sharing, progress, crew)
+        except LostProcessError as error:
+            logging.getLogger("autopar").warning(
+                "a process of the search ended early, one alone searches again: %s", error
+            )
+            return self._search(limits, sharing, progress, Crew())
+
+    def _search(self, limits: Limits, sharing: Sharing | None, progress: Progress | None, crew: Crew) -> Plan:
+        outcome = self._outcome(limits, sharing=sharing, progress=progress, crew=crew)
         if outcome.best is None:
             if outcome.finished and limits.max_step_time_s is not None:
                 raise self._too_slow(outcome, limits.max_step_time_s)
@@ -135,13 +159,14 @@ class Planner:
                     remedy="raise trials or timeout_s",
                 )
             raise self._too_large(outcome.misfits)
-        return self._plan(self.evaluator.polished(outcome.best), outcome)
+        return self._plan(crew.of_first(partial(self.evaluator.polished, outcome.best)), outcome, crew)
 
     @seldom_collected()
     def fastest(self, limits: Limits, *, progress: Progress | None = None) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
-        outcome = self._outcome(limits, sharing=None, progress=progress)
-        return self._plan(self.evaluator.polished(outcome.best), outcome) if outcome.best is not None else None
+        crew = Crew()
+        outcome = self._outcome(limits, sharing=None, progress=progress, crew=crew)
+        return self._plan(self.evaluator.polished(outcome.best), outcome, crew) if outcome.best is not None else None
 
     @seldom_collected()
     def fits(self) -> bool:
@@ -157,12 +182,12 @@ class Planner:
         sizes = [m for m in self.task.space.micro_batches if m <= most]
         return most * min((placed.least_s(layouts.whole(size, 1)) / size for size in sizes), default=0.0)
 
-    def _outcome(self, limits: Limits, *, sharing: Sharing | None, progress: Progress | None) -> Outcome:
+    def _outcome(self, limits: Limits, *, sharing: Sharing | None, progress: Progress | None, crew: Crew) -> Outcome:
         with ExitStack() as stack:
             ledger = None
             if sharing is not None:
                 ledger = stack.enter_context(helpers(self.task, self.pool, sharing, limits))
-            return self.outer(limits, ledger=ledger, progress=progress).run()
+            return self.outer(limits, ledger=ledger, progress=progress, crew=crew).run()
 
     def outer(
         self,
@@ -171,6 +196,7 @@ class Planner:
         ledger: Ledger | None = None,
         progress: Progress | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
+        crew: Crew | None = None,
     ) -> OuterSearch:
         """The search over this planner's candidates."""
         return OuterSearch(
@@ -182,11 +208,12 @@ class Planner:
             ledger=ledger,
             progress=progress,
             is_wanted=is_wanted,
+            crew=crew,
         )
 
     @seldom_collected()
     def estimate(self) -> Plan:
-        """The plan that the pins describe; what they leave open is as usual (see ``outer.usual``), as far as it fits.
+        """The plan that the pins describe; what they leave open is as usual (see ``usual``), as far as it fits.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -204,17 +231,17 @@ class Planner:
                     misfits=tuple(misfits),
                     finished=True,
                 )
-                return self._plan(found, outcome)
+                return self._plan(found, outcome, Crew())
             misfits.append(found)
         raise self._too_large(misfits)
 
     # --- the plan
 
-    def _plan(self, best: Evaluation, outcome: Outcome) -> Plan:
+    def _plan(self, best: Evaluation, outcome: Outcome, crew: Crew) -> Plan:
         task, candidate = self.task, best.candidate
         graph = task.graph
         layouts, of_block = block_layouts(self.evaluator.layouts, best.option)
-        reasons = explain(self.evaluator, self.pool, best)
+        reasons = explain(self.evaluator, self.pool, best, crew)
         # a layout's bound is by the sum of its parts; what rounding leaves must not make the gap negative
         lower = min(outcome.lower_bound_s, best.prediction.step_time_s)
         return Plan(
@@ -270,13 +297,13 @@ class Planner:
                 *graph.notes,
                 *padding_notes(graph, best.option.padding, candidate.mesh.tp),
                 *operators_without_rule(graph, self.found, self.model),
-                *_mixing_note(self.mixing),
+                *mixing_note(self.mixing),
                 *mixtures(self.evaluator.layouts, best.option),
-                *_precision_note(task),
+                *precision_note(task),
                 *measured_note(self.evaluator, best),
                 *mixed_notes(candidate, task.cluster),
-                *_host_note(best),
-                *_interrupted_note(outcome),
+                *host_note(best),
+                *interrupted_note(outcome),
             ),
         )
 
@@ -371,37 +398,3 @@ def _texts_on(pins: Pins, key: str) -> list[str]:
         return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
 
     return [pin.text for pin in pins.pins if named(pin) == key]
-
-
-def _interrupted_note(outcome: Outcome) -> tuple[str, ...]:
-    """The plan of a search that did not end is not the best of its candidates for sure."""
-    if not outcome.interrupted:
-        return ()
-    return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
-
-
-def _host_note(best: Evaluation) -> tuple[str, ...]:
-    """What the host has to have, where its profile does not know how much that is."""
-    most = max(memory.host for memory in best.prediction.memory)
-    if not most or best.prediction.host_memory_limit_bytes:
-        return ()
-    return (f"{readable(most)} of host memory for each device: the profile does not know how much there is",)
-
-
-def _mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:
-    """Why a data rank takes its samples at once."""
-    if not mixing:
-        return ()
-    first, more = mixing[0], f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
-    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
-    return (
-        f"statistics over the global batch ({first.target} of {where}{more}): exact, with one micro-batch a data rank",
-    )
-
-
-def _precision_note(task: Task) -> tuple[str, ...]:
-    """Single precision on a GPU is what one device would compute, and rarely what is wanted."""
-    on_gpu = any(device.kind == "cuda" for device in task.cluster.devices)
-    if on_gpu and task.precision.compute == "float32":
-        return ("computed in float32: precision bf16 (parameters at rest in float32) is several times faster here",)
-    return ()

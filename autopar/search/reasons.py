@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from autopar.plan import Prediction
 from autopar.search.candidates import Candidate
+from autopar.search.crew import MAX_REASONS, Crew
 from autopar.search.evaluate import Evaluation, Evaluator
-
-MAX_REASONS = 10
+from autopar.search.layouts import Layouts
+from autopar.search.options import Split, split_of
 
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
@@ -36,18 +37,40 @@ _PARTS = (
 )
 
 
-def explain(evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation) -> tuple[str, ...]:
-    """One sentence for each neighbour: a candidate with another value of one choice and as little else changed as can be."""
-    sentences: list[str] = []
+def explain(
+    evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation, crew: Crew | None = None
+) -> tuple[str, ...]:
+    """One sentence for each neighbour: a candidate with another value of one choice and as little else changed as can be.
+
+    ``crew``: the processes of the search, of which each compares candidates whose layouts it knows.
+    """
+    crew = Crew() if crew is None else crew
+    others: list[tuple[str, Candidate]] = []
     mine = [value(best.candidate) for _, value in _CHOICES]
     far = [
         sum(value(c) != own for (_, value), own in zip(_CHOICES, mine, strict=True)) + _spread(c, best.candidate)
         for c in pool
     ]
     for name, value in _CHOICES:
-        near = _neighbours(pool, far, best.candidate, value)[: MAX_REASONS - len(sentences)]
-        sentences += [f"{name}={value(other)}: {_compare(evaluator, best, other)}" for other in near]
-    return tuple(sentences)
+        near = _neighbours(pool, far, best.candidate, value)[: MAX_REASONS - len(others)]
+        others += [(f"{name}={value(other)}", other) for other in near]
+    if crew.is_forked:
+        _exchange(evaluator.layouts, [split_of(other.micro_batch_size, other.mesh) for _, other in others], crew)
+    said: dict[int, str] = {}
+    for i, (_, other) in enumerate(others):
+        if crew.takes(i):
+            said[i] = _compare(evaluator, best, other)
+    for found in crew.gather(said):
+        said |= found
+    return tuple(f"{what}: {said[i]}" for i, (what, _) in enumerate(others))
+
+
+def _exchange(layouts: Layouts, splits: Sequence[Split], crew: Crew) -> None:
+    """What one process has worked out of the layouts of these becomes known to all."""
+    mine = {split: layouts.made(split) for split in splits if crew.owner(split) == crew.rank}
+    for found in crew.gather(mine):
+        for split, made in found.items():
+            layouts.know_made(split, made)
 
 
 def _neighbours(

@@ -14,7 +14,7 @@ from autopar.search.options import split_of
 
 if TYPE_CHECKING:
     from autopar.search.evaluate import Evaluation, Evaluator
-    from autopar.search.outer import Progress
+    from autopar.search.outcome import Progress
     from autopar.search.planner import Planner
 
 

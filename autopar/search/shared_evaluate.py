@@ -78,6 +78,10 @@ class SharedEvaluator(Evaluator):
         known = super().known_bounds_s
         return self._parted(candidates, lambda some: known(some, at_most_s, remembers=remembers), self._fastest_s)
 
+    def settled_s(self, candidate: Candidate, best_s: float) -> float:
+        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
+        return self._fastest_s(candidate) if candidate.shares else super().settled_s(candidate, best_s)
+
     def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
         if candidate.shares:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from autopar.errors import UsageError
 from autopar.rules.missing import OwnRule, own_rules
 from autopar.search.candidates import Candidate
-from autopar.search.outer import Limits
+from autopar.search.crew import available
+from autopar.search.outcome import Limits
 from autopar.search.task import Task
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Job:
 
 
 def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing | None:
-    """How a search shares what it finds; None for one that does not.
+    """How a search shares what it finds by way of a storage; None for one that need not, whose workers are its own copies.
 
     Raises:
         UsageError: these do not go together.
@@ -79,7 +80,7 @@ def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing
     if study_name is not None and storage is None:
         raise UsageError("a study that has a name lies in a storage", value=f"{study_name!r} in none",
                          place="--study-name", remedy="say which with --storage")  # fmt: skip
-    if storage is None and workers == 1:
+    if storage is None and (workers == 1 or available()):
         return None
     if workers > 1 and storage in ("sqlite://", "sqlite:///:memory:"):
         raise UsageError("workers share a storage outside of their memory", value=repr(storage), place="--storage",

@@ -26,7 +26,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
 from autopar.profile.files import write_text
 from autopar.search.evaluate import Evaluation
-from autopar.search.outer import Limits
+from autopar.search.outcome import Limits
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space

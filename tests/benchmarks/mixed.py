@@ -39,7 +39,7 @@ from autopar.profile.files import write_text
 from autopar.profile.store import load_library
 from autopar.report.units import micro_batch_text, seconds
 from autopar.runtime.workers import WorkerPool
-from autopar.search.outer import Limits
+from autopar.search.outcome import Limits
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner
 from autopar.search.space import load_space

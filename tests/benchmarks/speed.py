@@ -1,7 +1,7 @@
-"""CPU seconds and memory of the search alone, and how they grow with devices and with layers.
+"""Seconds and memory of the search alone, and how they grow with devices and with layers.
 
-``python -m tests.benchmarks.speed [--only NAME] [--rounds N] [--page docs/speed.md]``: each search is a process of its own,
-on one core; the model is traced before and not counted, and its trace is kept for the next round.
+``python -m tests.benchmarks.speed [--only NAME] [--rounds N] [--page docs/speed.md]``: each search is a command of its own, in turn by
+one process and by two on as many cores; the model is traced before and not counted, and its trace is kept for the next round.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from autopar.models import resolve_model
 from autopar.profile.files import write_text
 
 SELF = "tests.benchmarks.speed"
+WORKERS = 2
+"""Processes of the searches that are compared with those by one."""
+
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A search, and the CPU seconds that it is allowed where some are demanded of it."""
+    """A search, and the seconds on two cores that it is allowed where some are demanded of it."""
 
     model: str
     sequence: int
@@ -115,18 +118,22 @@ def traced(name: str, folder: Path) -> tuple[Path, float]:
     return path, cast("tuple[Graph, float]", pickle.loads(path.read_bytes()))[1]
 
 
-def search_one(name: str, path: Path) -> dict[str, Any]:
-    """One search in this process."""
+def search_one(name: str, path: Path, workers: int) -> dict[str, Any]:
+    """One search in this process and its copies."""
     torch.set_num_threads(1)
     case = CASES[name]
     graph = cast("tuple[Graph, float]", pickle.loads(path.read_bytes()))[0]
-    start = time.process_time()
+    start, began = time.process_time(), time.perf_counter()
     plan = api.search(
-        graph, cluster=case.cluster, global_batch_size=case.global_batch_size, precision="bf16", space="default"
-    )
+        graph, cluster=case.cluster, global_batch_size=case.global_batch_size, precision="bf16", space="default",
+        workers=workers,
+    )  # fmt: skip
+    wall_s, own_s = time.perf_counter() - began, time.process_time() - start
+    own, copies = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
-        "cpu_s": time.process_time() - start,
-        "num_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "wall_s": wall_s,
+        "cpu_s": own_s + copies.ru_utime + copies.ru_stime,
+        "num_bytes": (own.ru_maxrss + copies.ru_maxrss) * 1024,
         "step_time_s": plan.predicted.step_time_s,
         "gap": plan.search.gap,
         "candidates": plan.search.candidates,
@@ -136,43 +143,48 @@ def search_one(name: str, path: Path) -> dict[str, Any]:
 
 
 def rounds_of(name: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Medians over searches in processes of their own."""
+    """Medians over searches in processes of their own, by one and by :data:`WORKERS` in turn."""
     path, trace_s = traced(name, folder)
-    runs = []
+    runs: dict[int, list[dict[str, Any]]] = {1: [], WORKERS: []}
     for _ in range(rounds):
-        done = subprocess.run(
-            [sys.executable, "-m", SELF, "--search", name, "--graph", str(path)],
-            check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
-    found = {key: {json.dumps(run[key]) for run in runs} for key in ("step_time_s", "gap", "evaluated", "plan")}
+        for workers, own in runs.items():
+            done = subprocess.run(
+                [sys.executable, "-m", SELF, "--search", name, "--graph", str(path), "--workers", str(workers)],
+                check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            own.append(json.loads(done.stdout.splitlines()[-1]))
+    every = [run for own in runs.values() for run in own]
+    found = {key: {json.dumps(run[key]) for run in every} for key in ("step_time_s", "gap", "plan")}
     assert all(len(values) == 1 for values in found.values()), f"{name}: searches differ: {found}"
-    return runs[0] | {
-        "cpu_s": median(run["cpu_s"] for run in runs),
-        "num_bytes": max(run["num_bytes"] for run in runs),
+    return runs[1][0] | {
+        "wall_s": median(run["wall_s"] for run in runs[WORKERS]),
+        "one_s": median(run["wall_s"] for run in runs[1]),
+        "cpu_s": median(run["cpu_s"] for run in runs[WORKERS]),
+        "num_bytes": max(run["num_bytes"] for run in every),
         "trace_s": trace_s,
     }
 
 
 HEAD = """# How long the search takes
 
-Written by `python -m tests.benchmarks.speed --page docs/speed.md`; do not edit. Each search is a process of its own; CPU
-seconds are medians of {rounds} without tracing, whose CPU seconds stand beside; the memory is the largest of the whole
-process, torch and the traced model among it. The default space, bf16, no pins. Gaps are between a plan and the lower bound
-on every plan of the space. Step times are predictions.
+Written by `python -m tests.benchmarks.speed --page docs/speed.md`; do not edit. Seconds by the clock of a search on two cores
+(`--workers 2`, the default there) and by one process, and CPU seconds of the two together: medians of {rounds}, in turn, without tracing,
+whose CPU seconds stand beside. The memory is the sum of the largest that each process had, torch and the traced model counted in both.
+The default space, bf16, no pins. Gaps are between a plan and the lower bound on every plan of the space; plans and gaps are the same by
+one process and by two. Step times are predictions.
 
 """
 
 
 def lines_of(part: str, results: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield f"## {part}\n\n"
-    yield "| model | CPU s | allowed | tracing, CPU s | memory | candidates | evaluated | gap | step | plan |\n"
-    yield "|---|---|---|---|---|---|---|---|---|---|\n"
+    yield "| model | s, two cores | allowed | s, one | CPU s | tracing, CPU s | memory | candidates | evaluated | gap | step | plan |\n"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     for name, case in PARTS[part].items():
         if (row := results.get(name)) is not None:
             allowed = "" if case.most_s is None else f"{case.most_s:g}"
             yield (
-                f"| {name} | {row['cpu_s']:.2f} | {allowed} | {row['trace_s']:.1f} | {row['num_bytes'] / GIB:.2f} GiB "
+                f"| {name} | {row['wall_s']:.2f} | {allowed} | {row['one_s']:.2f} | {row['cpu_s']:.2f} | {row['trace_s']:.1f} | {row['num_bytes'] / GIB:.2f} GiB "
                 f"| {row['candidates']} | {row['evaluated']} | {100 * row['gap']:.1f} % | {row['step_time_s']:.4g} s "
                 f"| {row['plan']} |\n"
             )
@@ -192,9 +204,10 @@ def main() -> int:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--search", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--graph", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.search:
-        print(json.dumps(search_one(options.search, options.graph)))
+        print(json.dumps(search_one(options.search, options.graph, options.workers)))
         return 0
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -202,7 +215,10 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name in options.only or CASES:
             results[name] = rounds_of(name, folder, options.rounds)
-            print(f"{name}: {results[name]['cpu_s']:.2f} CPU s, gap {100 * results[name]['gap']:.1f} %", flush=True)
+            print(
+                f"{name}: {results[name]['wall_s']:.2f} s, one process {results[name]['one_s']:.2f} s, gap {100 * results[name]['gap']:.1f} %",
+                flush=True,
+            )
     text = page(results, options.rounds)
     if options.page is None:
         print(text)

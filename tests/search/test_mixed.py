@@ -28,7 +28,8 @@ from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_bounds, quick_
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
 from autopar.search.mixed_polish import polished
-from autopar.search.outer import Limits, OuterSearch
+from autopar.search.outcome import Limits
+from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
 from autopar.search.ways import BlockOption

@@ -21,7 +21,8 @@ from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.offload import offloaded
-from autopar.search.outer import Limits, OuterSearch
+from autopar.search.outcome import Limits
+from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.space import Hosted, load_space
 from autopar.search.study import params

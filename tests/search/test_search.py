@@ -20,7 +20,8 @@ from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.runtime.verify import in_dtype
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
-from autopar.search.outer import Limits, OuterSearch
+from autopar.search.outcome import Limits
+from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.space import Space, load_space
 

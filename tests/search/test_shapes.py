@@ -14,7 +14,7 @@ from autopar.measured import OperatorTable, OperatorTime
 from autopar.models import resolve_model
 from autopar.plan import FP32
 from autopar.search.evaluate import Evaluation
-from autopar.search.outer import Limits
+from autopar.search.outcome import Limits
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.shapes import operator_calls

@@ -29,7 +29,7 @@ from autopar.plan import FP32, Plan, SearchRecord
 from autopar.search import workers
 from autopar.search.identity import identity, study_name
 from autopar.search.ledger import Told
-from autopar.search.outer import Limits
+from autopar.search.outcome import Limits
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.space import load_space
@@ -385,7 +385,7 @@ def test_workers_are_started_and_ended_with_the_search(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     started, start = [], workers._start
     monkeypatch.setattr(workers, "_start", lambda *given: started.append(start(*given)) or started[-1])
-    assert same(search(graph, workers=3), alone)
+    assert same(search(graph, workers=3, storage=f"sqlite:///{tmp_path / 'study.db'}"), alone)
     assert len(started) == 2
     assert all(worker.poll() is not None for worker in started)
     assert not list(tmp_path.glob("autopar-*"))

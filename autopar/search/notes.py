@@ -1,0 +1,45 @@
+"""What a plan says beside its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.graph.ir import Op
+from autopar.search.amounts import readable
+from autopar.search.evaluate import Evaluation
+from autopar.search.outcome import Outcome
+from autopar.search.task import Task
+
+
+def interrupted_note(outcome: Outcome) -> tuple[str, ...]:
+    """The plan of a search that did not end is not the best of its candidates for sure."""
+    if not outcome.interrupted:
+        return ()
+    return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
+
+
+def host_note(best: Evaluation) -> tuple[str, ...]:
+    """What the host has to have, where its profile does not know how much that is."""
+    most = max(memory.host for memory in best.prediction.memory)
+    if not most or best.prediction.host_memory_limit_bytes:
+        return ()
+    return (f"{readable(most)} of host memory for each device: the profile does not know how much there is",)
+
+
+def mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:
+    """Why a data rank takes its samples at once."""
+    if not mixing:
+        return ()
+    first, more = mixing[0], f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
+    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
+    return (
+        f"statistics over the global batch ({first.target} of {where}{more}): exact, with one micro-batch a data rank",
+    )
+
+
+def precision_note(task: Task) -> tuple[str, ...]:
+    """Single precision on a GPU is what one device would compute, and rarely what is wanted."""
+    on_gpu = any(device.kind == "cuda" for device in task.cluster.devices)
+    if on_gpu and task.precision.compute == "float32":
+        return ("computed in float32: precision bf16 (parameters at rest in float32) is several times faster here",)
+    return ()
