@@ -386,7 +386,7 @@ class OuterSearch:
         return late or self.crew.is_stopped or not self.is_wanted()
 
     def _report(self) -> None:
-        if self.progress is not None:
+        if self.progress is not None and self.crew.rank == 0:
             best = f", best {self.ledger.least_s:.3g} s" if math.isfinite(self.ledger.least_s) else ""
             done = len(self.order) + self.crew.num_done
             self.progress(f"searching{best}", done, min(len(self.open), self.trials))

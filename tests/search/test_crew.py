@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,17 @@ def test_an_interrupt_gives_the_best_so_far_and_leaves_no_process(monkeypatch: p
     assert plan.predicted.step_time_s >= alone.predicted.step_time_s
     assert any("interrupted" in note for note in plan.notes)
     assert no_process_is_left()
+
+
+def test_one_process_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+
+    def note(what: str, done: int, total: int) -> None:
+        with (tmp_path / "who").open("a") as who:
+            print(os.getpid(), file=who)
+
+    planner().search(limits=Limits(), processes=3, progress=note)
+    assert {*(tmp_path / "who").read_text().split()} == {str(os.getpid())}
 
 
 def test_a_limit_of_trials_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
