@@ -44,6 +44,7 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     home.mkdir(exist_ok=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("AUTOPAR_CACHE", raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from autopar.cli.options import (
     parse_cluster,
     split_pins,
 )
+from autopar.cli.traced import traced
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -293,15 +294,19 @@ def make_plan(
     found = parse_cluster(cluster)
     with progress("reading the model") as advance:
         from autopar import api
-        from autopar.models import resolve_model
+        from autopar.search.pins import Pins
 
-        resolved = resolve_model(model, sequence_length=sequence)
-        advance("tracing the model", 0, 0)
+        graph = traced(
+            model,
+            sequence=sequence,
+            precision=precision,
+            opaque=tuple(dict.fromkeys((*opaque, *Pins.parse(pins).opaque))),
+            global_batch_size=global_batch_size,
+            advance=advance,
+        )
         call: Callable[..., Plan] = api.search if verb == "search" else api.estimate
         return call(
-            resolved.model,
-            example_inputs=resolved.example_inputs,
-            name=resolved.name,
+            graph,
             cluster=found,
             global_batch_size=global_batch_size,
             precision=precision,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cli.console import cache_dir, print_json, print_text, progress
 from autopar.cli.options import is_factory
+from autopar.cli.traced import traced
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,25 +99,16 @@ def answer(
 
 def _tracer(model: str, precision: str, opaque: Sequence[str]) -> Callable[[int, int | None], Graph]:
     """Traces at each length once; a graph in which samples meet once for each batch too."""
-    from autopar import api
-    from autopar.models import resolve_model
-    from autopar.table import closest
-
-    if precision not in api.PRECISIONS:
-        raise UsageError("the precision is known", value=repr(precision), remedy=closest(precision, api.PRECISIONS))
-    recipe = api.PRECISIONS[precision]
 
     @cache
-    def traced(samples: int, tokens: int | None) -> Graph:
-        found = resolve_model(model, sequence_length=tokens)
-        return api.trace_model(found.model, found.example_inputs, recipe, name=found.name, opaque=opaque,
-                               global_batch_size=samples)  # fmt: skip
+    def at_batch(samples: int, tokens: int | None) -> Graph:
+        return traced(model, sequence=tokens, precision=precision, opaque=opaque, global_batch_size=samples)
 
     free: dict[int | None, Graph] = {}
 
     def at(samples: int, tokens: int | None) -> Graph:
         if tokens not in free:
-            graph = traced(samples, tokens)
+            graph = at_batch(samples, tokens)
             if graph.exact:
                 return graph
             free[tokens] = graph

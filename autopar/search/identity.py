@@ -25,7 +25,7 @@ def identity(task: Task) -> dict[str, str]:
         "pins": ", ".join(task.pins.texts),
         "space": f"{task.space.name} {digest(repr(task.space))}",
         "rules": digest(repr(own_rules(graph))),
-        "version of autopar": _sources(),
+        "version of autopar": sources(),
     }
 
 
@@ -43,8 +43,8 @@ def _graph(graph: Graph) -> str:
     return digest(repr(parts))
 
 
-def _sources() -> str:
-    """A hash of the code that makes times: searches by different versions must not mix."""
+def sources() -> str:
+    """A hash of the code that makes graphs and times: searches by different versions must not mix."""
     root = Path(__file__).resolve().parents[1]
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
