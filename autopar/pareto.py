@@ -128,7 +128,7 @@ def _plans(ask: Ask, text: str, cluster: Cluster, *, with_memory: bool) -> Itera
     while True:
         ask.say(f"trying {text}" + (f", {100 * factor:.0f} % of its memory" if factor < 1 else ""))
         limited = cluster if factor == 1.0 else scaled(cluster, {"device.memory": factor})
-        plan = ask.planner(limited).fastest(Limits(max_step_time_s=ask.max_step_time_s))
+        plan = ask.planner(limited).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
         if plan is None:
             return
         taken = max((plan.predicted.peak_memory_bytes, *plan.predicted.peak_memory_interval_bytes)) / whole

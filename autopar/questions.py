@@ -38,6 +38,7 @@ class Ask:
         graph_at: the traced model for (global batch, tokens of a sample); None: the model's own length.
         cluster: as ``--cluster``; ``global_batch_size``, ``sequence``, ``pins`` and so on likewise.
         max_step_time_s: slower plans do not count.
+        processes: of each search.
     """
 
     graph_at: Callable[[int, int | None], Graph]
@@ -52,6 +53,7 @@ class Ask:
     opaque: tuple[str, ...] = ()
     cache_dir: Path | None = None
     progress: Progress | None = None
+    processes: int = 1
 
     def planner(self, cluster: Cluster, *, pins: Sequence[str] = (), explains: bool = False) -> Planner:
         """A planner for ``cluster``, with more pins."""
@@ -114,7 +116,7 @@ def smallest_cluster(ask: Ask) -> Answer:
     trials = []
     for text, cluster in _with_time(ask, ask.cluster):
         ask.say(f"trying {text}")
-        plan = ask.planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s))
+        plan = ask.planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
         trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan))
         if plan is not None:
             return Answer(value=text, plan=plan, trials=tuple(trials))
@@ -140,7 +142,9 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
             ask.say(f"trying {text}")
             per_second = price * cluster.world_size / 3600
             limits = [s for s in (ask.max_step_time_s, best.cost / per_second if best and best.cost else None) if s]
-            plan = ask.planner(cluster).fastest(Limits(max_step_time_s=min(limits, default=None)))
+            plan = ask.planner(cluster).fastest(
+                Limits(max_step_time_s=min(limits, default=None)), processes=ask.processes
+            )
             cost = plan.predicted.step_time_s * per_second if plan else None
             trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, cost=cost))
             if cost is not None and (best is None or best.cost is None or cost < best.cost):
@@ -234,7 +238,12 @@ def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
     for factor in factors:
         ask.say(f"{name} x {factor:g}")
         planner = ask.planner(scaled(whole, {name: factor}))
-        found.append(Swept(factor=factor, plan=planner.fastest(Limits(max_step_time_s=ask.max_step_time_s))))
+        found.append(
+            Swept(
+                factor=factor,
+                plan=planner.fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes),
+            )
+        )
     return tuple(found)
 
 
@@ -317,7 +326,7 @@ def _fits(ask: Ask, cluster: Cluster) -> bool:
     planner = ask.planner(cluster)
     if ask.max_step_time_s is None:
         return planner.fits()
-    return planner.fastest(Limits(max_step_time_s=ask.max_step_time_s)) is not None
+    return planner.fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes) is not None
 
 
 def _largest(
@@ -346,7 +355,7 @@ def _largest(
         raise InfeasibleError(
             f"{value(1):,} {unit} have a plan{within}", value=f"none on {ask.cluster}", remedy="take more devices"
         )
-    plan = at(low).planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s))
+    plan = at(low).planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
     assert plan is not None
     made = (
         Trial(value=f"{value(n):,} {unit}", num_devices=cluster.world_size, plan=plan if n == low else None)

@@ -166,8 +166,10 @@ def graph_of(study: Study) -> Graph:
     return api.trace_model(model, inputs, precision, name=study.name, global_batch_size=study.global_batch_size)
 
 
-def run_study(study: Study, *, space: str = "default", progress: Progress | None = None) -> StudyResult:
-    """Our plan for a study, and the best one that its published layout leaves.
+def run_study(
+    study: Study, *, space: str = "default", progress: Progress | None = None, workers: int | None = None
+) -> StudyResult:
+    """Our plan for a study, and the best one that its published layout leaves; ``workers`` as for a search.
 
     Raises:
         InfeasibleError: nothing fits the cluster.
@@ -189,6 +191,7 @@ def run_study(study: Study, *, space: str = "default", progress: Progress | None
             precision=cast("Any", study.precision),
             space=space,
             progress=progress,
+            workers=workers,
         )
 
     ours, published, reason = best(()), None, ""

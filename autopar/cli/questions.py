@@ -45,6 +45,7 @@ def answer(
     """
     from autopar import questions
     from autopar.cli import question_report as report
+    from autopar.search.crew import cores
 
     wanted = [minimize, sweep, pareto, sequence_step, largest_batch or None]
     if sum(value is not None for value in wanted) > 1:
@@ -69,6 +70,7 @@ def answer(
             opaque=tuple(opaque),
             cache_dir=cache_dir() or Path.home() / ".cache" / "autopar",
             progress=advance,
+            processes=cores(),
         )
         if sweep is not None:
             name, factors = questions.parse_sweep(sweep)

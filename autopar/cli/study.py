@@ -37,11 +37,12 @@ def run(
 ) -> None:
     """Search a plan for a study, and print it beside the published layout."""
     from autopar.cli.study_report import render_result, study_summary
+    from autopar.search.crew import cores
     from autopar.studies import load_study, run_study
 
     found = load_study(name)
     with progress("reading the study") as advance:
-        result = run_study(found, space=space, progress=advance)
+        result = run_study(found, space=space, progress=advance, workers=cores())
     if as_json:
         print_json(study_summary(result))
     else:

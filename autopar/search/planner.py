@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from autopar.cost.data_parallel import is_mixed
 from autopar.cost.model import CostModel
@@ -44,6 +45,8 @@ from autopar.search.workers import Sharing, helpers
 from autopar.search.written import block_layouts, mixtures, operators_without_rule
 
 __all__ = ["Planner", "Task"]
+
+Found = TypeVar("Found")
 
 MAX_CONFLICT_TRIALS = 24
 """Candidates tried, leanest first, before a set of pins counts as too large for the memory."""
@@ -138,14 +141,18 @@ class Planner:
             UsageError: the storage cannot be opened, or its study is of something else.
             KeyboardInterrupt: before any plan was found; later it ends the search with the best so far.
         """
+        return self._together(processes if sharing is None else 1, partial(self._search, limits, sharing, progress))
+
+    def _together(self, processes: int, search: Callable[[Crew], Found]) -> Found:
+        """A search by several processes; by one where another is lost."""
         try:
-            with Crew(processes if sharing is None else 1) as crew:
-                return self._search(limits, sharing, progress, crew)
+            with Crew(processes) as crew:
+                return search(crew)
         except LostProcessError as error:
             logging.getLogger("autopar").warning(
                 "a process of the search ended early, one alone searches again: %s", error
             )
-            return self._search(limits, sharing, progress, Crew())
+            return search(Crew())
 
     def _search(self, limits: Limits, sharing: Sharing | None, progress: Progress | None, crew: Crew) -> Plan:
         outcome = self._outcome(limits, sharing=sharing, progress=progress, crew=crew)
@@ -159,14 +166,19 @@ class Planner:
                     remedy="raise trials or timeout_s",
                 )
             raise self._too_large(outcome.misfits)
-        return self._plan(crew.of_first(partial(self.evaluator.polished, outcome.best)), outcome, crew)
+        return self._best_plan(outcome.best, outcome, crew)
 
     @seldom_collected()
-    def fastest(self, limits: Limits, *, progress: Progress | None = None) -> Plan | None:
+    def fastest(self, limits: Limits, *, progress: Progress | None = None, processes: int = 1) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
-        crew = Crew()
+        return self._together(processes, partial(self._fastest, limits, progress))
+
+    def _fastest(self, limits: Limits, progress: Progress | None, crew: Crew) -> Plan | None:
         outcome = self._outcome(limits, sharing=None, progress=progress, crew=crew)
-        return self._plan(self.evaluator.polished(outcome.best), outcome, crew) if outcome.best is not None else None
+        return None if outcome.best is None else self._best_plan(outcome.best, outcome, crew)
+
+    def _best_plan(self, best: Evaluation, outcome: Outcome, crew: Crew) -> Plan:
+        return self._plan(crew.of_first(partial(self.evaluator.polished, best)), outcome, crew)
 
     @seldom_collected()
     def fits(self) -> bool:

@@ -67,6 +67,16 @@ def test_several_processes_give_the_plan_and_the_bound_of_one(
     assert no_process_is_left()
 
 
+def test_other_questions_ask_several_processes_too(alone: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    made = planner()
+    plan = made.fastest(Limits(), processes=2)
+    assert plan is not None
+    assert same(plan, alone)
+    assert made.fastest(Limits(max_step_time_s=alone.search.lower_bound_s / 2), processes=2) is None
+    assert no_process_is_left()
+
+
 def test_pins_that_leave_no_plan_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = by(2, monkeypatch)
     with pytest.raises(planning.InfeasibleError, match="at most"):
