@@ -54,7 +54,7 @@ def validate(
             value=f"--before {before} without --markdown, or with --leave-one-out or --calibrate",
             remedy="give --before and --markdown alone",
         )
-    from autopar.validate.blind import page, read_before
+    from autopar.validate.blind import page, read_before, words_of
     from autopar.validate.command import calibrate as fit_profiles
     from autopar.validate.command import evaluate, write_profile
     from autopar.validate.document import document
@@ -78,7 +78,9 @@ def validate(
             session = session.under({run.device: profiles[session.profiles[run.device].device.name] for i, run in
                                      enumerate(runs) if i in set(rows)})  # fmt: skip
         outcome = evaluate(session, leave_one_out=leave_one_out)
-        compared = None if earlier is None else page(session, outcome, earlier, advance)
+        compared = None
+        if before is not None and earlier is not None:
+            compared = page(session, outcome, earlier, advance, words_of(before))
     if html is not None:
         html.write_text(render_html(outcome.scores, runs, outcome.predictions), encoding="utf-8")
         warn(f"wrote {html}")

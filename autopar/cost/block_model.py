@@ -55,7 +55,7 @@ class BlockModel:
         self.quantized = self.device.rate(precision.products).dtype if precision.products else None
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
-        self._datas: dict[tuple[Mesh, int, bool, bool, bool], DataParallel] = {}
+        self._datas: dict[tuple[Mesh, int, tuple[bool, ...]], DataParallel] = {}
         self._last: OfStep | None = None
         # blocks and data axes are kept too, so that their ids stay their own
         self._units: dict[tuple[int, int], tuple[BlockCost, DataParallel, Unit]] = {}
@@ -248,7 +248,8 @@ class BlockModel:
     def _of_step(self, step: Step) -> OfStep:
         """What is known of a step that is asked for again and again."""
         if self._last is None or self._last.step is not step:
-            key = step.mesh, step.zero_stage, step.all_reduces, step.late_reductions, step.quantized_gathers
+            how = step.all_reduces, step.late_reductions, step.quantized_gathers, step.broadcasts
+            key = step.mesh, step.zero_stage, how
             if key not in self._datas:
                 self._datas[key] = DataParallel(
                     step.mesh,
@@ -257,6 +258,7 @@ class BlockModel:
                     step.mesh.pp > 1 or step.late_reductions,
                     step.all_reduces,
                     step.quantized_gathers,
+                    step.broadcasts,
                 )
             self._last = OfStep(step=step, data=self._datas[key])
         return self._last
@@ -267,7 +269,8 @@ class BlockModel:
             mesh = data.mesh  # neither ZeRO stage nor, where all nodes are equal, pipeline changes what a unit costs
             where = None if self.places is None else mesh
             degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
-            place = (id(block), *degrees, data.precision, data.all_reduces, data.quantized_gathers, where)
+            how = data.precision, data.all_reduces, data.quantized_gathers, data.broadcasts
+            place = (id(block), *degrees, how, where)
             if place not in self._placed_units:
                 self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
             found = self._units[id(block), id(data)] = (block, data, self._placed_units[place][1])

@@ -85,6 +85,7 @@ class DataParallel:
         is_pipelined: more than one pipeline rank, or sums wait for the last backward as they do there.
         all_reduces: gradients are summed whole on every rank of dp_shard, of which each then steps its part.
         quantized_gathers: parameters are gathered in one byte an element.
+        broadcasts: whole parameters come from the rank that stepped them, each by a collective of its own, in place.
     """
 
     mesh: Mesh
@@ -93,6 +94,7 @@ class DataParallel:
     is_pipelined: bool
     all_reduces: bool = False
     quantized_gathers: bool = False
+    broadcasts: bool = False
 
     @property
     def uses_fsdp(self) -> bool:
@@ -134,6 +136,9 @@ class DataParallel:
             whole = self._padded(parameters) * (1 if self.quantized_gathers else compute)
             # the gathered buffer is copied into the parameters, gradients into the buffer that is reduced
             gather_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",)) + 2 * whole / bandwidth
+            if self.broadcasts:
+                sizes = [p.numel * compute for p in parameters if p.shape and not p.spread]
+                gather_s = sum(collectives.time_s("broadcast", size, self.mesh, ("dp_shard",)) for size in sizes)
             padded = self._padded(trained)
             summed = "all_reduce" if self.all_reduces else "reduce_scatter"
             reduce_s = collectives.time_s(summed, padded * reduced, self.mesh, ("dp_shard",))

@@ -41,6 +41,8 @@ class Step:
             in each stage's first forward (FSDP2).
         all_reduces: gradients are summed whole on every data rank although each steps a part (DeepSpeed's BF16_Optimizer); the
             runtime of autopar scatters the sums.
+        broadcasts: at ZeRO 1 each parameter is stepped whole by one rank of dp_shard, which sends it to the others, one after
+            the other, where those of this file gather (InternEvo and ColossalAI); the runtime of autopar gathers.
         bucket_bytes: of gradients that are summed together (``Plan.bucket_bytes``).
         offload: what lives in host memory (``Plan.offload``).
     """
@@ -60,6 +62,7 @@ class Step:
     gathers_after_step: bool = False
     adds_gradients: bool = False
     all_reduces: bool = False
+    broadcasts: bool = False
     late_reductions: bool = False
     quantized_gathers: bool = False
     totals: tuple[int, ...] = ()

@@ -134,7 +134,12 @@ def _of_fsdp(
         counts = gathers(order, data, len(real), has_shared=bool(real) and real[-1][1])
         for (parameters, _), count in zip(real, counts, strict=True):
             whole = sum(p.shard_numel(shards) * shards for p in parameters) * itemsize(precision.compute)
-            found[Collective(kind="all_gather", axes=("dp_shard",), num_bytes=whole)] += count
+            if data.broadcasts:
+                for p in parameters:
+                    own = p.numel * itemsize(precision.compute)
+                    found[Collective(kind="broadcast", axes=("dp_shard",), num_bytes=own)] += count
+            else:
+                found[Collective(kind="all_gather", axes=("dp_shard",), num_bytes=whole)] += count
             trained = sum(p.shard_numel(shards) for p in parameters if p.trained) * itemsize(precision.reduce)
             scattered = Collective(
                 kind="all_reduce" if data.all_reduces else "reduce_scatter",

@@ -88,6 +88,7 @@ class Expressed:
             kernels_of(site),
             site.regathers,
             site.recomputes_products,
+            site.recomputes_attention,
             site.deterministic,
         )
         if key not in self._structures:
@@ -193,7 +194,8 @@ def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: K
     graph = layouts.local_graph(split, option.kind, option.solution)
     again: list[Callable[[Op], bool]] = [regathered] if site.regathers else []
     if _recomputes(run) == "selective":
-        again.append(cheap if run.attention == "flash" else attention_core)
+        by_operator = run.attention == "flash" and not site.recomputes_attention
+        again.append(cheap if by_operator else attention_core)
         if site.recomputes_products:
             seconds = second_products(graph)
             again.append(lambda op: op.name in seconds)
@@ -246,8 +248,13 @@ def second_products(graph: Graph) -> frozenset[str]:
 
 
 def attention_core(op: Op) -> bool:
-    """What Megatron's selective recompute computes again: scores, softmax and their product with the values."""
-    return op.target in ("aten.softmax.int", "aten.matmul.default", "aten.dropout.default", "autopar.dropout")
+    """What Megatron's selective recompute computes again: scores, softmax and their product with the values, or the fused kernel."""
+    return "attention" in op.target or op.target in (
+        "aten.softmax.int",
+        "aten.matmul.default",
+        "aten.dropout.default",
+        "autopar.dropout",
+    )
 
 
 def regathered(op: Op) -> bool:
@@ -322,6 +329,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         late_reductions=site.late_reductions,
         quantized_gathers=site.quantized_gathers and run.precision == "fp8",
         all_reduces=site.all_reduces_sums,
+        broadcasts=site.broadcasts_parameters,
     )
     return stages, step
 

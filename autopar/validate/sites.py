@@ -49,8 +49,11 @@ class Site:
         gathers_after_step: ranks gather parameters all at once after the optimizer (ZeRO 1 of DeepSpeed and Megatron).
         regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
         recomputes_products: selective recompute makes every second product of a layer again, besides what is cheap.
+        recomputes_attention: selective recompute makes attention again, also where it is one fused kernel (Megatron's
+            ``core_attn``), and keeps all else.
         shards_over_context: states are sharded over the ranks of ``cp`` as well as those of data parallelism.
         all_reduces_sums: gradients are summed whole on every data rank, of which each then steps its part (DeepSpeed).
+        broadcasts_parameters: each data rank steps whole parameters and sends them to all others, one after the other.
         late_reductions: gradients are summed over data ranks after the last backward (Megatron until 2022).
         quantized_gathers: runs in fp8 gather parameters in one byte an element.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
@@ -86,8 +89,10 @@ class Site:
     adds_in_products: bool = False
     regathers: bool = False
     recomputes_products: bool = False
+    recomputes_attention: bool = False
     shards_over_context: bool = False
     all_reduces_sums: bool = False
+    broadcasts_parameters: bool = False
     fixed_segments: bool = False
     late_reductions: bool = False
     quantized_gathers: bool = False

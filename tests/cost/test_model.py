@@ -170,6 +170,24 @@ def test_sums_that_every_rank_takes_whole_cost_an_all_reduce() -> None:
     assert "reduce_scatter" not in kinds[1]
 
 
+def test_parameters_that_their_owners_broadcast_cost_a_ring_each() -> None:
+    """InternEvo's ZeRO 1: one collective for each parameter, whose hops grow with the ranks, and no copies."""
+    mesh, blocks = Mesh(dp_shard=8), layers(3)
+    model, how = CostModel(H100, FP32, "sgd"), replace(step(mesh, zero=1), gathers_after_step=True)
+    stages, sent = [stage(*blocks)], replace(how, broadcasts=True)
+    unit = model._unit(stages[0].blocks[0], model._data(sent))
+    times = [
+        model.collectives.time_s("broadcast", p.numel * 4, mesh, ("dp_shard",)) for p in blocks[0].parameters if p.shape
+    ]
+    assert unit.gather_s == pytest.approx(sum(times))
+    gathered, broadcast = (model.predict(stages, x).breakdown.data_parallel_s for x in (how, sent))
+    assert gathered != broadcast
+    assert unit.reduce_s == model._unit(stages[0].blocks[0], model._data(how)).reduce_s
+    found = [{c.kind for t in model.traffic(stages, x) for c in t if c.num_bytes > 1000} for x in (how, sent)]
+    assert "all_gather" in found[0] and "broadcast" not in found[0]
+    assert "broadcast" in found[1] and "all_gather" not in found[1]
+
+
 def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> None:
     blocks, count = layers(3), 5
     model = CostModel(H100, FP32, "sgd")

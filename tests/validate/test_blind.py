@@ -11,14 +11,15 @@ import pytest
 from autopar.errors import UsageError
 from autopar.profile.store import known_devices, load_profile
 from autopar.validate import parameters as free
-from autopar.validate.blind import hidden, page, read_before
+from autopar.validate.blind import FIRST, SECOND, Words, hidden, page, read_before, words_of
 from autopar.validate.command import evaluate
 from autopar.validate.express import predict
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
 from autopar.validate.sites import PLAIN, cluster_of, load_sites, site_of
 
-DATA = Path(__file__).parents[1] / "data"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
 OWN = Path(__file__).parent / "runs.csv"
 CALIBRATION = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
 
@@ -28,22 +29,42 @@ def blind() -> tuple[Run, ...]:
     return read_runs(DATA / "blind_runs.csv")
 
 
-def test_every_blind_row_has_a_device_and_was_predicted_before(blind: tuple[Run, ...]) -> None:
-    known = {name: load_profile(name) for name in {run.device for run in blind}}
-    for run in blind:
+@pytest.fixture(scope="module")
+def again() -> tuple[Run, ...]:
+    return read_runs(DATA / "blind_runs_2.csv")
+
+
+@pytest.mark.parametrize("words", [FIRST, SECOND], ids=["first", "second"])
+def test_every_blind_row_has_a_device_and_was_predicted_before(words: Words) -> None:
+    runs = read_runs(ROOT / words.files[0])
+    known = {name: load_profile(name) for name in {run.device for run in runs}}
+    for run in runs:
         assert known[run.device].device.rate("float16" if run.precision == "fp16" else "bfloat16")
-    before = json.loads((DATA / "blind_before.json").read_text())
-    assert [(r["row"], r["name"]) for r in before["runs"]] == [(run.line, run.name) for run in blind]
-    assert all(r["step_time_s"] == pytest.approx(run.step_time_s, rel=1e-3) for r, run in zip(before["runs"], blind))  # noqa: B905
+    before = json.loads((ROOT / words.files[1]).read_text())
+    assert [(r["row"], r["name"]) for r in before["runs"]] == [(run.line, run.name) for run in runs]
+    assert all(
+        r["step_time_s"] == pytest.approx(run.step_time_s, rel=1e-3)
+        for r, run in zip(before["runs"], runs, strict=True)
+    )
+
+
+def test_the_second_table_has_new_sources_and_no_row_of_the_first(
+    blind: tuple[Run, ...], again: tuple[Run, ...]
+) -> None:
+    assert len(again) >= 25
+    assert len({run.publisher for run in again}) >= 5
+    assert {run.publisher for run in again}.isdisjoint(run.publisher for run in blind)
+    assert {_facts(run) for run in again}.isdisjoint(_facts(run) for run in blind)
 
 
 @pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
-def test_no_blind_row_is_in_the_calibration_table(blind: tuple[Run, ...]) -> None:
-    def facts(run: Run) -> tuple[object, ...]:
-        return (run.family, run.layers, run.hidden, run.seq, run.device.lower(), run.devices, run.tp, run.pp,
-                run.global_batch, run.precision, run.step_time_s)  # fmt: skip
+def test_no_blind_row_is_in_the_calibration_table(blind: tuple[Run, ...], again: tuple[Run, ...]) -> None:
+    assert {_facts(run) for run in (*blind, *again)}.isdisjoint(_facts(run) for run in read_runs(CALIBRATION))
 
-    assert {facts(run) for run in blind}.isdisjoint(facts(run) for run in read_runs(CALIBRATION))
+
+def _facts(run: Run) -> tuple[object, ...]:
+    return (run.family, run.layers, run.hidden, run.seq, run.device.lower(), run.devices, run.tp, run.pp,
+            run.global_batch, run.precision, run.step_time_s)  # fmt: skip
 
 
 def test_shipped_profiles_agree_on_what_all_devices_or_a_chip_share() -> None:
@@ -96,6 +117,20 @@ def test_nodes_of_one_link_domain_are_one(blind: tuple[Run, ...]) -> None:
     assert load_profile("h100-sxm5-80gb").group(16, 8).num_nodes == 16
 
 
+def test_megatrons_selective_recompute_makes_fused_attention_again() -> None:
+    run = replace(read_runs(OWN)[3], recompute="selective", device="h100-sxm5-80gb", tp=4, zero=1, source="x")
+    plain = replace(PLAIN, source="x")
+    session = Session([run], sites=[plain])
+    again = Session([run], sites=[replace(plain, recomputes_attention=True)])
+    none = Session([replace(run, recompute="none")], sites=[plain])
+    works = [s.structures[0][0].works for s in (none, again, session)]
+    attention = [sum("attention" in w.ops[i].target for w in some for i in w.again) for some in works]
+    assert attention[0] == attention[2] == 0
+    assert attention[1] == sum("attention" in op.target for w in works[1] for op in w.ops)
+    kept = [sum(w.shape.saved_bytes for w in some) for some in works]
+    assert kept[2] < kept[1] <= kept[0]
+
+
 def test_late_sums_cost_time_and_gathers_in_fp8_save_it() -> None:
     run = replace(read_runs(OWN)[3], recompute="none", precision="fp8", device="h100-sxm5-80gb", zero=3, source="x")
     plain = replace(PLAIN, source="x")
@@ -114,6 +149,9 @@ def test_the_page_has_both_tables_and_one_with_names_hidden() -> None:
     outcome = evaluate(session)
     text = page(session, outcome, read_before(DATA / "blind_before.json"))
     assert text.count("## ") == 5
+    assert text.startswith("# Blind test")
+    second = words_of(DATA / "blind_before_2.json")
+    assert second.title in page(session, outcome, read_before(DATA / "blind_before_2.json"), words=second)
     assert "| all, names hidden" in text
     assert [run.source for run in hidden([*runs, runs[0]])] == [
         "unnamed 1",
