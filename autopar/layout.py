@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from autopar.errors import UsageError
@@ -34,6 +35,15 @@ class Type:
     def __post_init__(self) -> None:
         if (self.kind == "S") != (self.dim >= 0):
             raise ValueError(f"S needs a dim >= 0 and {self.kind} none: {self.kind}, {self.dim}")
+
+    def __hash__(self) -> int:
+        """As that of a dataclass, but without a tuple: types are looked up again and again."""
+        return hash(self.kind) ^ self.dim
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(other) is Type and self.kind == other.kind and self.dim == other.dim
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.kind == "S" else self.kind
@@ -56,6 +66,7 @@ R = Type("R")
 P = Type("P")
 
 
+@cache
 def S(dim: int) -> Type:  # noqa: N802  the field's name for the type
     """The type of a tensor split along ``dim``."""
     return Type("S", dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.frozen import quickly
 from autopar.graph.ir import Op, TensorSpec
 
 Specs = Sequence[TensorSpec]
@@ -13,6 +14,7 @@ FLOAT = 4
 """Bytes of the type in which torch computes the losses of half precision logits."""
 
 
+@quickly
 @dataclass(frozen=True, slots=True)
 class Product:
     """``count`` products of matrices [rows, depth] and [depth, columns] in one kernel."""
@@ -36,6 +38,7 @@ class Product:
         )
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One operator, forward and backward.

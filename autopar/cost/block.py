@@ -26,12 +26,14 @@ from autopar.cost.storages import Storages
 from autopar.cost.work import Specs, Work, operand_specs, work
 from autopar.device import Device, Kind
 from autopar.errors import RuleError
+from autopar.frozen import quickly
 from autopar.graph.again import is_dear, made_again
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.mesh import Mesh
 from autopar.plan import Recompute
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCost:
     """A parameter as one rank of the tensor-parallel axes has it.
@@ -90,6 +92,7 @@ class Remade:
     least_bytes: int = 0
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
     """One block on one rank for one micro-batch; seconds, bytes and flops.
@@ -356,7 +359,7 @@ def block_work(
         works = fuse_projections(ops, operands, works)
         inside = {i for group in joined_projections(ops) for i in group[1:]}
         readers = tuple(op for i, op in enumerate(ops) if i not in inside)
-    fan_in = tuple(_fan_in_bytes(graph, readers))
+    fan_in = tuple(fan_in_bytes(graph, readers))
     operands = operands if kernels == EAGER else ()
     return BlockWork(
         ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
@@ -386,7 +389,7 @@ def _as_run(graph: Graph, op: Op, operands: Specs, done: Work, kernels: Kernels)
     return done
 
 
-def _fan_in_bytes(graph: Graph, ops: tuple[Op, ...]) -> Iterator[int]:
+def fan_in_bytes(graph: Graph, ops: tuple[Op, ...]) -> Iterator[int]:
     """Adding up the gradients of values that several operators of the block read: bytes of each sum."""
     uses = Counter(ref for op in ops if any(s.requires_grad for s in op.outputs) for ref in dict.fromkeys(op.operands))
     for ref, count in uses.items():

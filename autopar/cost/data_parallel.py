@@ -23,6 +23,7 @@ from autopar.cost.block import BlockCost, ParameterCost
 from autopar.cost.collectives import CollectiveModel
 from autopar.device import Device
 from autopar.errors import UsageError
+from autopar.frozen import quickly
 from autopar.mesh import Mesh
 from autopar.plan import Precision
 
@@ -45,6 +46,7 @@ def is_mixed(precision: Precision) -> bool:
     return len({precision.compute, precision.storage, precision.reduce}) > 1
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One FSDP unit (a block) on one rank.

@@ -24,6 +24,7 @@ from autopar.cost.gradients import Summed, buckets
 from autopar.cost.optimizer import OptimizerCost
 from autopar.cost.step import Step
 from autopar.device import Device
+from autopar.frozen import quickly
 from autopar.plan import Memory, Recompute
 from autopar.schedule import peak_table
 
@@ -36,6 +37,7 @@ class StageCost:
     recompute: tuple[Recompute, ...]
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Bytes of a rank that live from step to step or from micro-batch to micro-batch."""

@@ -15,12 +15,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autopar.frozen import quickly
 from autopar.layout import Type
 
 Layout: TypeAlias = tuple[tuple[str, Type], ...]
 """Types of one tensor by axis, in the order in which the axes were applied."""
 
 
+@quickly
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor by the name of what makes it: an operator, an input, a parameter or a buffer.
@@ -30,6 +32,13 @@ class Ref:
 
     name: str
     index: int = 0
+
+    def __hash__(self) -> int:
+        """Of the name: references are looked up again and again, and few operators have several outputs."""
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Ref and self.name == other.name and self.index == other.index
 
     def __str__(self) -> str:
         return self.name if self.index == 0 else f"{self.name}[{self.index}]"
@@ -41,6 +50,7 @@ Argument: TypeAlias = (
 )
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Shape and dtype; ``requires_grad``: a gradient flows through this tensor in training."""
@@ -58,6 +68,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One call: ``target`` as torch prints it (``aten.linear.default``) or ``autopar.NAME``.
@@ -138,6 +149,7 @@ class Padding:
     length: int
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A trained tensor, or a part of one where the model computes several projections from it.

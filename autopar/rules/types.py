@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from autopar.frozen import quickly
 from autopar.graph.ir import Argument, TensorSpec
 from autopar.layout import Type
 
@@ -23,6 +24,7 @@ class Communication:
     backward: bool = False
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One way to run an operator on one axis.
@@ -71,6 +73,7 @@ class Typing:
     inputs: Mapping[str, Type] = field(default_factory=dict)
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """What a rule needs to write one rank's call: see ``rules.localize``.

@@ -10,9 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.frozen import quickly
+
 Array = NDArray[np.float64]
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrice:
     """The least that a block (or each of a group) adds to its rank.
@@ -53,6 +56,7 @@ class BlockPrice:
     beside_s: float = 0.0
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One candidate in one layout.

@@ -367,17 +367,14 @@ class Bounding:
         """Another first bound of those that take no less than ``at_most_s`` by the times and parameters of their blocks."""
         if math.isinf(at_most_s):
             return
-        told = [
-            (c, draft)
-            for c, draft in self._open(pairs, at_most_s)
-            if draft.solution is not None and not self.placed.has(c)
-        ]
+        told = [own for own in self._open(pairs, at_most_s) if own[1].solution and not self.placed.has(own[0])]
         rows: list[Row] = []
         for c, draft in told:
             ideal = self._ideal_row(c)
             assert isinstance(ideal, Row)
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
-            rows.append(self.least_rows_of(c).drafted(c, ideal, draft, whole, self.step(c, whole)))
+            needs = self.layouts.needs(draft)
+            rows.append(self.least_rows_of(c).drafted(c, ideal, draft, whole, self.step(c, whole), needs))
         for (c, draft), bound in zip(told, plain_bounds(rows, at_most_s, COARSE), strict=True):
             if bound >= at_most_s:
                 self._bounds[c, id(draft)] = (bound, False)

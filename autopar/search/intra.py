@@ -68,6 +68,7 @@ class AxisCosts:
     ``narrow``: keeps those of an operator's strategies that it may take; None: all.
     ``structures``: may be those of other costs too.
     ``shared``: what problems at these prices have in common.
+    ``kept``: operands and outputs that backward needs of the operators that were asked for, parameters among them.
     """
 
     graph: Graph
@@ -81,6 +82,7 @@ class AxisCosts:
     shared: Shared = field(init=False)
     _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
     _kept: dict[object, list[Cost]] = field(default_factory=dict)
+    kept: dict[str, Sequence[Ref]] = field(default_factory=dict)
     parts: Fraction = field(init=False)
     _by_bytes: bool = field(init=False)
 
@@ -91,11 +93,11 @@ class AxisCosts:
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
-        kept = self.pricing.saves(op, tuple(self.graph.spec(ref) for ref in op.operands))
-        roots = dict.fromkeys(self._root(ref) for ref in kept)
+        kept = self.kept[op.name] = self.pricing.saves(op, tuple(self.graph.spec(ref) for ref in op.operands))
+        roots = dict.fromkeys(self.root(ref) for ref in kept)
         return tuple(r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r))
 
-    def _root(self, ref: Ref) -> Ref:
+    def root(self, ref: Ref) -> Ref:
         """The value whose storage ``ref`` lies in."""
         producer = self.graph.producer(ref)
         while producer is not None and producer.target in VIEWS:
@@ -111,7 +113,7 @@ class AxisCosts:
         if not saved:
             return works
         where: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
-        where |= {self._root(ref): (True, i) for i, ref in enumerate(op.operands)}
+        where |= {self.root(ref): (True, i) for i, ref in enumerate(op.operands)}
         kept = tuple([(self.graph.spec(ref).num_bytes, *where[ref]) for ref in saved])
         key = id(strategies), kept
         if key not in self._kept:
@@ -152,7 +154,7 @@ class AxisCosts:
         time_s = cost.time_s
         for inside in strategy.communication:
             time_s += self.pricing.collective_time_s(inside.kind, inside.num_bytes)
-        return Cost(time_s=time_s, saved_bytes=cost.saved_bytes)
+        return Cost(time_s=time_s, saved_bytes=cost.saved_bytes, forward_s=cost.forward_s)
 
     def _share(self, kind: Type) -> float:
         return 1.0 / self.size if kind.is_split else 1.0
@@ -184,12 +186,15 @@ class AxisCosts:
         local = self.local(spec, source)
         args = (Ref("value"), *emitted_arguments(self.axis, source, target))
         call = Op(name="change", target=found.target, args=args, outputs=(self.local(spec, target),))
-        time_s = self.pricing.op_cost(call, (local,)).time_s
-        for kind in (found.forward, found.backward):
-            if kind is not None:
-                num_bytes = collective_bytes(kind, full_num_bytes=spec.num_bytes, size=self.size)
-                time_s += self.pricing.collective_time_s(kind, num_bytes)
-        return Cost(time_s=time_s)
+        copied = self.pricing.op_cost(call, (local,))
+        forward_s, backward_s = (self._sent_s(kind, spec) for kind in (found.forward, found.backward))
+        return Cost(time_s=copied.time_s + forward_s + backward_s, forward_s=copied.forward_s + forward_s)
+
+    def _sent_s(self, kind: str | None, spec: TensorSpec) -> float:
+        if kind is None:
+            return 0.0
+        num_bytes = collective_bytes(kind, full_num_bytes=spec.num_bytes, size=self.size)
+        return self.pricing.collective_time_s(kind, num_bytes)
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
         """A parameter read in another type than the one at rest."""

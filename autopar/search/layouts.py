@@ -35,6 +35,7 @@ from autopar.search.pins import Pins
 from autopar.search.problem import rests_of
 from autopar.search.space import Space
 from autopar.search.tables import Weights
+from autopar.search.uncounted import LayoutNeeds, Needs, sums_s
 from autopar.search.values import Structures
 
 TP = "tp"
@@ -95,6 +96,9 @@ class Layouts:
         self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
         self._least_each: dict[Split, tuple[float, ...]] = {}
+        self._sums: dict[tuple[Split, str], tuple[float, ...]] = {}
+        self._of_solvers: dict[tuple[Split, str], LayoutNeeds] = {}
+        self._needs: dict[int, tuple[Draft, tuple[Needs, ...]]] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -154,8 +158,10 @@ class Layouts:
                     owned = p.spec.numel * len(members) / self._owners[p.name]
                     numel += owned / split.tp if rests[p.name].is_split else owned
         sent = self._sent(graph, solution, split.tp)
+        blocks_s = tuple(map(sum, zip(solution.blocks_s, self._sums_s(split, kind), strict=True)))
         return Draft(
-            split=split, kind=kind, solution=solution, time_s=solution.time_s, numel=numel,
+            split=split, kind=kind, solution=solution, numel=numel, blocks_s=blocks_s,
+            time_s=sum(len(own) * own_s for own, own_s in zip(self.compact.members, blocks_s, strict=True)),
             send_bytes=min((there for there, _ in sent), default=0.0),
             send_gradient_bytes=min((back for _, back in sent), default=0.0),
         )  # fmt: skip
@@ -266,14 +272,37 @@ class Layouts:
 
     def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
         if split.tp > 1:
-            return self._solver(split, kind).least_s()
+            return tuple(map(sum, zip(self._solver(split, kind).least_s(), self._sums_s(split, kind), strict=True)))
         return tuple(sum(own_times(cost, recompute="none")) for cost in self._option(split, kind, None).costs)
 
     def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
         if split.tp > 1:
-            return self._solver(split, kind).quickest().value
+            sums_s = zip(self.compact.members, self._sums_s(split, kind), strict=True)
+            return self._solver(split, kind).quickest().value + sum(len(own) * own_s for own, own_s in sums_s)
         costs, counts = self._option(split, kind, None).costs, (len(m) for m in self.compact.members)
         return sum(n * sum(own_times(c, recompute="none")) for n, c in zip(counts, costs, strict=True))
+
+    def needs(self, draft: Draft) -> tuple[Needs, ...]:
+        """What each block of a layout on ``tp`` needs at the least; none where that is not known.
+
+        It is not where a solver's operators may be larger (padded vocabularies) or slower (quantized) than those of a plan.
+        """
+        key = draft.split, draft.kind
+        if draft.solution is None or self.model.is_mixed or self.model.quantized:
+            return ()
+        if self._solver(*key).compact.graph is not self.bases.base(*key).graph:
+            return ()
+        if id(draft) not in self._needs:  # the draft is kept too, so that its id stays its own
+            if key not in self._of_solvers:
+                self._of_solvers[key] = LayoutNeeds(self._solver(*key))
+            self._needs[id(draft)] = draft, self._of_solvers[key].of(draft.solution)
+        return self._needs[id(draft)][1]
+
+    def _sums_s(self, split: Split, kind: str) -> tuple[float, ...]:
+        """What no table of a solver counts; see :func:`autopar.search.uncounted.sums_s`."""
+        if (split, kind) not in self._sums:
+            self._sums[split, kind] = sums_s(self.bases.base(split, kind).graph, self.model, split.tp)
+        return self._sums[split, kind]
 
     def _least_s(self, split: Split) -> float:
         if split not in self._least:

@@ -14,14 +14,17 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.block import BlockCost, ParameterCost
 from autopar.cost.model import Step
+from autopar.frozen import quickly
 from autopar.layout import I, Type
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Candidate
 from autopar.search.lines import least_of
 from autopar.search.options import Draft, Option
 from autopar.search.rows import RowMaker
+from autopar.search.uncounted import Needs
 
 
+@quickly
 @dataclass(frozen=True, slots=True, eq=False)
 class _Added:
     """What the data axes add to the work of a block for one micro-batch.
@@ -60,7 +63,7 @@ class LeastRows:
         self._numel: dict[int, tuple[Option, float]] = {}  # likewise
         self._state: dict[tuple[object, ...], tuple[Option, float]] = {}  # likewise
         self._drafted: dict[
-            tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float, float]
+            tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float, float, float]
         ] = {}  # likewise
 
     # --- the best of all layouts
@@ -145,12 +148,18 @@ class LeastRows:
 
     # --- a draft
 
-    def drafted(self, candidate: Candidate, ideal: Row, draft: Draft, whole: Option, step: Step) -> Row:
-        """A candidate in a layout with times and parameters of its blocks, but memory and messages as in the best of all."""
-        key = (id(draft), candidate.mesh, *_kind(step))
+    def drafted(
+        self, candidate: Candidate, ideal: Row, draft: Draft, whole: Option, step: Step, needs: Sequence[Needs] = ()
+    ) -> Row:
+        """A candidate in a layout with times and parameters of its blocks, but messages as in the best of all.
+
+        Args:
+            needs: of each block, where they are known; else memory is as in the best of all too.
+        """
+        key = (id(draft), bool(needs), candidate.mesh, *_kind(step))
         if key not in self._drafted:
-            self._drafted[key] = draft, *self._drafted_prices(candidate, draft, whole, step)
-        _, (first, last, group), total_s, once_s, gathers_s = self._drafted[key]
+            self._drafted[key] = draft, *self._drafted_prices(candidate, draft, whole, step, needs)
+        _, (first, last, group), total_s, once_s, gathers_s, every_s = self._drafted[key]
         sent, back = (draft.send_bytes, draft.send_gradient_bytes) if candidate.mesh.pp > 1 else (0.0, 0.0)
         collectives = self.model.collectives
         return replace(
@@ -161,6 +170,7 @@ class LeastRows:
             total_s=max(ideal.total_s, total_s),
             once_s=max(ideal.once_s, once_s),
             gathers_s=gathers_s,
+            every_s=every_s,
             send_s=collectives.send_time_s(sent, candidate.mesh),
             send_back_s=collectives.send_time_s(back, candidate.mesh),
             stage_bytes=sent,
@@ -168,22 +178,27 @@ class LeastRows:
         )
 
     def _drafted_prices(
-        self, candidate: Candidate, draft: Draft, whole: Option, step: Step
-    ) -> tuple[tuple[BlockPrice, ...], float, float, float]:
-        """Of the first block, the last one, and the least of the largest group; of all their time, what they do once, gathers."""
+        self, candidate: Candidate, draft: Draft, whole: Option, step: Step, needs: Sequence[Needs]
+    ) -> tuple[tuple[BlockPrice, ...], float, float, float, float]:
+        """Of the first block, the last one, and the least of the largest group; of all their time, what they do once, gathers.
+
+        And what the one stage without a pipeline takes besides for each micro-batch.
+        """
         assert draft.solution is not None
         rests, tp = draft.solution.typing.parameters, draft.split.tp
         prices = []
         parts = [
             self._part(cost, tp, tuple([rests.get(p.name, I) for p in cost.parameters])) for cost in self._costs(whole)
         ]
-        ideals = zip(self._ideal_of(candidate, whole, step)[0], draft.solution.blocks_s, strict=True)
+        ideals = zip(self._ideal_of(candidate, whole, step)[0], draft.blocks_s, strict=True)
         for k, (price, work_s) in enumerate(ideals):
-            part = parts[k]
+            part, added = parts[k], self._added_of(parts, k, step)
+            known = _needing(price, needs[k], added, work_s) if needs and self._keeps_or_not(k) else {}
             prices.append(
                 replace(
                     price,
-                    time_s=max(price.time_s, self._added_of(parts, k, step).least_s(work_s)),
+                    **known,
+                    time_s=max(price.time_s, added.least_s(work_s)),
                     once_s=max(price.once_s, self.model.block_once_s(part, step)),
                     gather_s=self.model.device.interference * self.model.block_gather_s(part, step),
                     static_bytes=max(price.static_bytes, self.model.block_static_bytes(part, step)),
@@ -195,7 +210,15 @@ class LeastRows:
         total_s = sum(n * price.time_s for n, price in zip(counts, prices, strict=True))
         once_s = sum(n * price.once_s for n, price in zip(counts, prices, strict=True))
         gathers_s = sum(n * price.gather_s for n, price in zip(counts, prices, strict=True))
-        return (prices[0], prices[-1], group), total_s, once_s, gathers_s
+        # as in _added_of: a table of times need not grow with bytes, ranks that share cores do other work meanwhile
+        is_known = step.mesh.pp == 1 and not self.model.collectives.is_measured and self.model.device.core_share == 1
+        every_s = self.model.ends_s(parts[0], parts[-1], step) if is_known else 0.0
+        return (prices[0], prices[-1], group), total_s, once_s, gathers_s, every_s
+
+    def _keeps_or_not(self, k: int) -> bool:
+        """Whether a block keeps all that its backward needs, or recomputes fully, on the device."""
+        modes = self.rows.modes[k]
+        return "none" in modes and set(modes) <= {"none", "full"} and not self.rows.moves and not self.rows.is_moved[k]
 
     # --- parameters
 
@@ -268,6 +291,23 @@ class LeastRows:
         if id(whole) not in self._places:
             self._places[id(whole)] = whole, self.rows.largest(whole)
         return self._places[id(whole)][1]
+
+
+def _needing(price: BlockPrice, needs: Needs, added: _Added, work_s: float) -> dict[str, float]:
+    """What of a price a block's needs are above; ``work_s``: of it without recompute.
+
+    The longer the work, the more of what is recomputed shows beside collectives: least so at the least work.
+    """
+    again_s = added.least_s(work_s + needs.again_s) - added.least_s(work_s)
+    held = max(price.held_bytes, needs.saved_bytes)
+    return {
+        "again_s": max(price.again_s, again_s),
+        "least_again_s": max(price.least_again_s, again_s),
+        "full_s": max(price.full_s, again_s) if price.full_s else 0.0,
+        "held_bytes": held,
+        "some_bytes": held if price.some_bytes else 0.0,
+        "lean_bytes": max(price.lean_bytes, held - price.held_again_bytes),
+    }
 
 
 def _kind(step: Step) -> tuple[object, ...]:

@@ -64,6 +64,7 @@ class Draft:
     Attributes:
         split, kind, solution: as in :class:`Option`.
         time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
+        blocks_s: likewise of each block of the compact graph; empty where there is no solution.
         numel: trained elements that the ranks of a pipeline hold together at least, those of ``dp_shard`` taken for one;
             experts over data ranks do not count.
         send_bytes, send_gradient_bytes: of what a stage sends to the next at least, and gets back.
@@ -73,6 +74,7 @@ class Draft:
     kind: str
     solution: AxisSolution | None
     time_s: float = 0.0
+    blocks_s: tuple[float, ...] = ()
     numel: float = 0.0
     send_bytes: float = 0.0
     send_gradient_bytes: float = 0.0

@@ -48,7 +48,7 @@ class AxisPricing:
         time = time_of_work(done, op, self.device)
         if self.measured is not None:
             time = self.measured.time(op, operands, time)
-        return Cost(time_s=time.forward_s + time.backward_s, saved_bytes=done.saved_bytes)
+        return Cost(time_s=time.forward_s + time.backward_s, saved_bytes=done.saved_bytes, forward_s=time.forward_s)
 
     def collective_time_s(self, kind: str, num_bytes: int) -> float:
         """See :class:`autopar.search.intra.Pricing`."""

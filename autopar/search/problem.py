@@ -119,6 +119,8 @@ class Problem:
         self.rests: dict[str, int] = {}
         self._readers: dict[Ref, list[tuple[Op, tuple[int, ...]]]] = {}
         self._saved: set[Ref] = set()
+        self.saves: dict[str, Sequence[Ref]] = {}
+        """Of each operator what it saves for backward, whether one before it did or not."""
         self._classes: dict[object, int] = {}
         self._prepared: Prepared | None = None
         self._left: list[Parted] = []
@@ -147,8 +149,10 @@ class Problem:
         else:
             v = self._variable(strategies)
         self.ops[op.name] = v
-        first = [ref for ref in self.costs.saves(op) if ref not in self._saved]
+        kept = self.costs.saves(op)
+        first = [ref for ref in kept if ref not in self._saved]
         self._saved.update(first)
+        self.saves[op.name] = kept
         self._add((v,), self.costs.operators(op, strategies, first))
         positions: dict[Ref, list[int]] = {}
         for i, ref in enumerate(op.operands):

@@ -70,7 +70,7 @@ class RowMaker:
         self.neighbours: list[set[tuple[int, int]]] = [set() for _ in self.counts]
         for before, k, after in zip(ends, self.class_of, ends[2:], strict=False):
             self.neighbours[k].add((before, after))
-        self._moved = [any(i in moved for i in members) for members in compact.members]
+        self.is_moved = [any(i in moved for i in members) for members in compact.members]
         self._lean: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
@@ -192,7 +192,7 @@ class RowMaker:
     def _lean_costs(self, option: Option) -> list[BlockCost]:
         """As if blocks kept nothing where what some of their class keep lives on the host."""
         found = []
-        for cost, moved in zip(option.costs, self._moved, strict=True):
+        for cost, moved in zip(option.costs, self.is_moved, strict=True):
             if moved and id(cost) not in self._lean:  # the block is kept too, so that its id stays its own
                 self._lean[id(cost)] = (cost, replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0))
             found.append(self._lean[id(cost)][1] if moved else cost)
@@ -271,11 +271,7 @@ class RowMaker:
 
     def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
-        return self.least_bytes(candidate, draft.numel, whole, step)
-
-    def least_bytes(self, candidate: Candidate, numel: float, whole: Option, step: Step) -> float:
-        """The least that all pipeline ranks hold together with so many trained elements, see ``Draft.numel``."""
-        return self.model.state_bytes_per_element(step) * numel + self.least_held_bytes(candidate, whole)
+        return self.model.state_bytes_per_element(step) * draft.numel + self.least_held_bytes(candidate, whole)
 
     def least_held_bytes(self, candidate: Candidate, whole: Option) -> float:
         """The least that all pipeline ranks keep together between forwards and backwards."""

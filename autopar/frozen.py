@@ -1,0 +1,54 @@
+"""Frozen dataclasses that are made by the hundred thousand: the same classes with a constructor that takes less time."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+def quickly(cls: type[_T]) -> type[_T]:
+    """A decorator around ``@dataclass(frozen=True, slots=True, kw_only=True)``: its ``__init__`` writes straight to the slots.
+
+    That of a frozen dataclass goes by ``object.__setattr__``, which looks each name up again; that is most of what it takes.
+
+    >>> from dataclasses import dataclass
+    >>> @quickly
+    ... @dataclass(frozen=True, slots=True, kw_only=True)
+    ... class Point:
+    ...     x: int
+    ...     y: int = 0
+    >>> Point(x=1)
+    Point(x=1, y=0)
+
+    Raises:
+        TypeError: a field has a factory, or the class is no frozen dataclass with slots.
+    """
+    own: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
+    if not cls.__dataclass_params__.frozen or "__slots__" not in vars(cls):  # type: ignore[attr-defined]
+        raise TypeError(f"{cls.__name__} is no frozen dataclass with slots")
+    if any(field.default_factory is not MISSING for field in own):
+        raise TypeError(f"{cls.__name__} has a field with a factory")
+    scope: dict[str, Any] = {f"_set_{field.name}": vars(cls)[field.name].__set__ for field in own}
+    scope |= {f"_default_{field.name}": field.default for field in own}
+    given: list[str] = []
+    named: list[str] = []
+    for field in own:
+        if field.init:
+            text = field.name if field.default is MISSING else f"{field.name}=_default_{field.name}"
+            (named if field.kw_only else given).append(text)
+    lines = [
+        f"    _set_{field.name}(self, {field.name if field.init else f'_default_{field.name}'})"
+        for field in own
+        if field.init or field.default is not MISSING
+    ]
+    if hasattr(cls, "__post_init__"):
+        lines.append("    self.__post_init__()")
+    head = ", ".join(["self", *given, *(["*", *named] if named else [])])
+    exec("\n".join([f"def __init__({head}):", *lines]), scope)
+    made = scope["__init__"]
+    made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    made.__annotations__ = cls.__init__.__annotations__
+    cls.__init__ = made  # type: ignore[method-assign]
+    return cls
