@@ -267,7 +267,7 @@ class BlockModel:
             mesh = data.mesh  # neither ZeRO stage nor, where all nodes are equal, pipeline changes what a unit costs
             where = None if self.places is None else mesh
             degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
-            place = (id(block), *degrees, data.precision, data.all_reduces, data.quantized_gathers, where)
+            place = (id(block.parameters), *degrees, data.precision, data.all_reduces, data.quantized_gathers, where)
             if place not in self._placed_units:
                 self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
             found = self._units[id(block), id(data)] = (block, data, self._placed_units[place][1])
