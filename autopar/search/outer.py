@@ -206,7 +206,8 @@ class OuterSearch:
         given = set[int]()
         far_s = FAR * min((bound for bound, _, _ in heap), default=0.0)
         least_s = {split: min(self.bounds[self.pool[k]] for k in own) for split, own in alike.items()}
-        for split, own in sorted(alike.items(), key=lambda pair: (pair[0][2:] != (1, 1), least_s[pair[0]])):
+        tells = not self.evaluator.differs  # first bounds, of what is quick
+        for split, own in sorted(alike.items(), key=lambda pair: (pair[0][2:] != (1, 1), tells * least_s[pair[0]])):
             near = split[2:] == (1, 1) and least_s[split] < far_s
             # nothing to solve: a first plan to be faster than costs little; where ranks differ, first bounds tell too
             # little, and the pipelines with the most micro-batches give a good one
