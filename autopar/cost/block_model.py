@@ -270,7 +270,7 @@ class BlockModel:
             where = None if self.places is None else mesh
             degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
             how = data.precision, data.all_reduces, data.quantized_gathers, data.broadcasts
-            place = (id(block), *degrees, how, where)
+            place = (id(block.parameters), *degrees, how, where)
             if place not in self._placed_units:
                 self._placed_units[place] = (block, data.unit(block.parameters, self.collectives, self.device))
             found = self._units[id(block), id(data)] = (block, data, self._placed_units[place][1])

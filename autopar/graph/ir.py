@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -349,11 +350,19 @@ class Graph:
     def _index(self) -> _Index:
         return _Index(self)
 
+    def share_names(self, other: Graph, specs: dict[Ref, TensorSpec]) -> None:
+        """Take the look-ups by name of a graph with the same names and wiring and other shapes.
+
+        Args:
+            specs: of all tensors of this graph.
+        """
+        self.__dict__["_index"] = other._index.of_other_shapes(self, specs)
+
 
 class _Index:
     """Look-ups over one graph, made once."""
 
-    __slots__ = ("_crossing", "block_of", "free", "of_block", "parameters", "producers", "specs", "users")
+    __slots__ = ("_crossing", "block_of", "free", "named", "of_block", "parameters", "producers", "specs", "users")
 
     def __init__(self, graph: Graph) -> None:
         self.specs: dict[Ref, TensorSpec] = {}
@@ -376,6 +385,15 @@ class _Index:
         self._crossing: list[tuple[int, int, Ref]] | None = None
         self.of_block: dict[tuple[str, int, int], Any] = {}
         """What was asked for of the operators between two positions."""
+        self.named: dict[str, Any] = {}
+        """What passes found that follows from names, wiring and parameters, whatever the other shapes."""
+
+    def of_other_shapes(self, graph: Graph, specs: dict[Ref, TensorSpec]) -> _Index:
+        """The index of a graph with the same names, wiring and parameters."""
+        found = copy(self)
+        found.specs = specs
+        found.producers = {op.name: op for op in (*graph.prelude, *graph.ops)}
+        return found
 
     def crossing(self, ops: tuple[Op, ...]) -> list[tuple[int, int, Ref]]:
         """Of the live values that some operator reads: where each is made, where it is read last; in order of making."""

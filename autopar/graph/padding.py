@@ -50,6 +50,14 @@ class Vocabulary:
 
 def vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
     """Every vocabulary of the graph all of whose uses are understood."""
+    known = graph._index.named
+    if "vocabularies" not in known:
+        known["vocabularies"] = _vocabularies(graph)
+    found: tuple[Vocabulary, ...] = known["vocabularies"]
+    return found
+
+
+def _vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
     found: list[Vocabulary] = []
     done: set[str] = set()
     for op in graph.ops:
@@ -69,6 +77,8 @@ def lengths(graph: Graph, parts: int) -> dict[str, int]:
 
     Shorter ones than ``parts`` squared stay as they are: some rank would hold more padding than anything else.
     """
+    if parts == 1:
+        return {}
     return {
         graph.parameter(name).key: -(-vocabulary.size // parts) * parts
         for vocabulary in vocabularies(graph)

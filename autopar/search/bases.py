@@ -17,6 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.rules.apply import shard
+from autopar.rules.resize import can_resize, resized
 from autopar.rules.spread import spread
 from autopar.rules.types import Typing
 from autopar.search.batch import solve_batch
@@ -58,20 +59,30 @@ class Bases:
         self.batch = solve_batch(compact)
         self._kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
         self._micro: dict[int, Compact] = {}
+        self._first: tuple[Graph, bool] | None = None  # of one micro-batch, and whether others follow from it
         self._sequences: dict[tuple[Split, str], AxisSolution | InfeasibleError] = {}
         self._bases: dict[tuple[Split, str], Compact] = {}
 
     def micro(self, micro_batch_size: int) -> Compact:
         """The compact graph of one micro-batch."""
         if micro_batch_size not in self._micro:
-            local = shard(
-                self.compact.graph,
-                self._batch_typing(micro_batch_size),
+            self._micro[micro_batch_size] = replace(self.compact, graph=self._local(micro_batch_size))
+        return self._micro[micro_batch_size]
+
+    def _local(self, micro_batch_size: int) -> Graph:
+        graph, typing = self.compact.graph, self._batch_typing(micro_batch_size)
+        if self._first is not None and self._first[1]:
+            return resized(
+                graph,
+                self._first[0],
+                typing,
                 global_batch_size=self.global_batch_size,
                 micro_batch_size=micro_batch_size,
             )
-            self._micro[micro_batch_size] = replace(self.compact, graph=local)
-        return self._micro[micro_batch_size]
+        local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
+        if self._first is None:
+            self._first = local, can_resize(graph, local, typing)
+        return local
 
     def _batch_typing(self, micro_batch_size: int) -> Typing:
         return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))

@@ -8,10 +8,12 @@ Where that has no answer, sums over samples may be totalled inside of the step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import product
+from math import prod
 from typing import Literal
 
 from autopar import rules
@@ -31,6 +33,8 @@ from autopar.search.tables import FREE, Cost, Weights
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e6
 """What a total over samples inside of a step counts, in elements made: there are as few and as small ones as can be."""
+MAX_TRIED = 16
+"""Choices of all operators that are tried one by one, which is quicker than to solve for them where they are few."""
 _MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
 
 
@@ -80,10 +84,20 @@ class _BatchProblem(Problem):
     """A problem in which values of the prelude may be totalled."""
 
     def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
-        spec = self._specs[ref]
-        if source == P and target in (I, R) and self.graph.is_prelude(ref) and not spec.requires_grad:
-            return Cost(time_s=float(spec.numel))
-        return super()._change(ref, source, target)
+        total = _total(self.graph, ref, source, target)
+        return total or super()._change(ref, source, target)
+
+
+def _total(graph: Graph, ref: Ref, source: Type, target: Type) -> Cost | None:
+    """A value of the prelude that is totalled before the step; None where it is not."""
+    spec = graph.spec(ref)
+    if source == P and target in (I, R) and graph.is_prelude(ref) and not spec.requires_grad:
+        return Cost(time_s=float(spec.numel))
+    return None
+
+
+def _changed(graph: Graph, costs: _BatchCosts, ref: Ref, source: Type, target: Type) -> Cost | None:
+    return _total(graph, ref, source, target) or costs.change(graph.spec(ref), source, target)
 
 
 def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
@@ -124,9 +138,11 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
             raise _opaque(graph, op)
     if changes != "any":
         offered = _reachable(graph, offered, changes == "totals")
-    problem = _BatchProblem(
-        graph, _BatchCosts(size, changes), offered=lambda op: offered[op.name], at_rest=lambda _: (I,)
-    )
+    costs = _BatchCosts(size, changes)
+    inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
+    if changes == "none" and (least := _forced(compact, offered, costs)) is not None:
+        return Typing(axis=BATCH, size=size, strategies=least, parameters=_whole(graph), inputs=inputs)
+    problem = _BatchProblem(graph, costs, offered=lambda op: offered[op.name], at_rest=lambda _: (I,))
     for leaf in graph.inputs:
         problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
     for buffer in graph.buffers:
@@ -147,8 +163,60 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     if value == float("inf"):
         raise _mixes(graph, graph.producer(graph.loss), "no choice of strategies fits together")
     found = problem.choice(best.decode(()), value)
-    inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
+
+
+def _whole(graph: Graph) -> dict[str, Type]:
+    """Every parameter that an operator reads, I at rest."""
+    return {ref.name: I for op in graph.ops for ref in op.operands if graph.is_parameter(ref)}
+
+
+def _forced(
+    compact: Compact, offered: Mapping[str, Sequence[Strategy]], costs: _BatchCosts
+) -> dict[str, Strategy] | None:
+    """The strategies that a problem of all operators would choose, where few are free; None where that cannot be told here.
+
+    Free ones are tried all together: each choice costs the work of the operators, and the totals of the prelude, one for each
+    value and type that it is read in.
+    """
+    graph = compact.graph
+    free = [name for name, found in offered.items() if len(found) > 1]
+    if graph.mutations or prod(len(offered[name]) for name in free) > MAX_TRIED:
+        return None
+    known: dict[float, list[dict[str, Strategy]]] = {}
+    for chosen in product(*(offered[name] for name in free)):
+        strategies = {name: found[0] for name, found in offered.items()} | dict(zip(free, chosen, strict=True))
+        cost = _cost(compact, strategies, costs)
+        if cost is not None:
+            known.setdefault(cost, []).append(strategies)
+    best = known[min(known)] if known else []
+    return best[0] if len(best) == 1 else None  # among equal ones the problem chooses
+
+
+def _cost(compact: Compact, strategies: Mapping[str, Strategy], costs: _BatchCosts) -> float | None:
+    """Of a choice for all operators; None where it does not fit together."""
+    graph, total = compact.graph, 0.0
+    types = {Ref(leaf.name): R if leaf.batch_dim is None else S(leaf.batch_dim) for leaf in graph.inputs}
+    types |= {Ref(buffer.name): R for buffer in graph.buffers}
+    read = set[tuple[Ref, Type]]()
+    for op in (*graph.prelude, *graph.ops):
+        strategy = strategies[op.name]
+        total += costs.operators(op, (strategy,), ())[0].time_s
+        for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
+            if graph.is_parameter(ref):
+                found = costs.use(graph.parameter(ref.name), I, wanted)
+            elif types[ref] == wanted or (ref, wanted) in read:
+                continue
+            else:
+                read.add((ref, wanted))
+                found = _changed(graph, costs, ref, types[ref], wanted)
+            if found is None:
+                return None
+            total += found.time_s
+        for i, kind in enumerate(strategy.outputs):
+            types[Ref(op.name, i)] = kind
+    fits = all(types[a] == types[b] for a, b in compact.alike)
+    return total if fits and costs.change(graph.spec(graph.loss), types[graph.loss], P) is not None else None
 
 
 def _sums_up(graph: Graph, name: str, strategy: Strategy) -> bool:

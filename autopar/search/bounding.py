@@ -70,6 +70,7 @@ class Bounding:
             moved=self.moved,
         )  # fmt: skip
         self._ideal: dict[Candidate, Row | MixedRow] = {}
+        self._ideal_s: dict[Candidate, float] = {}
         self._host_s: dict[tuple[int, ...], float] = {}
         """What stepping on the host takes longer, of all blocks whole."""
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
@@ -101,11 +102,16 @@ class Bounding:
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        plain = [c for c in candidates if not c.on_host and not self._is_too_large(c)]
+        known = self._ideal_s
+        asked = [c for c in candidates if c not in known]
+        plain = [c for c in asked if not c.on_host and not self._is_too_large(c)]
         rows = [self._ideal_row(candidate) for candidate in plain]
         found = self._at_speed(plain, row_bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
-        known = dict(zip(plain, found, strict=True))
-        return [self._offloaded_s(c) if c.on_host else known.get(c, math.inf) for c in candidates]
+        known.update(zip(plain, found, strict=True))
+        for c in asked:
+            if c not in known:
+                known[c] = self._offloaded_s(c) if c.on_host else math.inf
+        return [known[c] for c in candidates]
 
     def rows_of(self, candidate: Candidate) -> RowMaker:
         """What makes the rows of a candidate where ranks are alike."""
@@ -162,7 +168,7 @@ class Bounding:
                 places.append(i)
                 continue
             split = split_of(c.micro_batch_size, c.mesh)
-            if split.tp == split.cp == 1:  # the ideal is the only layout
+            if split.tp == split.cp == 1 or self.layouts.by_rule:  # the ideal is the only layout, or it is bounded next
                 continue
             whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
             quickest = self.layouts.quickest_s(split), self.layouts.least_s(split)

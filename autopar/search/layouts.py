@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from autopar.cost.model import CostModel
+from autopar.cost.block import ParameterCost
+from autopar.cost.model import BlockCost, CostModel
 from autopar.cost.stages import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter, Ref
@@ -26,13 +27,14 @@ from autopar.rules.types import Strategy
 from autopar.search.bases import Bases
 from autopar.search.block_prices import BlockPrices, PricedBlocks
 from autopar.search.chain import AxisSolution, AxisSolver
-from autopar.search.classes import compact
+from autopar.search.classes import Compact, compact
 from autopar.search.every import every_typing
 from autopar.search.intra import Narrow
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
 from autopar.search.problem import rests_of
+from autopar.search.ruled import Ruled, SplitWeights, moved_s
 from autopar.search.space import Space
 from autopar.search.tables import Weights
 from autopar.search.uncounted import LayoutNeeds, Needs, sums_s
@@ -65,6 +67,7 @@ class Layouts:
         narrow: Narrow | None = None,
     ) -> None:
         self.narrow = narrow
+        self.by_rule = space.layouts == "rule"
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
         self.pinned = {p.name: t for p in graph.parameters if (t := _pinned_type(p, pins)) is not None}
@@ -81,8 +84,16 @@ class Layouts:
         self._owners = Counter(
             p.name for block in self.compact.graph.blocks for p in self.compact.graph.block_parameters(block)
         )
+        self._ruled = Ruled(
+            solve=lambda split, kind, weights: self._solver(split, kind).solve(weights),
+            base=lambda split, kind: self._padded(split, kind).graph,
+            allowed=self._narrow,
+            rests=self._rests,
+        )
         self._solvers: dict[tuple[Split, str], AxisSolver] = {}
         self._structures = Structures()
+        self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
+        self._wide: dict[tuple[Split, str], Compact] = {}
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._of_drafts: dict[int, tuple[Draft, Option]] = {}
         self._wholes: dict[tuple[int, int], Option] = {}
@@ -119,7 +130,7 @@ class Layouts:
 
     def drafts(self, split: Split, load: Load) -> tuple[Draft, ...]:
         """As :meth:`front`, before anything is priced."""
-        key = (split, load.order if split.tp > 1 else (1, 1))
+        key = (split, load.order if split.tp > 1 and not self.by_rule else (1, 1))
         if key not in self._drafts:
             self._drafts[key] = self._every_draft(split) or self._front(split, load)
         return self._drafts[key]
@@ -127,7 +138,8 @@ class Layouts:
     def _front(self, split: Split, load: Load) -> tuple[Draft, ...]:
         """Those that some price of memory makes best."""
         found: dict[object, Draft] = {}
-        for ratio in sorted(self.space.price_ratios, reverse=True) if split.tp > 1 else (0.0,):
+        has_prices = split.tp > 1 and not self.by_rule
+        for ratio in sorted(self.space.price_ratios, reverse=True) if has_prices else (0.0,):
             for kind in self.bases.kinds(split):
                 draft = self._draft(split, kind, self._solution(split, kind, load.order, ratio))
                 found.setdefault((kind, draft.solution and draft.solution.signature), draft)
@@ -135,7 +147,7 @@ class Layouts:
 
     def _every_draft(self, split: Split) -> tuple[Draft, ...]:
         """All of them where the space asks for it and they are few; else none."""
-        if not self.space.every or split.tp == 1:
+        if not self.space.every or split.tp == 1 or self.by_rule:
             return ()
         if split not in self._every:
             found: list[Draft] = []
@@ -227,6 +239,8 @@ class Layouts:
         """The typing on ``tp``; None where there is no such axis."""
         if split.tp == 1:
             return None
+        if self.by_rule:
+            return self._by_rule(split, kind)
         key = (split, kind, order, ratio)
         if key not in self._solutions:
             self._solve(split, kind, [order])
@@ -234,7 +248,7 @@ class Layouts:
 
     def solve_ahead(self, split: Split, loads: Iterable[Load]) -> None:
         """Solve for all of these at once, which is quicker than one after the other."""
-        for kind in self.bases.kinds(split) if split.tp > 1 else ():
+        for kind in self.bases.kinds(split) if split.tp > 1 and not self.by_rule else ():
             self._solve(split, kind, dict.fromkeys(load.order for load in loads))
 
     def _solve(self, split: Split, kind: str, orders: Iterable[tuple[int, int]]) -> None:
@@ -271,16 +285,17 @@ class Layouts:
         return self._least_each[split]
 
     def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
-        if split.tp > 1:
+        if split.tp > 1 and not self.by_rule:
             return tuple(map(sum, zip(self._solver(split, kind).least_s(), self._sums_s(split, kind), strict=True)))
-        return tuple(sum(own_times(cost, recompute="none")) for cost in self._option(split, kind, None).costs)
+        costs = self._option(split, kind, self._solution(split, kind, (1, 1), 0.0)).costs
+        return tuple(sum(own_times(cost, recompute="none")) for cost in costs)
 
     def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
-        if split.tp > 1:
+        if split.tp > 1 and not self.by_rule:
             sums_s = zip(self.compact.members, self._sums_s(split, kind), strict=True)
             return self._solver(split, kind).quickest().value + sum(len(own) * own_s for own, own_s in sums_s)
-        costs, counts = self._option(split, kind, None).costs, (len(m) for m in self.compact.members)
-        return sum(n * sum(own_times(c, recompute="none")) for n, c in zip(counts, costs, strict=True))
+        times, counts = self._least_of_kind_each(split, kind), (len(m) for m in self.compact.members)
+        return sum(n * time_s for n, time_s in zip(counts, times, strict=True))
 
     def needs(self, draft: Draft) -> tuple[Needs, ...]:
         """What each block of a layout on ``tp`` needs at the least; none where that is not known.
@@ -288,7 +303,7 @@ class Layouts:
         It is not where a solver's operators may be larger (padded vocabularies) or slower (quantized) than those of a plan.
         """
         key = draft.split, draft.kind
-        if draft.solution is None or self.model.is_mixed or self.model.quantized:
+        if draft.solution is None or self.by_rule or self.model.is_mixed or self.model.quantized:
             return ()
         if self._solver(*key).compact.graph is not self.bases.base(*key).graph:
             return ()
@@ -316,17 +331,37 @@ class Layouts:
         counts = [len(m) for m in self.compact.members]
         return sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
 
+    def _by_rule(self, split: Split, kind: str) -> AxisSolution:
+        """The typing by rule, with times that its blocks do not go below: a part of the whole, and its collectives."""
+        key = (split, kind, (1, 1), 0.0)
+        if key not in self._solutions:
+            found, whole = self._ruled.solution(split, kind), self.whole(split.micro_batch_size, split.ep_data)
+            graph, pricing = self._padded(split, kind).graph, self.bases.pricing(TP, split)
+            share = 0.0 if self.model.measured is not None else 1.0 / (split.cp * split.tp)
+            own = (share * (cost.forward_s + cost.backward_s) for cost in whole.costs)
+            each = tuple(map(sum, zip(own, moved_s(graph, found.typing, pricing.collective_time_s), strict=True)))
+            time_s = sum(len(members) * s for members, s in zip(self.compact.members, each, strict=True))
+            self._solutions[key] = replace(found, time_s=time_s, blocks_s=each)
+        return self._solutions[key]
+
+    def _padded(self, split: Split, kind: str) -> Compact:
+        """The graph before ``tp``, its vocabularies as long as that wants them."""
+        key = (split, kind)
+        if key not in self._wide:
+            self._wide[key] = padded(self.bases.base(split, kind), split.tp)
+        return self._wide[key]
+
     def _solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base = padded(self.bases.base(split, kind), split.tp)
+            base, narrow = self._padded(split, kind), partial(self._narrow, split)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,
                 size=split.tp,
                 pricing=self.bases.pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
-                narrow=partial(self._narrow, split),
+                narrow=SplitWeights(base.graph, self.pinned, narrow) if self.by_rule else narrow,
                 structures=self._structures,
             )
         return self._solvers[key]
@@ -375,7 +410,7 @@ class Layouts:
                 kind=kind,
                 solution=solution,
                 ep_data=split.ep_data,
-                costs=found.costs,
+                costs=self._alike(found.costs),
                 keys=found.keys,
                 prelude_s=found.prelude_s,
                 padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in found.padding.items()),
@@ -384,6 +419,15 @@ class Layouts:
             if self.model.is_mixed:
                 self._works[id(self._options[key])] = found, self.bases.mesh(split)
         return self._options[key]
+
+    def _alike(self, costs: tuple[BlockCost, ...]) -> tuple[BlockCost, ...]:
+        """Blocks with equal parameters have the same ones: what data axes add to them is worked out once."""
+        known: dict[int, BlockCost] = {}
+        for cost in costs:
+            if id(cost) not in known:
+                own = self._parameters.setdefault(cost.parameters, cost.parameters)
+                known[id(cost)] = cost if own is cost.parameters else replace(cost, parameters=own)
+        return tuple(known[id(cost)] for cost in costs)
 
     def _prices(self, split: Split, kind: str) -> BlockPrices:
         if (split, kind) not in self._priced_blocks:

@@ -183,7 +183,10 @@ class OuterSearch:
         for i, candidate in enumerate(self.pool):
             if math.isfinite(self.bounds[candidate]):
                 alike.setdefault(self._split(i), []).append(i)
-        self._parts = dict(sorted(alike.items(), key=lambda pair: not pair[0].cp == pair[0].tp == 1))
+        least_s = {split: min(self.bounds[self.pool[k]] for k in own) for split, own in alike.items()}
+        tells = not self.evaluator.differs  # first bounds, of what is quick
+        order = sorted(alike, key=lambda split: (not split.cp == split.tp == 1, tells * least_s[split]))
+        self._parts = {split: alike[split] for split in order}
 
     def _split(self, index: int) -> Split:
         """Equal for candidates that share their layouts."""

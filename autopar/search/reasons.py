@@ -101,7 +101,8 @@ def _spread(candidate: Candidate, best: Candidate) -> float:
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
     least_s, best_s = evaluator.ideal_bounds_s([other])[0], best.prediction.step_time_s
     if least_s < best_s:
-        least_s = max(least_s, evaluator.least_bounds_s([other])[0])
+        closer = evaluator.bounds_s if evaluator.layouts.by_rule else evaluator.least_bounds_s
+        least_s = max(least_s, closer([other], best_s)[0])
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"

@@ -13,6 +13,8 @@ from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
 Hosted = Literal["optimizer", "activations"]
+Layouting = Literal["search", "rule"]
+LAYOUTS = ("search", "rule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,10 @@ class Space:
             backward.
         data_shares: without a pipeline, data ranks on different devices may take different numbers of samples; False where a
             file does not say.
+        layouts: on ``tp`` and ``cp``: ``search``, those that some price of memory makes best; ``rule``, one for all micro-batches
+            and degrees (:mod:`autopar.search.ruled`). ``search`` where a file does not say.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
-            the block's compute time.
+            the block's compute time; not asked where layouts are by rule.
         practice: what is hardly ever worth trying is left out (see ``laws.practice``).
         every: up to so many plans of a candidate in one layout (cuts with recompute) are all priced, and up to so many layouts
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
@@ -64,6 +68,7 @@ class Space:
     bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
     offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
+    layouts: Layouting = "search"
 
 
 def load_space(name: str) -> Space:
@@ -82,7 +87,8 @@ def load_space(name: str) -> Space:
             "the space is shipped with autopar or a TOML file", value=repr(name), remedy=closest(name, shipped)
         )
     table = Table.load(path)
-    usual = None if path == shipped["default"] else load_space("default")
+    has_all = path == shipped["default"] or (table.has("max_cp") and table.has("cp_from"))
+    usual = None if has_all else load_space("default")
     schedules = _texts(table, "schedules", SCHEDULES)
     space = Space(
         name=table.text("name"),
@@ -106,9 +112,17 @@ def load_space(name: str) -> Space:
         bucket_bytes=_buckets(table),
         offload=_offload(table),
         data_shares=table.flag("data_shares", default=False),
+        layouts=_layouts(table),
     )
     table.finish()
     return space
+
+
+def _layouts(table: Table) -> Layouting:
+    found = table.text("layouts", "search")
+    if found not in LAYOUTS:
+        raise table.fault("layouts", f"the value is {' or '.join(LAYOUTS)}", value=repr(found))
+    return cast("Layouting", found)
 
 
 def _offload(table: Table) -> tuple[Hosted, ...]:

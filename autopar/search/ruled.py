@@ -1,0 +1,218 @@
+"""Layouts by rule: one typing on ``tp`` for all micro-batches and degrees (``docs/adr/0018-layouts-by-rule.md``).
+
+The rule: a product or a look-up splits its weight wherever that divides, unless the weight is small or pinned. What is left
+open is what takes the least time of one micro-batch, solved once: at the least prime factor of the degree, and with a
+micro-batch of one sample more than that, which no rank can split by samples. Other micro-batches and degrees take the same
+strategies, operator by operator. Where these are not offered (a dim that 2 divides and 4 does not), the degree itself is solved
+for in the same way, and where that does not hold either (the dims are sizes of samples), the very micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from autopar import rules
+from autopar.cost.products import PRODUCTS
+from autopar.errors import InfeasibleError, RuleError
+from autopar.graph.ir import Graph, Op, Ref
+from autopar.layout import Type
+from autopar.rules.conversions import collective_bytes, conversion
+from autopar.rules.types import Strategy, Typing
+from autopar.search.chain import AxisSolution
+from autopar.search.intra import Narrow
+from autopar.search.options import Split
+from autopar.search.problem import rests_of
+from autopar.search.tables import Weights
+
+READERS = frozenset((*PRODUCTS, "aten.embedding.default", "autopar.embedding_vocabulary"))
+"""Operators that split their weights: products, experts, look-ups."""
+
+SMALL = 0.01
+"""Of the trained elements of its block, below which a weight is free: a router, the keys of a single head."""
+
+ROUNDS = 8
+"""Micro-batches over which a gradient sum counts as spread."""
+
+WEIGHTS = Weights(per_step_s=1 / ROUNDS)
+
+
+class SplitWeights:
+    """Keeps the strategies of products and look-ups that split their weights, where there are any.
+
+    Args:
+        graph: before ``tp`` is applied.
+        free: names of parameters that are left alone, because they are pinned.
+        before: what an operator may take otherwise.
+    """
+
+    def __init__(self, graph: Graph, free: Collection[str], before: Narrow) -> None:
+        self.weights, self.before = _weights(graph, free), before
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[tuple[Strategy, ...], tuple[Strategy, ...]]] = {}
+
+    def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        offered = self.before(op, offered)
+        if op.target not in READERS:
+            return offered
+        where = tuple([i for i, ref in enumerate(op.operands) if ref in self.weights])
+        if not where:
+            return offered
+        key = id(offered), where
+        if key not in self._known:  # what is offered is kept too, so that its id stays its own
+            kept = tuple(s for s in offered if all(s.inputs[i].is_split for i in where))
+            self._known[key] = offered, kept or offered
+        return self._known[key][1]
+
+
+def _weights(graph: Graph, free: Collection[str]) -> frozenset[Ref]:
+    """Trained matrices that are not small, and what is made of them alone (views, casts)."""
+    found: set[Ref] = set()
+    for block in graph.blocks:
+        trained = [p for p in graph.block_parameters(block) if p.spec.requires_grad]
+        least = SMALL * sum(p.spec.numel for p in trained)
+        found.update(
+            Ref(p.name) for p in trained if len(p.spec.shape) > 1 and p.spec.numel >= least and p.name not in free
+        )
+        for op in graph.block_ops(block):
+            if op.operands and all(ref in found for ref in op.operands):
+                found.update(Ref(op.name, i) for i in range(len(op.outputs)))
+    return frozenset(found)
+
+
+def sources(split: Split) -> Iterator[Split]:
+    """The splits whose solution is taken, in this order, the first that holds."""
+    least = next(d for d in range(2, split.tp + 1) if split.tp % d == 0)
+    for tp in dict.fromkeys((least, split.tp)):
+        yield replace(split, micro_batch_size=tp + 1, tp=tp)
+    yield split
+
+
+class Ruled:
+    """Typings by rule.
+
+    Args:
+        solve: the solution of a split and kind of attention under these weights, its weights split.
+        base: the graph of a split before ``tp``, padded.
+        allowed: those of an operator's strategies that pins allow at a split.
+        rests: types at rest that pins ask for at a split.
+    """
+
+    def __init__(
+        self,
+        *,
+        solve: Callable[[Split, str, Weights], AxisSolution],
+        base: Callable[[Split, str], Graph],
+        allowed: Callable[[Split, Op, tuple[Strategy, ...]], tuple[Strategy, ...]],
+        rests: Callable[[Graph, int], Mapping[str, Sequence[Type]]],
+    ) -> None:
+        self.solve, self.base, self.allowed, self.rests = solve, base, allowed, rests
+        self._solved: dict[tuple[Split, str], AxisSolution | None] = {}
+        self._found: dict[tuple[Split, str], AxisSolution] = {}
+
+    def solution(self, split: Split, kind: str) -> AxisSolution:
+        """The typing of a split; its times are left open.
+
+        Raises:
+            InfeasibleError: the pins of parameters allow none.
+        """
+        key = (split, kind)
+        if key not in self._found:
+            self._found[key] = self._solution(split, kind)
+        return self._found[key]
+
+    def _solution(self, split: Split, kind: str) -> AxisSolution:
+        graph = self.base(split, kind)
+        pinned = self.rests(graph, split.tp)
+        for source in sources(split):
+            if source == split:
+                break
+            found = self._source(source, kind)
+            typing = found and self._carried(found.typing, graph, split, pinned)
+            if found and typing:
+                return replace(found, typing=typing, value=0.0, time_s=0.0, blocks_s=())
+        return replace(self.solve(split, kind, WEIGHTS), value=0.0, time_s=0.0, blocks_s=())
+
+    def _source(self, source: Split, kind: str) -> AxisSolution | None:
+        key = (source, kind)
+        if key not in self._solved:
+            try:
+                self._solved[key] = self.solve(source, kind, WEIGHTS)
+            except (InfeasibleError, RuleError):  # that it holds is asked of the split itself
+                self._solved[key] = None
+        return self._solved[key]
+
+    def _carried(
+        self, typing: Typing, graph: Graph, split: Split, pinned: Mapping[str, Sequence[Type]]
+    ) -> Typing | None:
+        """The same strategies at another micro-batch and degree; None where one of them is not offered there."""
+        size, strategies = Fraction(split.tp), dict[str, Strategy]()
+        known: dict[tuple[object, ...], list[Strategy]] = {}
+        for block in graph.blocks:
+            ops = graph.block_ops(block)
+            if any(op.name not in typing.strategies for op in ops):
+                return None
+            wanted = [typing.strategies[op.name] for op in ops]
+            key = (block.hash, *map(id, wanted))  # the typing keeps them, so that their ids stay their own
+            found = known.get(key)  # equal blocks are offered the same
+            if found is None:
+                found = self._offered(graph, ops, wanted, split, size)
+                if found is None:
+                    return None
+                known[key] = found
+            strategies.update(zip([op.name for op in ops], found, strict=True))
+            for p in graph.block_parameters(block):
+                if typing.parameters.get(p.name) not in (pinned.get(p.name) or rests_of(p.spec, split.tp)):
+                    return None
+        return replace(typing, size=size, strategies=strategies)
+
+    def _offered(
+        self, graph: Graph, ops: Sequence[Op], wanted: Sequence[Strategy], split: Split, size: Fraction
+    ) -> list[Strategy] | None:
+        """The same strategies as operators are offered them at another size; None where one is not."""
+        found = []
+        for op, own in zip(ops, wanted, strict=True):
+            operands = tuple([graph.spec(ref) for ref in op.operands])
+            offered = rules.strategies(op, operands, axis="tp", size=size, fallback=True)
+            same = [s for s in offered if s.name == own.name and s.inputs == own.inputs and s.outputs == own.outputs]
+            if not same or not self.allowed(split, op, (same[0],)):
+                return None
+            found.append(same[0])
+        return found
+
+
+def moved_s(graph: Graph, typing: Typing, time_s: Callable[[str, int], float]) -> tuple[float, ...]:
+    """For each block seconds that its collectives take at least, forward and backward.
+
+    Args:
+        graph: of one micro-batch before the axis, padded.
+        time_s: of a collective by its kind and bytes, see :func:`autopar.rules.conversions.collective_bytes`.
+    """
+    found, size = [], int(typing.size)
+    known: dict[tuple[int, bool, str, str], float] = {}
+    for block in graph.blocks:
+        total, seen = 0.0, set[tuple[Ref, Type]]()
+        for op in graph.block_ops(block):
+            strategy = typing.strategies[op.name]
+            total += sum(time_s(inside.kind, inside.num_bytes) for inside in strategy.communication)
+            for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
+                producer = typing.strategies.get(ref.name)
+                made = producer.outputs[ref.index] if producer is not None else typing.parameters.get(ref.name)
+                if made is None or made == wanted or (ref, wanted) in seen:
+                    continue
+                seen.add((ref, wanted))
+                if producer is None and not made.is_split:
+                    continue  # summed once a step, or cut without a collective
+                spec = graph.spec(ref)
+                key = (spec.num_bytes, spec.requires_grad, made.kind, wanted.kind)
+                if key not in known:
+                    change = conversion(made, wanted, requires_grad=spec.requires_grad)
+                    kinds = (change.forward, change.backward) if change is not None else ()
+                    known[key] = sum(
+                        time_s(kind, collective_bytes(kind, full_num_bytes=spec.num_bytes, size=size))
+                        for kind in kinds
+                        if kind is not None
+                    )
+                total += known[key]
+        found.append(total)
+    return tuple(found)

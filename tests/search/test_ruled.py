@@ -1,0 +1,225 @@
+"""Layouts by rule: what the rule is, that it holds at every size, and the search of such a space against all of its plans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from autopar.api import PRECISIONS
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.graph.ir import Graph
+from autopar.graph.padding import lengths
+from autopar.layout import I, P, S
+from autopar.lower.check import typecheck
+from autopar.lower.program import lower
+from autopar.models import resolve_model
+from autopar.plan import Plan
+from autopar.search.chain import AxisSolution
+from autopar.search.layouts import Layouts
+from autopar.search.options import Load, Option, Split
+from autopar.search.outer import Limits
+from autopar.search.pins import Pins
+from autopar.search.planner import Planner, Task
+from autopar.search.ruled import sources
+from autopar.search.space import Space, load_space
+from tests.campaigns import product
+from tests.campaigns.product import Small, every_plan
+from tests.campaigns.small import draw
+from tests.lower.moe import mixture_graph
+
+from .graphs import llama_block, mlp
+
+SIZES = [(1, 2), (2, 2), (3, 4), (4, 4), (8, 8), (6, 2)]
+"""Micro-batches and degrees."""
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return replace(load_space("quick"), layouts="rule")
+
+
+def planner(graph: Graph, space: Space, *pins: str, cluster: str = "h100-sxm5-80gb:1x8", batch: int = 48) -> Planner:
+    task = Task(
+        graph=graph, cluster=Cluster.parse(cluster), global_batch_size=batch, precision=PRECISIONS["bf16"],
+        optimizer="adamw", pins=Pins.parse(pins), space=space,
+    )  # fmt: skip
+    return Planner(task)
+
+
+def option_of(layouts: Layouts, micro_batch_size: int, tp: int, ep_data: int = 1) -> Option:
+    split = Split(micro_batch_size=micro_batch_size, tp=tp, ep_data=ep_data)
+    (draft,) = layouts.drafts(split, Load(num_micro_batches=4, in_flight=1))
+    return layouts.option(draft)
+
+
+def solution_of(layouts: Layouts, micro_batch_size: int, tp: int) -> AxisSolution:
+    found = option_of(layouts, micro_batch_size, tp).solution
+    assert found is not None
+    return found
+
+
+@lru_cache
+def gpt(vocabulary: int = 250) -> Graph:
+    spec = f"gpt:layers=5,hidden=64,heads=8,vocab={vocabulary}"
+    return resolve_model(spec, sequence_length=32, dtype=torch.float16).trace()
+
+
+def test_the_rule_is_that_of_megatron(space: Space) -> None:
+    layouts = planner(llama_block(batch=2), space).evaluator.layouts
+    for size, tp in SIZES:
+        found = solution_of(layouts, size, tp)
+        names = {name: strategy.name for name, strategy in found.typing.strategies.items()}
+        rests = found.typing.parameters
+        assert rests["table"].is_split
+        for i in range(2):
+            assert {names[f"{k}{i}"] for k in ("q", "k", "v", "gate", "up")} == {"split n"}
+            assert {rests[f"w{k}{i}"] for k in "qkvgu"} == {S(0)}
+            assert names[f"core{i}"] == "split h"
+            assert rests[f"wo{i}"] == rests[f"wd{i}"] == S(1)
+            assert found.typing.strategies[f"o{i}"].outputs == (P,)
+            assert rests[f"n{i}"] == rests[f"na{i}"] == I
+            assert not found.typing.strategies[f"norm{i}"].outputs[0].is_split
+
+
+@pytest.mark.parametrize("order", [SIZES, SIZES[::-1]], ids=["up", "down"])
+def test_what_was_asked_before_changes_nothing(space: Space, order: list[tuple[int, int]]) -> None:
+    graph = gpt()
+    layouts, again = (planner(graph, space).evaluator.layouts for _ in range(2))
+    found = {size: solution_of(layouts, *size) for size in order}
+    for size in SIZES:
+        alone = solution_of(again, *size)
+        assert alone.typing == found[size].typing
+        assert alone.signature == found[size].signature == found[SIZES[0]].signature
+        assert alone.time_s == found[size].time_s
+
+
+@pytest.mark.parametrize("graph", [gpt(), llama_block(batch=2)], ids=["gpt", "llama"])
+def test_no_block_takes_less_than_its_first_bound_says(space: Space, graph: Graph) -> None:
+    layouts = planner(graph, space).evaluator.layouts
+    for size, tp in SIZES:
+        option = option_of(layouts, size, tp)
+        assert option.solution is not None
+        total_s = 0.0
+        for cost, least_s in zip(option.costs, option.solution.blocks_s, strict=True):
+            own_s = cost.forward_s + cost.backward_s
+            sent_s = cost.communication_forward_s + cost.communication_backward_s
+            assert least_s <= (own_s + sent_s) * (1 + 1e-9)
+            total_s += own_s + sent_s
+        assert graph.name != "llama" or sum(option.solution.blocks_s) > 0.7 * total_s  # it says something
+
+
+def test_degrees_that_do_not_divide_have_a_solution_of_their_own(space: Space) -> None:
+    """Hidden units that two divides and four does not: at four they are whole, or it would be no layout."""
+    graph = mlp(layers=2, batch=2, width=64, hidden=66)
+    layouts = planner(graph, space).evaluator.layouts
+    two, four = (solution_of(layouts, 4, tp).typing for tp in (2, 4))
+    assert two.parameters["up0"] == S(0) and two.parameters["down0"] == S(1)
+    assert four.parameters["up0"] != S(0)
+    assert [s.tp for s in sources(Split(micro_batch_size=4, tp=4))] == [2, 4, 4]
+    assert [s.micro_batch_size for s in sources(Split(micro_batch_size=4, tp=6))] == [3, 7, 4]
+
+
+def test_vocabularies_are_padded_as_they_are_in_a_search(space: Space) -> None:
+    graph = gpt(vocabulary=9001)
+    option = option_of(planner(graph, space).evaluator.layouts, 4, 8)
+    assert {entry.parameter: entry.length for entry in option.padding} == lengths(graph, 8)
+    assert option.padding
+
+
+# --- pins
+
+
+def test_a_pinned_weight_rests_as_the_pin_says_at_every_size(space: Space) -> None:
+    layouts = planner(llama_block(batch=2), space, "w[go]*=tp:I").evaluator.layouts
+    for size, tp in SIZES:
+        found = solution_of(layouts, size, tp).typing
+        assert found.parameters["wo0"] == found.parameters["wg0"] == I
+        assert found.parameters["wu0"] == S(0)
+
+
+def test_a_pin_that_does_not_divide_is_named(space: Space) -> None:
+    graph = mlp(layers=2, batch=2, width=64, hidden=66)
+    layouts = planner(graph, space, "layers.0.up=tp:S(0)").evaluator.layouts
+    assert solution_of(layouts, 4, 2).typing.parameters["up0"] == S(0)
+    with pytest.raises(InfeasibleError, match=r"layers\.0\.up of shape \(66, 64\) as S\(0\) with tp=4"):
+        solution_of(layouts, 4, 4)
+
+
+@pytest.mark.parametrize(("pins", "rest"), [(("ep=4", "ep_data=1"), S(0)), (("ep=1",), None)])
+def test_experts_are_split_as_pins_of_ep_say(space: Space, pins: tuple[str, ...], rest: object) -> None:
+    plan = planner(mixture_graph(), space, "tp=4", *pins, cluster="cpu:1x4", batch=16).search(limits=Limits())
+    typings = [t for layout in plan.layouts for t in layout.typings if t.axis == "tp"]
+    names = ((name, kind) for t in typings for name, kind in zip(t.parameter_names, t.parameters, strict=True))
+    experts = {kind for name, kind in names if "experts" in name}
+    assert plan.mesh.ep == (1 if rest is None else 4)
+    assert all(kind.is_split for kind in experts)
+    assert (experts == {S(0)}) == (rest is not None)
+    assert typecheck(lower(plan, mixture_graph())) > 10
+
+
+# --- the search
+
+
+def test_plans_by_rule_lower_and_check(space: Space) -> None:
+    graph = gpt()
+    plan = planner(graph, space, "tp=8", "pp=1", "micro_batch=3").search(limits=Limits())
+    assert typecheck(lower(plan, graph)) > 10
+
+
+RULED = [(3, 4), (5, 1), (13, 2), (14, 2), (17, 3)]
+"""Seeds of small problems and fractions of the memory that the fastest plan needs; ``tp`` is free in each."""
+
+
+@pytest.mark.parametrize(("seed", "share"), RULED)
+def test_no_plan_by_rule_is_quicker_than_that_of_the_search(
+    seed: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product of all plans, with the one layout by rule for each micro-batch and degree."""
+    small = replace(draw(seed), splits=True, is_whole=False)
+    space = replace(load_space("exhaustive"), layouts="rule")
+    layouts = searched(small, space, None).evaluator.layouts
+    monkeypatch.setattr(product, "typings", lambda graph, tp: [solution_of(layouts, graph.batch_size, tp).typing])
+    whole = every_plan(small)
+    fastest = whole.best(math.inf)
+    assert fastest is not None and whole.layouts == 1
+    peak = whole.least_bytes + (fastest[1].peak_bytes - whole.least_bytes) // share
+    model = layouts.model
+    memory_bytes = math.ceil(peak * model.memory_spread)
+    tight = searched(small, space, memory_bytes)
+    plan, best = tight.fastest(Limits()), whole.best(tight.evaluator.limit_bytes)
+    assert plan is not None and best is not None
+    assert plan.predicted.step_time_s == pytest.approx(best[1].time_s, rel=1e-9)
+    assert plan.search.lower_bound_s <= best[1].time_s * (1 + 1e-9)
+    assert any(c.mesh.tp > 1 for c in whole.fronts)
+
+
+def searched(small: Small, space: Space, memory_bytes: int | None) -> Planner:
+    return Planner(
+        Task(
+            graph=small.graph,
+            cluster=Cluster.parse(small.on(memory_bytes)),
+            global_batch_size=small.global_batch_size,
+            precision=PRECISIONS[small.precision],
+            optimizer=small.optimizer,
+            pins=Pins.parse(("offload=none", "bucket_bytes=26214400")),
+            space=space,
+        ),
+        explains=False,
+    )
+
+
+def test_a_search_by_rule_is_no_better_than_one_of_layouts() -> None:
+    graph = gpt()
+
+    def step_s(space: Space) -> Plan:
+        return planner(graph, space).search(limits=Limits())
+
+    usual = load_space("quick")
+    free, ruled = step_s(replace(usual, price_ratios=(0.0,))), step_s(replace(usual, layouts="rule"))
+    assert free.search.lower_bound_s <= ruled.predicted.step_time_s
+    assert ruled.search.lower_bound_s <= ruled.predicted.step_time_s
