@@ -48,22 +48,24 @@ class Vocabulary:
     losses: dict[str, None] = field(default_factory=dict)
 
 
-def vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
-    """Every vocabulary of the graph all of whose uses are understood."""
-    known = graph._index.named
-    if "vocabularies" not in known:
-        known["vocabularies"] = _vocabularies(graph)
-    found: tuple[Vocabulary, ...] = known["vocabularies"]
+def vocabularies(graph: Graph, parts: int = 0) -> tuple[Vocabulary, ...]:
+    """Every vocabulary of the graph all of whose uses are understood; with ``parts`` those alone that it pads: :func:`lengths`."""
+    known, key = graph._index.named, f"vocabularies {parts}"
+    if key not in known:
+        known[key] = _vocabularies(graph, parts)
+    found: tuple[Vocabulary, ...] = known[key]
     return found
 
 
-def _vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
+def _vocabularies(graph: Graph, parts: int) -> tuple[Vocabulary, ...]:
     found: list[Vocabulary] = []
     done: set[str] = set()
     for op in graph.ops:
         dim = 0 if op.target == "aten.embedding.default" else _LINEARS.get(op.target)
         weight = None if dim is None else op.operands[0 if op.target == "aten.embedding.default" else 1]
         if dim is None or weight is None or weight.name in done or not graph.is_parameter(weight):
+            continue
+        if parts and not _is_padded(graph.parameter(weight.name).spec.shape[dim], parts):
             continue
         vocabulary = _Walk(graph).run(weight.name, dim)
         if vocabulary is not None:
@@ -81,10 +83,14 @@ def lengths(graph: Graph, parts: int) -> dict[str, int]:
         return {}
     return {
         graph.parameter(name).key: -(-vocabulary.size // parts) * parts
-        for vocabulary in vocabularies(graph)
-        if vocabulary.size % parts and vocabulary.size >= parts * parts
+        for vocabulary in vocabularies(graph, parts)
+        if _is_padded(vocabulary.size, parts)
         for name in vocabulary.parameters
     }
+
+
+def _is_padded(size: int, parts: int) -> bool:
+    return size % parts > 0 and size >= parts * parts
 
 
 def pad(graph: Graph, wanted: Mapping[str, int]) -> Graph:

@@ -99,8 +99,8 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
         return []
     for constraint in constraints:
         keep &= constraint.holds(table)
-    rows = np.flatnonzero(keep)
-    return [_candidate(table, int(row), problem.global_batch_size) for row in rows]
+    meshes: dict[tuple[int, ...], Mesh] = {}
+    return [_candidate(table, int(row), meshes) for row in np.flatnonzero(keep)]
 
 
 def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
@@ -215,9 +215,12 @@ def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
     return _values(pins, "ep_data", divisors(gcd(most, problem.world_size)))
 
 
-def _candidate(t: Table, row: int, global_batch_size: int) -> Candidate:
-    spread = int(t["ep_data"][row])
-    mesh = Mesh(**{key: int(t[key][row]) for key in _DEGREES}, ep=spread, ep_data=spread)
+def _candidate(t: Table, row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
+    """Equal meshes are one object: they are compared again and again."""
+    spread, degrees = int(t["ep_data"][row]), tuple(int(t[key][row]) for key in _DEGREES)
+    if (mesh := meshes.get((*degrees, spread))) is None:
+        mesh = Mesh(**dict(zip(_DEGREES, degrees, strict=True)), ep=spread, ep_data=spread)
+        meshes[*degrees, spread] = mesh
     schedule: ScheduleName = SCHEDULES[int(t["schedule"][row])]  # type: ignore[assignment]
     return Candidate(
         mesh=mesh,

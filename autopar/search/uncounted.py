@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.block import fan_in_bytes
@@ -13,7 +13,7 @@ from autopar.layout import Type
 from autopar.rules.types import Strategy, Typing
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.intra import BlockProblem
-from autopar.search.tables import FREE
+from autopar.search.tables import FREE, Cost
 
 
 def sums_s(graph: Graph, model: CostModel, ranks: int) -> tuple[float, ...]:
@@ -47,15 +47,13 @@ class _Place:
     """An operator of a block.
 
     Attributes:
-        op: the operator.
-        strategies: that it was offered.
+        works: of each strategy that it was offered, by id.
         saved: values that it keeps, with their bytes and the operands (else outputs) that may have them.
         reads: positions of operands that other operators make.
         weights: likewise of parameters, and whether backward needs them: gathered ones are kept as any other value.
     """
 
-    op: Op
-    strategies: Sequence[Strategy]
+    works: Mapping[int, Cost]
     saved: tuple[tuple[Ref, int, bool, tuple[int, ...]], ...]
     reads: tuple[int, ...]
     weights: tuple[tuple[int, Parameter, bool], ...]
@@ -73,12 +71,18 @@ class LayoutNeeds:
         self.solver, self.costs = solver, solver.costs
         # problems are kept too, so that their ids stay their own
         self._places: dict[int, tuple[BlockProblem, tuple[_Place, ...], int]] = {}
+        self._known: dict[tuple[object, ...], Needs] = {}
 
     def of(self, solution: AxisSolution) -> tuple[Needs, ...]:
         """Of each block of the compact graph."""
-        problems = (self.solver.problems[key] for key in self.solver.keys)
-        blocks = zip(problems, self.costs.graph.blocks, strict=True)
-        return tuple(self._of_block(solved, block, solution.typing) for solved, block in blocks)
+        graph, chosen, found = self.costs.graph, solution.typing.strategies, []
+        for key, block, own in zip(self.solver.keys, graph.blocks, solution.blocks, strict=True):
+            arrivals = tuple(chosen[ref.name].outputs[ref.index] for ref in graph.block_inputs(block))
+            alike = key, own.strategies, own.parameters, arrivals
+            if alike not in self._known:
+                self._known[alike] = self._of_block(self.solver.problems[key], block, solution.typing)
+            found.append(self._known[alike])
+        return tuple(found)
 
     def _of_block(self, solved: BlockProblem, block: Block, typing: Typing) -> Needs:
         """Of the block for which a problem was made, or one equal to it."""
@@ -91,8 +95,7 @@ class LayoutNeeds:
             last = -1
         for k, (op, place) in enumerate(zip(ops, places, strict=True)):
             strategy = chosen[op.name]
-            works = costs.operators(place.op, place.strategies, ())
-            work = next((own for one, own in zip(place.strategies, works, strict=True) if one is strategy), FREE)
+            work = place.works.get(id(strategy), FREE)
             again_s += work.forward_s
             saved_bytes += work.saved_bytes
             for ref, size, is_read, roles in () if strategy.target else place.saved:
@@ -138,7 +141,8 @@ class LayoutNeeds:
         read = ((i, ref) for i, ref in enumerate(op.operands) if graph.is_parameter(ref))
         weights = ((i, graph.parameter(ref.name), ref in costs.kept[op.name]) for i, ref in read)
         states: Sequence[Strategy] = problem.states[problem.ops[op.name]]  # type: ignore[assignment]
-        return _Place(op, states, tuple(saved), tuple(live), tuple(weights))
+        works = dict(zip(map(id, states), costs.operators(op, states, ()), strict=True))
+        return _Place(works, tuple(saved), tuple(live), tuple(weights))
 
     def _least_bytes(self, block: Block, ref: Ref) -> int:
         """Of a value and those of the block that it is a view of."""
