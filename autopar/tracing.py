@@ -27,7 +27,12 @@ def samples_of(example_inputs: Inputs | None) -> int | None:
 
 
 def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
-    """The same as a dict or list: what else maps names to values (a ``BatchEncoding``) is one value to pytrees."""
+    """The same as a dict or list: what else maps names to values (a ``BatchEncoding``) is one value to pytrees.
+
+    A tensor is the only input: its rows would be taken for several ones.
+    """
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
     return dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
 
 
