@@ -14,7 +14,7 @@ from autopar.graph.trace import LossFunction, trace
 from autopar.plan import Precision
 from autopar.search.batch import for_batch
 
-Inputs = Mapping[str, Any] | Sequence[Any]
+Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 
 
 def samples_of(example_inputs: Inputs | None) -> int | None:
