@@ -19,7 +19,7 @@ from autopar.search.outer import Limits, Progress
 from autopar.search.planner import Planner
 from autopar.search.workers import shared
 from autopar.tracing import samples_of, trace_model
-from autopar.wish import PRECISIONS, PrecisionName, Wish, planner_of, task_of
+from autopar.wish import PRECISIONS, PrecisionName, Wish, planner_of, task_of, texts_of
 
 if TYPE_CHECKING:
     from autopar.runtime.parallel import Parallel
@@ -94,14 +94,14 @@ def search(  # noqa: PLR0913  keywords of the public call
         Wish(
             example_inputs,
             global_batch_size,
-            tuple(pins),
+            texts_of(pins),
             precision,
             optimizer,
             space,
             name,
             cache_dir,
             loss_fn,
-            tuple(opaque),
+            texts_of(opaque),
         ),
         progress,
     )
@@ -137,14 +137,14 @@ def estimate(  # noqa: PLR0913  keywords of the public call
         Wish(
             example_inputs,
             global_batch_size,
-            tuple(pins),
+            texts_of(pins),
             precision,
             optimizer,
             space,
             name,
             cache_dir,
             loss_fn,
-            tuple(opaque),
+            texts_of(opaque),
         ),
         progress,
     )
@@ -177,7 +177,7 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     samples = global_batch_size or SAMPLES_PER_RANK * where.world_size
     wish = Wish(
-        example_inputs, samples, tuple(pins), precision, "adamw", space, name, None, None, tuple(opaque)
+        example_inputs, samples, texts_of(pins), precision, "adamw", space, name, None, None, texts_of(opaque)
     )  # fmt: skip
     return calls_of(planner_of(model, where, wish, progress), progress=progress)
 
@@ -242,7 +242,9 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         if plan is not None:
             return plan, _trace_for(plan, model, example_inputs, loss_fn)
         samples = global_batch_size or samples_of(example_inputs) or SAMPLES_PER_RANK * ranks
-        wish = Wish(example_inputs, samples, tuple(pins), precision, optimizer, space, "", None, loss_fn, tuple(opaque))
+        wish = Wish(
+            example_inputs, samples, texts_of(pins), precision, optimizer, space, "", None, loss_fn, texts_of(opaque)
+        )
         limits = Limits(trials=trials, timeout_s=search_timeout_s)
         return _searched(model, where or Cluster.detect(num_ranks=ranks), wish, limits)
 

@@ -71,6 +71,15 @@ class Wish:
         return tuple(dict.fromkeys((*self.opaque, *Pins.parse(self.pins).opaque)))
 
 
+def texts_of(texts: Sequence[str]) -> tuple[str, ...]:
+    """Pins or names; a text alone is one of them, and not one for each of its letters.
+
+    >>> texts_of("tp=2"), texts_of(["tp=2", "pp=1"])
+    (('tp=2',), ('tp=2', 'pp=1'))
+    """
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
 def planner_of(
     model: torch.nn.Module | Graph, cluster: Cluster | str, wish: Wish, progress: Progress | None
 ) -> Planner:
