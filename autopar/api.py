@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,20 +11,18 @@ import torch
 import torch.distributed as dist
 
 from autopar.cluster import Cluster
-from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.errors import RuntimeMismatchError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
-from autopar.plan import BF16, FP8, FP16, FP32, FP64, Plan, Precision
+from autopar.plan import FP32, Plan
 from autopar.plan_io import load_plan
 from autopar.search.collection import seldom_collected
 from autopar.search.crew import cores
 from autopar.search.outcome import Limits, Progress
-from autopar.search.pins import Pins
-from autopar.search.planner import Planner, Task
-from autopar.search.space import load_space
+from autopar.search.planner import Planner
 from autopar.search.workers import shared
-from autopar.table import closest
 from autopar.tracing import samples_of, trace_model
+from autopar.wish import PRECISIONS, PrecisionName, Wish, planner_of, task_of, texts_of
 
 if TYPE_CHECKING:
     from autopar.runtime.parallel import Parallel
@@ -35,10 +32,6 @@ __all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace_model", "ve
 
 SAMPLES_PER_RANK = 8
 """Of the global batch of :func:`parallelize` where neither it nor example inputs are given."""
-
-PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
-PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
-"""The runtime runs fp32, bf16 and fp64; fp16 and fp8 are priced."""
 
 
 def search(  # noqa: PLR0913  keywords of the public call
@@ -99,20 +92,20 @@ def search(  # noqa: PLR0913  keywords of the public call
         InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
     """
     sharing = shared(storage, study_name, 1 if workers is None else workers)
-    task = _task(
+    task = task_of(
         model,
         cluster,
-        _Wish(
+        Wish(
             example_inputs,
             global_batch_size,
-            tuple(pins),
+            texts_of(pins),
             precision,
             optimizer,
             space,
             name,
             cache_dir,
             loss_fn,
-            tuple(opaque),
+            texts_of(opaque),
         ),
         progress,
     )
@@ -149,20 +142,20 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     Raises:
         InfeasibleError: it does not exist or does not fit.
     """
-    planner = _planner(
+    planner = planner_of(
         model,
         cluster,
-        _Wish(
+        Wish(
             example_inputs,
             global_batch_size,
-            tuple(pins),
+            texts_of(pins),
             precision,
             optimizer,
             space,
             name,
             cache_dir,
             loss_fn,
-            tuple(opaque),
+            texts_of(opaque),
         ),
         progress,
     )
@@ -194,10 +187,10 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
 
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     samples = global_batch_size or SAMPLES_PER_RANK * where.world_size
-    wish = _Wish(
-        example_inputs, samples, tuple(pins), precision, "adamw", space, name, None, None, tuple(opaque)
+    wish = Wish(
+        example_inputs, samples, texts_of(pins), precision, "adamw", space, name, None, None, texts_of(opaque)
     )  # fmt: skip
-    return calls_of(_planner(model, where, wish, progress), progress=progress)
+    return calls_of(planner_of(model, where, wish, progress), progress=progress)
 
 
 def parallelize(  # noqa: PLR0913  keywords of the public call
@@ -260,8 +253,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         if plan is not None:
             return plan, _trace_for(plan, model, example_inputs, loss_fn)
         samples = global_batch_size or samples_of(example_inputs) or SAMPLES_PER_RANK * ranks
-        wish = _Wish(
-            example_inputs, samples, tuple(pins), precision, optimizer, space, "", None, loss_fn, tuple(opaque)
+        wish = Wish(
+            example_inputs, samples, texts_of(pins), precision, optimizer, space, "", None, loss_fn, texts_of(opaque)
         )
         limits = Limits(trials=trials, timeout_s=search_timeout_s)
         return _searched(model, where or Cluster.detect(num_ranks=ranks), wish, limits)
@@ -288,10 +281,10 @@ def _trace_for(
     )
 
 
-def _searched(model: torch.nn.Module, cluster: Cluster, wish: _Wish, limits: Limits) -> tuple[Plan, Graph]:
+def _searched(model: torch.nn.Module, cluster: Cluster, wish: Wish, limits: Limits) -> tuple[Plan, Graph]:
     """The plan that a search finds, and the graph that it is for."""
     graph = wish.trace(model)
-    return _planner(graph, cluster, wish, None).search(limits=limits), graph
+    return planner_of(graph, cluster, wish, None).search(limits=limits), graph
 
 
 def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
@@ -359,75 +352,4 @@ def verify(
         )
     return compare(
         subject, plan, graph, steps=steps, timeout_s=timeout_s, precision=PRECISIONS[precision], loss_fn=loss_fn
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """What the verbs were called with, apart from the model and the cluster."""
-
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None
-    global_batch_size: int
-    pins: tuple[str, ...]
-    precision: str
-    optimizer: str
-    space: str
-    name: str
-    cache_dir: Path | None
-    loss_fn: LossFunction | None
-    opaque: tuple[str, ...]
-
-    @property
-    def recipe(self) -> Precision:
-        """By name.
-
-        Raises:
-            UsageError: there is no such one.
-        """
-        if self.precision not in PRECISIONS:
-            known = closest(self.precision, PRECISIONS)
-            raise UsageError("the precision is known", value=repr(self.precision), remedy=known)
-        return PRECISIONS[self.precision]
-
-    def trace(self, model: torch.nn.Module) -> Graph:
-        """The graph that plans are for."""
-        return trace_model(
-            model,
-            self.example_inputs,
-            self.recipe,
-            name=self.name,
-            loss_fn=self.loss_fn,
-            opaque=self.modules,
-            global_batch_size=self.global_batch_size,
-        )
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Those that run as they are written, the pinned ones among them."""
-        return tuple(dict.fromkeys((*self.opaque, *Pins.parse(self.pins).opaque)))
-
-
-def _planner(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Planner:
-    return Planner(_task(model, cluster, wish, progress))
-
-
-def _task(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: _Wish, progress: Progress | None) -> Task:
-    pins, space, recipe = Pins.parse(wish.pins), load_space(wish.space), wish.recipe
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    if not isinstance(model, Graph):
-        if progress is not None:
-            progress("tracing the model", 0, 0)
-        model = wish.trace(model)
-    if progress is not None:
-        progress("laying out blocks", 0, 0)
-    return Task(
-        graph=model,
-        cluster=where,
-        global_batch_size=wish.global_batch_size,
-        precision=recipe,
-        optimizer=wish.optimizer,
-        pins=pins,
-        space=space,
-        cache_dir=wish.cache_dir,
-        opaque=wish.modules,
     )

@@ -99,9 +99,9 @@ class Cluster:
         Raises:
             UsageError: names the unknown device or option with the closest known one, or the file, line and key.
         """
-        from autopar.profile import store  # below this module would be a cycle: the store builds clusters
+        from autopar.profile.described import parse_cluster  # below this module would be a cycle: it builds clusters
 
-        return store.parse_cluster(text, cache_dir=cache_dir)
+        return parse_cluster(text, cache_dir=cache_dir)
 
     @classmethod
     def load(cls, path: Path) -> Cluster:

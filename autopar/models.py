@@ -199,7 +199,7 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
         raise UsageError(
             "the factory decides the sequence length", value=f"--seq {sequence_length}", remedy="leave it out"
         )
-    model, examples = _call(factory, spec)
+    model, examples = _call_seeded(factory, spec)
     maker = partial(_built, factory, spec)
     if examples is None:
         batch = example_batch_for(model, batch_size=batch_size)
@@ -208,6 +208,7 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
         size = batch_size
     else:
         batch = named_batch(model, examples, {}) if isinstance(examples, tuple) else dict(examples)
+        _check_tensors(batch, spec)
         tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim()]
         size = tensors[0].shape[0] if tensors else batch_size
         fields = fields_of_examples(batch, size)
@@ -286,6 +287,30 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
             remedy="return (model, {'input_ids': ...})",
         )
     return model, examples
+
+
+def _call_seeded(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
+    """As :func:`_call`, drawing what :meth:`ModelSource.build` draws: a graph keeps the values of constant buffers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _call(factory, spec)
+
+
+def _check_tensors(batch: Mapping[str, Any], spec: str) -> None:
+    """Refuse example inputs of which no further batches can be made.
+
+    Raises:
+        UsageError: names the entry.
+    """
+    for name, value in batch.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise UsageError(
+                "every example input of a factory is a tensor, as random batches are made like them",
+                value=f"a {type(value).__name__} for '{name}'",
+                place=spec,
+                remedy="return a model whose forward takes tensors by name and puts the rest together; autopar.search() and "
+                "autopar.parallelize() in Python take any example inputs",
+            )
 
 
 def _last_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from autopar.errors import PlanError
 from autopar.plan import Plan
 
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
 _GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
 
 
@@ -32,6 +33,7 @@ _AGAIN = "search again with these pins"
 
 def _faults(plan: Plan) -> Iterator[_Fault]:
     yield from _numbers(plan, "")
+    yield from _dtypes(plan)
     yield from _degrees(plan)
     yield from _layouts(plan)
     yield from _stages(plan)
@@ -46,6 +48,12 @@ def _numbers(value: object, path: str) -> Iterator[_Fault]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _numbers(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+
+
+def _dtypes(plan: Plan) -> Iterator[_Fault]:
+    for name in ("compute", "storage", "reduce"):
+        if (found := getattr(plan.precision, name)) not in _FLOATS:
+            yield f"precision.{name}", f"the dtype is one of {', '.join(_FLOATS)}", repr(found), _AGAIN
 
 
 def _degrees(plan: Plan) -> Iterator[_Fault]:

@@ -29,7 +29,7 @@ def closest(name: str, known: Iterable[str]) -> str:
     "did you mean 'h100'? known: cpu, h100"
     """
     names = sorted(known)
-    match = [known for known in names if name and known.startswith(name)]
+    match = [known for known in names if name and known.lower().startswith(name.lower())]
     match = match or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean '{match[0]}'? " if match else ""
     return f"{hint}known: {', '.join(names) or 'none'}"

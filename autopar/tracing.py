@@ -3,45 +3,62 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction, trace
 from autopar.plan import Precision
 from autopar.search.batch import for_batch
 
+Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 
-def samples_of(example_inputs: Mapping[str, Any] | Sequence[Any] | None) -> int | None:
-    """Samples in example inputs: the size of dim 0 that most tensors share."""
+
+def samples_of(example_inputs: Inputs | None) -> int | None:
+    """Samples in example inputs: the size of dim 0 that most tensors share, those in lists and dicts among them."""
     if example_inputs is None:
         return None
-    values = example_inputs.values() if isinstance(example_inputs, Mapping) else example_inputs
-    sizes = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+    leaves = pytree.tree_leaves(_plain(example_inputs))
+    sizes = [value.shape[0] for value in leaves if isinstance(value, torch.Tensor) and value.dim() > 0]
     return max(sizes, key=sizes.count) if sizes else None
 
 
-def _with_samples(inputs: Mapping[str, Any] | Sequence[Any], samples: int | None) -> Mapping[str, Any] | Sequence[Any]:
+def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
+    """The same as a dict or list: what else maps names to values (a ``BatchEncoding``) is one value to pytrees.
+
+    A tensor is the only input: its rows would be taken for several ones.
+    """
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
+    return dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> dict[str, Any] | list[Any]:
+    """The inputs with every tensor changed."""
+    found: dict[str, Any] | list[Any] = pytree.tree_map_only(torch.Tensor, change, _plain(inputs))
+    return found
+
+
+def _with_samples(inputs: Inputs, samples: int | None) -> dict[str, Any] | list[Any]:
     """Two samples of a batch (graphs, and so plans, do not depend on the size of the example), or so many, on meta."""
     size = samples_of(inputs)
 
-    def cut(value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size):
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        if not (value.dim() > 0 and value.shape[0] == size):
             return value
         if samples is None:
             return value[:2]
         return torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
 
-    if isinstance(inputs, Mapping):
-        return {key: cut(value) for key, value in inputs.items()}
-    return [cut(value) for value in inputs]
+    return _mapped(cut, inputs)
 
 
 def trace_model(
     model: torch.nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
+    example_inputs: Inputs | None,
     precision: Precision,
     *,
     global_batch_size: int | None = None,
@@ -63,17 +80,14 @@ def trace_model(
         example_inputs = example_batch_for(model)
     given = example_inputs
     dtype = getattr(torch, precision.compute)
-    if precision.compute != "float32":
+    is_cast = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
+    if is_cast:
         model = on_meta(model, dtype)
 
     def trace_at(samples: int | None) -> Graph:
         inputs = _with_samples(given, samples)
-        if precision.compute != "float32":
-            inputs = (
-                {key: _cast(value, dtype) for key, value in inputs.items()}
-                if isinstance(inputs, Mapping)
-                else [_cast(value, dtype) for value in inputs]
-            )
+        if is_cast or precision.compute != "float32":
+            inputs = _mapped(lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
         options: dict[str, Any] = {"name": name, "loss_fn": loss_fn, "opaque": opaque, "exact": samples is not None}
         if isinstance(inputs, Mapping):
             return trace(model, (), inputs, **options)
@@ -83,14 +97,17 @@ def trace_model(
 
 
 def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """A copy on meta whose floating parameters have ``dtype``; nothing of their size is allocated."""
+    """A copy on meta whose floating parameters have ``dtype``, and the buffers that had theirs; no memory is taken for parameters.
+
+    Buffers in single precision stay so whatever parameters had: statistics and positions are kept in it on purpose.
+    """
     memo: dict[int, Any] = {}
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
         empty = torch.empty_like(parameter, dtype=kind, device="meta")
         memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.dtype in own and buffer.dtype != dtype:
+            memo[id(buffer)] = buffer.detach().to(dtype)
     return copy.deepcopy(model, memo)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -11,7 +11,9 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
+from autopar import resources
 from autopar.cli.models import VerifiedModel
 from autopar.mesh import Mesh
 from autopar.models import resolve_model
@@ -65,6 +67,24 @@ def broken():
 
 def number():
     return 7
+
+
+def scaled():
+    return Scaled(), {"x": torch.randn(4, 8)}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale).square().mean()
+
+
+def nested():
+    return Scaled(), {"x": [torch.randn(4, 8)]}
 """
 
 
@@ -111,6 +131,18 @@ def test_model_of_the_user_is_found_where_the_command_starts(run: Run, user_mode
     assert found["operators"]["aten.linear.default"] == 2
 
 
+def test_a_factory_draws_the_same_numbers_each_time(
+    run: Run, user_models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph keeps the values of constant buffers: ranks and the one device that they are compared with have the same."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = resolve_model(f"{user_models}:scaled")
+    assert torch.equal(source.model.scale, source.build().scale)
+    state = torch.get_rng_state()
+    assert torch.equal(resolve_model(f"{user_models}:scaled").model.scale, source.model.scale)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_model_that_cannot_be_traced_names_the_line(run: Run, user_models: str) -> None:
     done = run("trace", f"{user_models}:branching")
     assert done.code == 1
@@ -128,6 +160,10 @@ def test_model_that_cannot_be_traced_names_the_line(run: Run, user_models: str) 
         (
             "MODELS:broken",
             ".py:36: a model factory runs without arguments and returns a model, but found AttributeError",
+        ),
+        (
+            "MODELS:nested",
+            "every example input of a factory is a tensor, as random batches are made like them, but found a list",
         ),
         ("just-words", "package.module:factory"),
         ("gpt:layer=2", "did you mean layers?"),
@@ -263,12 +299,18 @@ def test_conflict_exits_with_3_and_is_named(cluster: str, pins: list[str], named
         (["--cluster", "cpu:1x2", "--optimizer", "lion"], "the optimizer is known"),
         (["--cluster", "cpu:1x2", "--space", "vast"], "the space is shipped with autopar or a TOML file"),
         (["--cluster", "cpu:1x2", "--storage", "nowhere"], "--storage"),
+        (
+            ["--cluster", "cpu:1x2", "--space", "space.toml"],
+            "key 'zero_stages': the value is a list of whole numbers from 0 to 3",
+        ),
     ],
 )
 def test_bad_option_gives_one_message(options: list[str], expected: str, run: Run, tmp_path: Path) -> None:
     lines = ["[[group]]", 'device = "cpu"', "num_nodes = 1", "devices_per_nodes = 2", "devices_per_node = 2"]
     (tmp_path / "cluster.toml").write_text("\n".join(lines))
     (tmp_path / "torn.toml").write_text('name = "mine')
+    space = resources.files("search")["quick"].read_text().replace("zero_stages = [0, 1, 3]", "zero_stages = [4]")
+    (tmp_path / "space.toml").write_text(space)
     done = run("search", GPT, "--global-batch", "8", *options)
     assert done.code == 2
     assert expected in done.error

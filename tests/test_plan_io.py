@@ -146,6 +146,10 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_set("predicted", "step_time_interval_s", value=[1.0]), "step_time_interval_s: the list has 2 items, but found 1"),
     (_set("predicted", "memory", 1, "pp_rank", value=2), "a pipeline rank lies below pp=2, but found 2"),
     (_set("version", value="1"), "version: the value is 1"),
+    (
+        _set("precision", "compute", value="int8"),
+        "precision.compute: the dtype is one of float64, float32, bfloat16, float16",
+    ),
     (lambda data: data.pop("mesh"), "p.json: the key 'mesh' is given, but found nothing"),
     (lambda data: data["mesh"].update(dp=2), "p.json: mesh: every key of a plan is known, but found 'dp'"),
 ]

@@ -199,6 +199,13 @@ def test_a_sweep_in_the_shell(run: Run) -> None:
         (("--longest-sequence", "--seq", "32"), "length of the sequence"),
         (("--sweep", "nic.bandwidth=2"), "number of the cluster"),
         (("--max-step-time", "1e-9"), "1e-09 s a step"),
+        (("--sweep", "link.bandwidth=1", "--trials", "3"), "--trials beside another question (--sweep)"),
+        (("--largest-batch", "--workers", "2"), "--workers beside another question"),
+        (("--minimize", "devices", "--price", "cpu=1"), "--price and --or-cluster are for --minimize price"),
+        (("--or-cluster", "cpu:1x2"), "--price and --or-cluster are for"),
+        (("--sequence-step", "64"), "--sequence-step is for --longest-sequence"),
+        (("--sweep", "link.bandwidth=1", "--output", "plan.json"), "--sweep, which has a plan for each factor"),
+        (("--output", "no/plan.json"), "no/plan.json: the file can be written"),
     ],
 )
 def test_questions_that_make_no_sense(run: Run, options: tuple[str, ...], message: str) -> None:

@@ -123,9 +123,11 @@ def test_a_malformed_study_says_where(tmp_path: Path, change: tuple[str, str], m
     assert message in str(caught.value)
 
 
-def test_an_unknown_study_is_told_the_known_ones() -> None:
+def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="bloom-176b"):
         load_study("blom")
+    monkeypatch.setattr("autopar.studies.run_study", None)  # a space is looked for before the model is traced
+    assert "found 'vast'" in run("study", "run", "bloom-176b", "--space", "vast").error
 
 
 def test_scaling_touches_what_it_names() -> None:

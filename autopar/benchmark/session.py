@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from autopar.benchmark.plans import Advance, Choice, Entry
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.score import Row, Score, measured, score
 from autopar.errors import AutoparError, UsageError
+from autopar.files import write_text
 from autopar.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.runtime.workers import WorkerPool
 
@@ -172,7 +172,4 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
 
 
 def _write(path: Path, title: str, known: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        json.dump({"title": title, "measured": known}, file, indent=1)
-    Path(file.name).rename(path)
+    write_text(path, json.dumps({"title": title, "measured": known}, indent=1), make_folder=True)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import benchmark, doctor, models, planning, plans, profile, study, validate
+from autopar.cli import benchmark, doctor, models, planning, plans, profile, search, study, validate
 from autopar.errors import AutoparError
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("search")(planning.search)
+app.command("search")(search.search)
 app.command("estimate")(planning.estimate)
 app.command("show")(plans.show)
 app.command("explain")(planning.explain)

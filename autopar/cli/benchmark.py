@@ -22,42 +22,51 @@ def root() -> None:
     """Run plans and hold the predictions against them."""
 
 
+Ranks = Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine (CPU).")]
+AsRank = Annotated[
+    int | None,
+    typer.Option(
+        "--as-rank",
+        min=0,
+        metavar="R",
+        help="Run this rank of plans for N ranks alone, for its compute and memory; its collectives move nothing.",
+    ),
+]
+Space = Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")]
+Sample = Annotated[
+    int | None, typer.Option("--sample", min=1, metavar="N", help="So many candidates, drawn; all if not given.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Of the sample.")]
+Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each plan.")]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of a turn.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Measure this machine's speed now; without it, when that was over 6 hours ago.")
+]
+Timeout = Annotated[float, typer.Option(min=1, metavar="S", help="A batch of plans is killed after it.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Keep measurements here; a run that stopped goes on."),
+]
+
+
 @app.command("local")
 def local(
     model: Model,
     global_batch: GlobalBatch = 16,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine (CPU).")] = 4,
-    as_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--as-rank",
-            min=0,
-            metavar="R",
-            help="Run this rank of plans for N ranks alone, for its compute and memory; its collectives move nothing.",
-        ),
-    ] = None,
-    space: Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")] = (
-        "default"
-    ),
-    sample: Annotated[
-        int | None, typer.Option("--sample", min=1, metavar="N", help="So many candidates, drawn; all if not given.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the sample.")] = 0,
+    ranks: Ranks = 4,
+    as_rank: AsRank = None,
+    space: Space = "default",
+    sample: Sample = None,
+    seed: Seed = 0,
     seq: Sequence_ = None,
     precision: PrecisionOption = "fp32",
     optimizer: Optimizer = "adamw",
     pin: Pin = None,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each plan.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of a turn.")] = 3,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Measure this machine's speed now; without it, when that was over 6 hours ago."),
-    ] = False,
-    timeout: Annotated[float, typer.Option(min=1, metavar="S", help="A batch of plans is killed after it.")] = 300,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Keep measurements here; a run that stopped goes on."),
-    ] = None,
+    rounds: Rounds = 3,
+    steps: Steps = 3,
+    fresh: Fresh = False,
+    timeout: Timeout = 300,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Run every plan of a space, or a sample, on this machine's ranks; print predicted against measured time and memory.
@@ -68,7 +77,10 @@ def local(
     """
     from autopar.benchmark.command import Wish, run_local
     from autopar.benchmark.report import render
+    from autopar.files import check_writable
 
+    if output is not None:
+        check_writable(output, make_folder=True)
     wish = Wish(
         model=model,
         num_ranks=ranks,

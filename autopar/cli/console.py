@@ -27,6 +27,18 @@ def warn(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
+def write_report(path: Path, text: str) -> None:
+    """A result in a file, and a remark that it is there.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    from autopar.files import write_text
+
+    write_text(path, text)
+    warn(f"wrote {path}")
+
+
 def cache_dir() -> Path | None:
     """``AUTOPAR_CACHE``: where measurements of this machine are kept; None for the user's cache directory."""
     value = os.environ.get("AUTOPAR_CACHE", "")

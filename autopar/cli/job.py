@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
+from autopar.files import check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,18 @@ GRACE_S = 120.0
 def under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def check_output(output: Path) -> None:
+    """Before anything is measured: the profile can be written, by the only process or the first rank of the job.
+
+    Raises:
+        UsageError: it cannot, or has another ending.
+    """
+    if output.suffix != ".toml":
+        raise UsageError("a profile is written to a file that ends in .toml", value=str(output), place="--output")
+    if os.environ.get("RANK", "0") == "0":
+        check_writable(output, make_folder=True)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,22 @@ _NOISE = 0.02
 """Standard deviation of what is added to each parameter before ``verify``."""
 
 
+Target = Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")]
+VerifiedCluster = Annotated[str | None, typer.Option("--cluster", metavar="CLUSTER", help="For a MODEL: cpu:1xRANKS.")]
+VerifiedBatch = Annotated[
+    int | None, typer.Option("--global-batch", min=1, metavar="N", help="For a MODEL: default 4 samples a rank.")
+]
+ModelOfPlan = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="For a PLAN made from a model without a name.")
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="AdamW steps to compare.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=1, metavar="S", help="Processes are killed after it.")]
+Bisect = Annotated[
+    bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
+]
+ComparedIn = Annotated[str, typer.Option("--precision", help="fp32 (past its limits fp64 as well) or fp64 alone.")]
+
+
 def trace(
     model: Model,
     seq: Sequence_ = None,
@@ -54,29 +70,17 @@ def trace(
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")],
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="CLUSTER", help="For a MODEL: cpu:1xRANKS.")
-    ] = None,
+    target: Target,
+    cluster: VerifiedCluster = None,
     pin: Pin = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, metavar="N", help="For a MODEL: default 4 samples a rank.")
-    ] = None,
+    global_batch: VerifiedBatch = None,
     seq: Sequence_ = None,
     opaque: Opaque = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="For a PLAN made from a model without a name.")
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="AdamW steps to compare.")] = 3,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1, metavar="S", help="Processes are killed after it.")
-    ] = 600,
-    bisect: Annotated[
-        bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
-    ] = False,
-    precision: Annotated[
-        str, typer.Option("--precision", help="fp32 (past its limits fp64 as well) or fp64 alone.")
-    ] = "fp32",
+    model: ModelOfPlan = None,
+    steps: Steps = 3,
+    timeout: Timeout = 600,
+    bisect: Bisect = False,
+    precision: ComparedIn = "fp32",
     as_json: Json = False,
 ) -> None:
     """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank.

@@ -67,7 +67,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def split_pins(texts: Sequence[str]) -> list[str]:
-    """Pins that were given one by one, with commas between them, or in a file (``@FILE``: one in a line, ``#`` remarks).
+    """Pins that were given one by one, with commas between them, or in a file (``@FILE``: lines of them, ``#`` remarks).
 
     >>> split_pins(["tp=8,pp=2", "zero=1"])
     ['tp=8', 'pp=2', 'zero=1']
@@ -90,7 +90,7 @@ def _pins_in(text: str) -> list[str]:
             place=f"--pin {text}",
             remedy="give the path of a text file with one pin in a line",
         ) from error
-    return [line.partition("#")[0].strip() for line in lines]
+    return [pin.strip() for line in lines for pin in line.partition("#")[0].split(",")]
 
 
 def is_factory(model: str) -> bool:

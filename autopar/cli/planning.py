@@ -1,4 +1,4 @@
-"""``autopar search``, ``estimate`` and ``explain``: commands that make plans."""
+"""``autopar estimate`` and ``explain``, and what they share with ``autopar search``: commands that make plans."""
 
 from __future__ import annotations
 
@@ -33,148 +33,6 @@ if TYPE_CHECKING:
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]
 
 
-def search(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    space: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="What may be chosen: quick, default, wide, exhaustive or a file.")
-    ] = ("default"),
-    trials: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds.")] = None,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Optuna storage in which trials are kept, for a later search or other machines: sqlite:///study.db, "
-            "postgresql://user@host/database, journal:///study.log.",
-        ),
-    ] = None,
-    study_name: Annotated[
-        str | None,
-        typer.Option("--study-name", metavar="NAME", help="Of the study in --storage, if not named by what it is of."),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Processes; the plan is the same for any number. If not given, as many as cores, at most 4; with --storage 1.",
-        ),
-    ] = None,
-    max_step_time: Annotated[
-        float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
-    ] = None,
-    minimize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="devices|price",
-            help="The smallest or cheapest cluster, up to that of --cluster, with a plan within --max-step-time.",
-        ),
-    ] = None,
-    price: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE=P", help="With --minimize price or --pareto: of one device for an hour; repeatable."
-        ),
-    ] = None,
-    or_cluster: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CLUSTER", help="With --minimize price or --pareto: clusters to choose from too; repeatable."
-        ),
-    ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME=F,F,...",
-            help="Plans with a number of the cluster times each factor: link.bandwidth=0.5,1,2; also link.latency, "
-            "node.bandwidth, network.bandwidth, device.memory, device.bandwidth, device.matmul, device.launch.",
-        ),
-    ] = None,
-    pareto: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...",
-            help="Plans that no other one beats in all of these: time, memory (left over), devices, price (with --price).",
-        ),
-    ] = None,
-    longest_sequence: Annotated[
-        bool,
-        typer.Option("--longest-sequence", help="The longest sequence with a plan, in multiples of --sequence-step."),
-    ] = False,
-    sequence_step: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens, for --longest-sequence.")] = 1024,
-    largest_batch: Annotated[
-        bool,
-        typer.Option(
-            "--largest-batch", help="The largest batch, up to --global-batch, that fits without gradient accumulation."
-        ),
-    ] = False,
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
-    """Find the fastest plan that fits; exits with 3 and names the conflict when there is none.
-
-    One of --minimize, --sweep, --pareto, --longest-sequence and --largest-batch asks another question of the same search.
-    """
-    asked = [minimize is not None, sweep is not None, pareto is not None, longest_sequence, largest_batch]
-    if any(asked):
-        if storage is not None or study_name is not None or workers is not None:
-            raise UsageError(
-                "--storage, --study-name and --workers share the search for the fastest plan",
-                value="another question",
-                remedy="leave them out",
-            )
-        from autopar.cli.questions import answer
-
-        plan = answer(
-            model,
-            cluster=cluster,
-            global_batch_size=global_batch,
-            sequence=seq,
-            precision=precision,
-            optimizer=optimizer,
-            pins=split_pins(pin or ()),
-            opaque=opaque or [],
-            space=space,
-            max_step_time_s=max_step_time,
-            minimize=minimize,
-            prices=price or [],
-            others=or_cluster or [],
-            sweep=sweep,
-            pareto=pareto,
-            sequence_step=sequence_step if longest_sequence else None,
-            largest_batch=largest_batch,
-            as_json=as_json,
-        )
-        if output is not None and plan is not None:
-            _save(plan, output)
-        return
-    options = {"space": space, "trials": trials, "timeout_s": timeout, "max_step_time_s": max_step_time}
-    from autopar.search.crew import cores  # numpy is slow to import
-
-    own = cores() if storage is None else 1
-    options |= {"storage": storage, "study_name": study_name, "workers": own if workers is None else workers}
-    plan = make_plan(
-        "search",
-        model,
-        cluster=cluster,
-        global_batch_size=global_batch,
-        sequence=seq,
-        precision=precision,
-        optimizer=optimizer,
-        pins=split_pins(pin or ()),
-        opaque=opaque or [],
-        options=options,
-    )
-    _give(plan, output, as_json)
-
-
 def estimate(
     model: Model,
     cluster: ClusterOption,
@@ -188,6 +46,7 @@ def estimate(
     as_json: Json = False,
 ) -> None:
     """Predict the plan that the pins describe, without a search over what they leave open."""
+    check_output(output)
     plan = make_plan(
         "estimate",
         model,
@@ -200,7 +59,7 @@ def estimate(
         opaque=opaque or [],
         options={},
     )
-    _give(plan, output, as_json)
+    give(plan, output, as_json)
 
 
 def explain(
@@ -319,9 +178,22 @@ def make_plan(
         )
 
 
-def _give(plan: Plan, output: Path | None, as_json: bool) -> None:
+def check_output(output: Path | None) -> None:
+    """Before a search: its plan can be written.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    from autopar.files import check_writable
+
     if output is not None:
-        _save(plan, output)
+        check_writable(output)
+
+
+def give(plan: Plan, output: Path | None, as_json: bool) -> None:
+    """Write the plan where it is asked for, and print it."""
+    if output is not None:
+        save(plan, output)
     if as_json:
         from autopar.report.summary import plan_summary
 
@@ -332,7 +204,8 @@ def _give(plan: Plan, output: Path | None, as_json: bool) -> None:
         print_text(render_plan(plan))
 
 
-def _save(plan: Plan, output: Path) -> None:
+def save(plan: Plan, output: Path) -> None:
+    """Write the plan and say so."""
     from autopar.plan_io import save_plan
 
     save_plan(plan, output)

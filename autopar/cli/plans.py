@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.console import print_json, print_text, warn
-from autopar.errors import UsageError
+from autopar.cli.console import print_json, print_text, write_report
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by 'autopar search -o FILE'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -30,11 +29,11 @@ def show(
     if html is not None:
         from autopar.report.html import render_html
 
-        write_text(html, render_html(plan))
+        write_report(html, render_html(plan))
     if perfetto is not None:
         from autopar.report.perfetto import perfetto_trace
 
-        write_text(perfetto, json.dumps(perfetto_trace(plan)) + "\n")
+        write_report(perfetto, json.dumps(perfetto_trace(plan)) + "\n")
     if as_json:
         print_json(plan_summary(plan))
     elif html is None and perfetto is None:
@@ -55,16 +54,3 @@ def compare(
         print_json(comparison(one, other))
     else:
         print_text(render_comparison(one, other, names=(str(before), str(after))))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a report.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError("the file can be written", value=error, place=str(path)) from error
-    warn(f"wrote {path}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.console import cache_dir, print_json, print_text, progress, warn
-from autopar.cli.job import local_device, start_ranks, torchrun_job, under_torchrun
+from autopar.cli.job import check_output, local_device, start_ranks, torchrun_job, under_torchrun
 from autopar.cli.options import (
     ClusterOption,
     Json,
@@ -67,8 +67,8 @@ def ops(
     as_json: Json = False,
 ) -> None:
     """Time every operator at every local shape that a search for MODEL can ask for; continues what was begun."""
-    _check_output(output)
-    from autopar.profile.store import machine_of
+    check_output(output)
+    from autopar.profile.described import machine_of
 
     machine = machine_of(cluster, cache_dir=cache_dir())
     device = _device(machine)
@@ -90,7 +90,7 @@ def links(
     as_json: Json = False,
 ) -> None:
     """Time collectives between the ranks of a torchrun job, or of this machine; continues what was begun."""
-    _check_output(output)
+    check_output(output)
     if not under_torchrun():
         start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=nics)
         _give(_summary_of_links(output), as_json)
@@ -119,7 +119,7 @@ def everything(
     as_json: Json = False,
 ) -> None:
     """Links, then operators of MODEL, and a cluster file that names both; under torchrun every rank takes part."""
-    _check_output(output)
+    check_output(output)
     names = {part: output.with_name(f"{output.stem}.{part}.toml") for part in ("links", "device")}
     wish: dict[str, Any] = {
         "space": space, "global_batch": global_batch, "seq": seq, "precision": precision,
@@ -373,11 +373,6 @@ def _write_cluster(output: Path, names: dict[str, Path], nics: int | None) -> No
 
 
 # --- output
-
-
-def _check_output(output: Path) -> None:
-    if output.suffix != ".toml":
-        raise UsageError("a profile is written to a file that ends in .toml", value=str(output), place="--output")
 
 
 def _give(found: dict[str, Any], as_json: bool) -> None:

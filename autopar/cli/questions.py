@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import cache_dir, print_json, print_text, progress
 from autopar.cli.options import is_factory
@@ -15,9 +16,59 @@ from autopar.errors import UsageError
 if TYPE_CHECKING:
     from autopar.graph.ir import Graph
     from autopar.plan import Plan
+    from autopar.questions import Ask
+
+SEQUENCE_STEP = 1024
+"""Tokens by which the longest sequence is told, if nothing is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The options of ``autopar search`` that ask for something else than the fastest plan."""
+
+    minimize: str | None = None
+    prices: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    sweep: str | None = None
+    pareto: str | None = None
+    longest_sequence: bool = False
+    sequence_step: int | None = None
+    largest_batch: bool = False
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The options that ask."""
+        given = {
+            "--minimize": self.minimize is not None,
+            "--sweep": self.sweep is not None,
+            "--pareto": self.pareto is not None,
+            "--longest-sequence": self.longest_sequence,
+            "--largest-batch": self.largest_batch,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    def check(self) -> None:
+        """Refuse options that do not go together: none is passed over in silence.
+
+        Raises:
+            UsageError: names the option.
+        """
+        if len(self.asked) > 1:
+            raise UsageError("one question is asked at a time", value=" and ".join(self.asked), remedy="leave one out")
+        if self.minimize not in (None, "devices", "price"):
+            raise UsageError("--minimize is devices or price", value=repr(self.minimize))
+        if (self.prices or self.others) and self.minimize != "price" and self.pareto is None:
+            raise UsageError(
+                "--price and --or-cluster are for --minimize price and --pareto",
+                value=f"--minimize {self.minimize}" if self.minimize else (self.asked or ("none of them",))[0],
+                remedy="leave them out, or ask for --minimize price",
+            )
+        if self.sequence_step is not None and not self.longest_sequence:
+            raise UsageError("--sequence-step is for --longest-sequence", value="it alone", remedy="leave it out")
 
 
 def answer(
+    question: Question,
     model: str,
     *,
     cluster: str,
@@ -29,13 +80,6 @@ def answer(
     opaque: list[str],
     space: str,
     max_step_time_s: float | None,
-    minimize: str | None,
-    prices: Sequence[str],
-    others: Sequence[str],
-    sweep: str | None,
-    pareto: str | None,
-    sequence_step: int | None,
-    largest_batch: bool,
     as_json: bool,
 ) -> Plan | None:
     """Ask, print, and return the plan of the answer where there is one (of a front the fastest).
@@ -44,16 +88,9 @@ def answer(
         AutoparError: of the question or the search.
     """
     from autopar import questions
-    from autopar.cli import question_report as report
     from autopar.search.crew import cores
 
-    wanted = [minimize, sweep, pareto, sequence_step, largest_batch or None]
-    if sum(value is not None for value in wanted) > 1:
-        raise UsageError("one question is asked at a time", value="several",
-                         remedy="give one of --minimize, --sweep, --pareto, --longest-sequence and --largest-batch")  # fmt: skip
-    if minimize not in (None, "devices", "price"):
-        raise UsageError("--minimize is devices or price", value=repr(minimize))
-    if sequence_step is not None and (sequence is not None or is_factory(model)):
+    if question.longest_sequence and (sequence is not None or is_factory(model)):
         raise UsageError("the length of the sequence is open where the longest is asked for",
                          value="a factory, which decides it" if is_factory(model) else f"--seq {sequence}")  # fmt: skip
     with progress("reading the model") as advance:
@@ -72,31 +109,37 @@ def answer(
             progress=advance,
             processes=cores(),
         )
-        if sweep is not None:
-            name, factors = questions.parse_sweep(sweep)
-            swept = questions.sweep(ask, name, factors)
-            text, data, plan = report.render_sweep(name, swept), report.sweep_summary(name, swept), None
-        elif pareto is not None:
-            from autopar.pareto import front, parse_objectives
-
-            objectives = parse_objectives(pareto)
-            points = front(ask, objectives, _prices(prices), others)
-            text, data, plan = report.render_front(points), report.front_summary(points), points[0].plan
-        else:
-            if minimize == "price":
-                found = questions.cheapest_cluster(ask, _prices(prices), others)
-            elif minimize == "devices":
-                found = questions.smallest_cluster(ask)
-            elif sequence_step is not None:
-                found = questions.longest_sequence(ask, step=sequence_step)
-            else:
-                found = questions.largest_batch(ask)
-            text, data, plan = report.render_answer(found), report.answer_summary(found), found.plan
+        text, data, plan = _answered(question, ask)
     if as_json:
         print_json(data)
     else:
         print_text(text)
     return plan
+
+
+def _answered(question: Question, ask: Ask) -> tuple[str, Any, Plan | None]:
+    """The answer as text and as JSON, and its plan."""
+    from autopar import questions
+    from autopar.cli import question_report as report
+
+    if question.sweep is not None:
+        name, factors = questions.parse_sweep(question.sweep)
+        swept = questions.sweep(ask, name, factors)
+        return report.render_sweep(name, swept), report.sweep_summary(name, swept), None
+    if question.pareto is not None:
+        from autopar.pareto import front, parse_objectives
+
+        points = front(ask, parse_objectives(question.pareto), _prices(question.prices), question.others)
+        return report.render_front(points), report.front_summary(points), points[0].plan
+    if question.minimize == "price":
+        found = questions.cheapest_cluster(ask, _prices(question.prices), question.others)
+    elif question.minimize == "devices":
+        found = questions.smallest_cluster(ask)
+    elif question.longest_sequence:
+        found = questions.longest_sequence(ask, step=question.sequence_step or SEQUENCE_STEP)
+    else:
+        found = questions.largest_batch(ask)
+    return report.render_answer(found), report.answer_summary(found), found.plan
 
 
 def _tracer(model: str, precision: str, opaque: Sequence[str]) -> Callable[[int, int | None], Graph]:

@@ -38,9 +38,11 @@ def run(
     """Search a plan for a study, and print it beside the published layout."""
     from autopar.cli.study_report import render_result, study_summary
     from autopar.search.crew import cores
+    from autopar.search.space import load_space
     from autopar.studies import load_study, run_study
 
     found = load_study(name)
+    load_space(space)  # what is wrong with it is said before the model is traced
     with progress("reading the study") as advance:
         result = run_study(found, space=space, progress=advance, workers=cores())
     if as_json:

@@ -10,7 +10,8 @@ import numpy as np
 from scipy.optimize import minimize
 
 from autopar.cluster import Cluster, NodeGroup
-from autopar.cost.collectives import CollectiveModel, shapes_of, volume_factor
+from autopar.cost.collectives import CollectiveModel, volume_factor
+from autopar.cost.group_shapes import shapes_of
 from autopar.device import Device
 from autopar.errors import AutoparError
 from autopar.links import CollectiveLibrary, Link

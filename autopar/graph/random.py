@@ -16,13 +16,12 @@ from autopar.ops import resolve
 _BY_ARGUMENT = "aten.scaled_dot_product_attention.default"
 """Random where an argument says so: the pass that emits code looks at it."""
 
-_DIFFERENTIABLE = (
-    "aten._sample_dirichlet.default",
-    "aten._standard_gamma.default",
-    "aten.rrelu_with_noise.default",
-    "aten.rrelu_with_noise_functional.default",
-)
-"""Random operators whose gradient is not zero."""
+_SAMPLERS = frozenset(
+    ["bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal_functional",
+     "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform"]
+)  # fmt: skip
+"""Operators that draw from a distribution whose gradient torch takes as zero; others (recurrent networks with dropout
+between their layers, rrelu) pass gradients on."""
 
 
 @cache
@@ -43,7 +42,7 @@ def draws_random(target: str) -> bool:
 
 def random_call(builder: Builder, call: Call) -> Value:
     """The call as it is, cut off from the gradient of its operands where its own is zero."""
-    if call.target in _DIFFERENTIABLE:
+    if call.target.split(".")[1].rstrip("_") not in _SAMPLERS:
         return generic(builder, call)
     args = tuple(_detached(builder, call, arg) if isinstance(arg, Ref) else arg for arg in call.args)
     kwargs = {key: value for key, value in call.kwargs.items() if key != "generator"}

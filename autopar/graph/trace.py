@@ -80,7 +80,7 @@ def trace(
         reasons={**hooked, **dict.fromkeys(job.opaque, "it was named so")},
     )
     graph, job = _with_fallback(job)
-    if not graph.ops:
+    if not graph.spec(graph.loss).requires_grad:
         raise TraceError(
             "the loss depends on parameters that are trained",
             value="one that depends on none",
@@ -260,16 +260,21 @@ def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tupl
 
 
 def _inputs(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
-    leaves, _ = pytree.tree_flatten_with_path(batch)
     return tuple(
         Input(
-            name=_path_name(path),
+            name=name,
             spec=TensorSpec(shape=tuple(leaf.shape), dtype=leaf.dtype),
             batch_dim=0 if leaf.dim() and leaf.shape[0] == batch_size else None,
         )
-        for path, leaf in leaves
+        for name, leaf in named_inputs(batch).items()
         if isinstance(leaf, torch.Tensor)
     )
+
+
+def named_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in a batch by the names of a graph's inputs: lists and dicts of tensors taken apart, None dropped."""
+    leaves, _ = pytree.tree_flatten_with_path({key: value for key, value in batch.items() if value is not None})
+    return {_path_name(path): leaf for path, leaf in leaves}
 
 
 def _path_name(path: tuple[Any, ...]) -> str:

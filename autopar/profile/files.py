@@ -1,11 +1,12 @@
-"""Profile files are written whole or not at all: another process may read them at any time."""
+"""Profile files, written whole or not at all (``autopar.files``); their folder is made where it is not there."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from autopar import files
 
 
 def write_toml(path: Path, data: dict[str, Any], *, comment: str = "") -> None:
@@ -28,10 +29,9 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A temporary file beside ``path``, renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False
-    ) as file:
-        file.write(text)
-    Path(file.name).replace(path)
+    """Any text.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    files.write_text(path, text, make_folder=True)

@@ -75,10 +75,12 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
         if key not in found:
             by_call = rule.make if rule is not None and isinstance(rule.make, _ByCall) else _ByCall()
             if key in by_call.lines:
-                found[key] = Found(target=op.target, key=key, line=by_call.lines[key])
+                why = by_call.reasons.get(key, "")
+                found[key] = Found(target=op.target, key=key, line=by_call.lines[key], why=why)
                 continue
-            found[key] = _find(op, operands, key, kept)
-            table.put(op.target, Rule(make=_ByCall({**by_call.lines, key: found[key].line}), found=True))
+            found[key] = one = _find(op, operands, key, kept)
+            made = _ByCall({**by_call.lines, key: one.line}, {**by_call.reasons, key: one.why})
+            table.put(op.target, Rule(make=made, found=True))
     kept.save()
     return tuple(found.values())
 
@@ -122,10 +124,13 @@ def key_of(op: Op, operands: Sequence[TensorSpec]) -> str:
 
 
 class _ByCall:
-    """A rule that differs between calls: by :func:`key_of`; a call that is not known is not split."""
+    """A rule that differs between calls: by :func:`key_of`; a call that is not known is not split.
 
-    def __init__(self, lines: dict[str, str] | None = None) -> None:
-        self.lines = lines or {}
+    ``reasons``: why nothing was found, where the line is empty.
+    """
+
+    def __init__(self, lines: dict[str, str] | None = None, reasons: dict[str, str] | None = None) -> None:
+        self.lines, self.reasons = lines or {}, reasons or {}
 
     def __call__(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
         line = self.lines.get(key_of(op, operands))
@@ -139,7 +144,7 @@ class _ByCall:
 
 
 def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Found:
-    why = ""
+    why = "its tensors are too large to try"
     for shapes in _small_shapes(operands):
         examples = [_example(spec, shape) for spec, shape in zip(operands, shapes, strict=True)]
         try:
@@ -148,7 +153,7 @@ def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept) -> Fo
             if _failures(op, examples, line):
                 line = _narrowed(op, examples)
         except (RuleError, *_FAILURES) as error:
-            why = str(error).partition("\n")[0]
+            why = str(error).partition("\n")[0] or type(error).__name__
             continue
         useful = any(not token.endswith("^") for token in line.partition("->")[0].replace(",", " ").split())
         if useful:

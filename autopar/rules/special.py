@@ -105,6 +105,21 @@ def repeat_interleave(op: Op, operands: Specs) -> Pattern:
     return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
 
 
+def recurrent(op: Op, operands: Specs) -> Pattern:
+    """LSTM, GRU and plain networks: every sample by itself; time, widths and layers stay whole.
+
+    Without dropout between the layers, which would draw other numbers for parts of a batch.
+    """
+    states = 2 if "lstm" in op.target else 1
+    batched = len(operands[0].shape) == 3 and argument(op, 5, "dropout", 0.0) == 0.0
+    sample = "b" if batched else ""
+    across: Labels = (sample, "", "") if argument(op, 8, "batch_first", False) else ("", sample, "")
+    x: Labels = across if batched else ("",) * len(operands[0].shape)
+    state: Labels = ("", sample, "") if batched else ("",) * len(operands[1].shape)
+    parameters = tuple(("",) * len(spec.shape) for spec in operands[1 + states :])
+    return Pattern(inputs=(x, *(state,) * states, *parameters), outputs=(x, *(state,) * states))
+
+
 # --- slices and joins ----------------------------------------------------------------------------
 
 

@@ -270,6 +270,7 @@ def _functions() -> dict[str, PatternMaker]:
         special.factory: factories,
         special.random_factory: "rand randn randint randint.low normal.float_float",
         special.random_order: "randperm",
+        special.recurrent: "lstm.input gru.input rnn_tanh.input rnn_relu.input",
         special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace",
         compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
         compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
@@ -298,8 +299,7 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.batch_norm"] = images.batch_norm
     found["autopar.scatter_sum"] = special.scatter_sum
-    found["autopar.batch_norm_running"] = images.batch_norm_running
-    found["autopar.total"] = images.total
+    found |= {"autopar.batch_norm_running": images.batch_norm_running, "autopar.total": images.total}
     found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, zigzag.RING), compute.attention)
     return found
 

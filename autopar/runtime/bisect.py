@@ -27,6 +27,7 @@ from autopar.runtime.parallel import Parallel
 from autopar.runtime.pieces import TOLERANCE, Mismatch, largest
 from autopar.runtime.record import OneDevice, Tape, Watch, attach
 from autopar.runtime.trail import Spot, Trail
+from autopar.runtime.trained import adamw
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import World
 
@@ -152,8 +153,6 @@ class _Search:
         pool: WorkerPool,
         timeout_s: float,
     ) -> None:
-        from autopar.runtime.verify import adamw
-
         self.subject, self.plan, self.graph, self.batches = subject, plan, graph, batches
         self.pool, self.timeout_s = pool, timeout_s
         self.trail = Trail(plan, graph)
@@ -232,8 +231,6 @@ def _record(
     subject: Subject, plan: Plan, graph: Graph, batches: Sequence[Mapping[str, Tensor]], watch: Watch, folder: str
 ) -> None:
     """One rank's side: trains up to the last batch and writes what its step records."""
-    from autopar.runtime.verify import adamw
-
     parallel = Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0))
     optimizer = adamw(parallel.parameters())
     for batch in batches[:-1]:

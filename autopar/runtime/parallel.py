@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.graph.trace import named_inputs
 from autopar.local_step import LocalSteps
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
@@ -129,8 +130,9 @@ class Parallel:
         """Forward and backward of one step; gradients are added to those that the parameters have.
 
         Args:
-            batch: the inputs by name, with the global batch (the same on every rank, each takes its
-                part) or this rank's samples alone.
+            batch: the inputs by name (lists and dicts of tensors as the model takes them), with the global batch (the
+                same on every rank, each takes its part) or this rank's samples alone. Floating inputs are cast to what
+                the plan computes in.
 
         Returns:
             The loss of the global batch, a scalar, the same on every rank.
@@ -273,11 +275,16 @@ class Parallel:
     def _local(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's samples of a batch, on its device."""
         inputs = self._program.graph.inputs
+        batch = named_inputs(batch)
         expected = [leaf.name for leaf in inputs]
         if set(batch) != set(expected):
+            unknown = [name for name in batch if name not in expected]
             raise UsageError(
                 f"the batch has the inputs that the model was traced with ({', '.join(expected)})",
                 value=", ".join(batch) or "none",
+                remedy=f"leave out {', '.join(unknown)}: what was no tensor in the example inputs is a constant of the plan"
+                if unknown and not any(isinstance(batch[name], Tensor) for name in unknown)
+                else "",
             )
         whole, own = self.plan.global_batch_size, self.samples
         part = len(own)
@@ -301,7 +308,8 @@ class Parallel:
                     )
                 if value.shape[dim] != part:
                     value = value.narrow(dim, own.start, part)
-            local[leaf.name] = value.to(self._world.device, non_blocking=True)
+            dtype = leaf.spec.dtype if value.is_floating_point() and leaf.spec.dtype.is_floating_point else value.dtype
+            local[leaf.name] = value.to(self._world.device, dtype, non_blocking=True)
         return local
 
 

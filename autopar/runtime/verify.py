@@ -6,13 +6,12 @@ on the whole batch in one process. Dropout is off in both: one device and many d
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,14 @@ from autopar.graph.double import in_double
 from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.graph.random import draws_random
-from autopar.graph.trace import LossFunction, pick_loss
+from autopar.graph.trace import LossFunction
 from autopar.lower.program import lower
 from autopar.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.bisect import bisect
 from autopar.runtime.double import DoubleSubject, traced_in_double
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.trained import Trained, adamw, errors, loss_of, trained, trained_in_parallel
 from autopar.runtime.verdict import (
     DOUBLE_CEILING,
     DOUBLE_NUDGES,
@@ -57,11 +57,11 @@ __all__ = [
     "verify",
 ]
 
-LEARNING_RATE = 1e-3
-ADAM_EPSILON = 1e-5
-"""Larger than rounding noise: a gradient that is zero but for rounding (of a key's bias) must not become a step."""
-
-_DROPOUT_ARGUMENT = {"autopar.dropout": 1, "aten.scaled_dot_product_attention.default": 4}
+_DROPOUT_ARGUMENT = {
+    "autopar.dropout": 1,
+    "aten.scaled_dot_product_attention.default": 4,
+    **{f"aten.{name}.input": 5 for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}
 """Position of the probability among the arguments."""
 
 PRELOAD = (
@@ -188,35 +188,35 @@ class _Run:
         except VerificationError as error:
             rows, why, truth = (), str(error), self._reference(DoubleSubject(subject))
         confirmation = self._nudged_double(
-            subject, Confirmation(rows=rows, alone=_errors(0, alone, truth), why=why), truth
+            subject, Confirmation(rows=rows, alone=errors(0, alone, truth), why=why), truth
         )
         if confirmation.agrees:
             confirmation = self._nudged(subject, confirmation, report, truth)
         return replace(report, confirmation=confirmation)
 
-    def _nudged_double(self, subject: Subject, confirmation: Confirmation, truth: _Trained) -> Confirmation:
+    def _nudged_double(self, subject: Subject, confirmation: Confirmation, truth: Trained) -> Confirmation:
         """With further runs of one device in fp64, where the plan is a little past the tolerances of fp64."""
         if not confirmation.rows or confirmation.error > DOUBLE_CEILING:
             return confirmation
         for seed in range(DOUBLE_NUDGES):
             if confirmation.agrees:
                 break
-            own = _errors(0, self._reference(_Nudged(DoubleSubject(subject), seed)), truth, FP64)
+            own = errors(0, self._reference(_Nudged(DoubleSubject(subject), seed)), truth, FP64)
             confirmation = replace(confirmation, nudged_double=(*confirmation.nudged_double, own))
         return confirmation
 
     def _nudged(
-        self, subject: Subject, confirmation: Confirmation, report: VerifyReport, truth: _Trained
+        self, subject: Subject, confirmation: Confirmation, report: VerifyReport, truth: Trained
     ) -> Confirmation:
         """With as many further runs of one device as it takes to explain what the plan is off by, or all of them."""
         for seed in range(NUDGES):
             if confirmation.is_rounding(report.rows):
                 break
-            own = _errors(0, self._reference(_Nudged(subject, seed)), truth)
+            own = errors(0, self._reference(_Nudged(subject, seed)), truth)
             confirmation = replace(confirmation, nudged=(*confirmation.nudged, own))
         return confirmation
 
-    def compared_in_double(self, subject: Subject, graph: Graph) -> tuple[VerifyReport, _Trained]:
+    def compared_in_double(self, subject: Subject, graph: Graph) -> tuple[VerifyReport, Trained]:
         """In fp64, and what one device came to."""
         double = DoubleSubject(subject)
         wide = traced_in_double(double, graph)
@@ -226,7 +226,7 @@ class _Run:
             )
         return self._report(double, replace(self.plan, precision=FP64), _without_dropout(wide))
 
-    def _report(self, subject: Subject, plan: Plan, graph: Graph) -> tuple[VerifyReport, _Trained]:
+    def _report(self, subject: Subject, plan: Plan, graph: Graph) -> tuple[VerifyReport, Trained]:
         reference = self._reference(subject)
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             path = Path(folder) / "reference.pt"
@@ -252,11 +252,11 @@ class _Run:
                 remedy="turn off what else draws random numbers: dropout in modules that forward makes, noise of its own",
             )
 
-    def _reference(self, subject: Subject) -> _Trained:
+    def _reference(self, subject: Subject) -> Trained:
         model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
         with in_double() if _is_double(subject) else nullcontext():
             try:
-                return _trained(model, batches)
+                return trained(model, batches)
             except FAILURES as error:
                 raise VerificationError(
                     "one device trains the model by itself: that is what a plan is compared with",
@@ -264,16 +264,6 @@ class _Run:
                     place=explained(error, model).place,
                     remedy="mend that line, or give inputs and settings that fit the model",
                 ) from error
-
-
-def adamw(parameters: Any) -> torch.optim.AdamW:
-    """The optimizer of both sides."""
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=ADAM_EPSILON)
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a model returns: itself, its ``loss``, or its first scalar, as a trace takes it."""
-    return pick_loss(output, "verify")
 
 
 def _without_dropout(graph: Graph) -> Graph:
@@ -332,37 +322,6 @@ def _muted(op: Op) -> Op:
     return replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
 
 
-class _Trained(TypedDict):
-    """What a run leaves to compare."""
-
-    losses: tuple[float, ...]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-
-
-def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> _Trained:
-    """One device's run."""
-    optimizer = adamw(model.parameters())
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    losses: list[float] = []
-    gradients: dict[str, Tensor] = {}
-    for step, batch in enumerate(batches):
-        optimizer.zero_grad()
-        loss = loss_of(model(**batch))
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
-        if step == 0:
-            gradients = {name: p.grad.clone() for name, p in _named(model) if p.grad is not None}
-        optimizer.step()
-    trained = {name: p.detach() for name, p in _named(model) if p.grad is not None}
-    trained |= {name: new for name, new in model.named_buffers() if not torch.equal(new, buffers[name])}
-    return {"losses": tuple(losses), "gradients": gradients, "parameters": trained}
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
-
-
 def _compare(
     subject: Subject,
     plan: Plan,
@@ -374,58 +333,5 @@ def _compare(
     world = World(plan.mesh, "cpu")
     parallel = Parallel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
     with in_double() if isinstance(subject, DoubleSubject) else nullcontext():  # regions run as the user wrote them
-        mine = _trained_in_parallel(parallel, batches)
-    return _errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)
-
-
-def _trained_in_parallel(parallel: Parallel, batches: Sequence[Mapping[str, Tensor]]) -> _Trained:
-    """One rank's run."""
-    optimizer = adamw(parallel.parameters())
-    found: list[float] = []
-    gradients: dict[str, Tensor] = {}
-    for step, batch in enumerate(batches):
-        optimizer.zero_grad()
-        found.append(parallel.train_step(batch).item())
-        if step == 0:
-            gradients = parallel.full_gradients()
-        optimizer.step()
-    return {"losses": tuple(found), "gradients": gradients, "parameters": parallel.full_state_dict()}
-
-
-def _errors(rank: int, found: _Trained, reference: _Trained, precision: Precision = FP32) -> RankErrors:
-    gradient_name, gradient = _worst(found["gradients"], reference["gradients"])
-    parameter_name, parameter = _worst(found["parameters"], reference["parameters"])
-    return RankErrors(
-        rank=rank,
-        losses=found["losses"],
-        loss=max(_relative(abs(a - b), abs(b)) for a, b in zip(found["losses"], reference["losses"], strict=True)),
-        gradient=gradient,
-        gradient_name=gradient_name,
-        parameter=parameter,
-        parameter_name=parameter_name,
-        precision=precision.name,
-    )
-
-
-def _worst(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[str, float]:
-    """The tensor with the largest relative error; one that is missing counts as infinitely wrong.
-
-    A tensor that is nothing but rounding beside the others (1e-6 of the largest) is measured against that.
-    """
-    floor = 1e-6 * max((float(tensor.abs().max()) for tensor in reference.values()), default=0.0)
-    errors = {
-        name: _relative(float((found[name] - tensor).abs().max()), max(float(tensor.abs().max()), floor))
-        if name in found
-        else float("inf")
-        for name, tensor in reference.items()
-    }
-    worst = max(errors, key=lambda name: errors[name])
-    return worst, errors[worst]
-
-
-def _relative(difference: float, size: float) -> float:
-    """Their ratio; infinity for what is not a number."""
-    if difference == 0.0:
-        return 0.0
-    ratio = difference / size if size else float("inf")
-    return float("inf") if math.isnan(ratio) else ratio
+        mine = trained_in_parallel(parallel, batches)
+    return errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)

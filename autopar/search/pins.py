@@ -73,7 +73,7 @@ _NUMBERS = {
 _AXES = ("tp",)
 _CHOICES = {
     "schedule": SCHEDULES,
-    "precision": ("fp32", "bf16", "fp64"),
+    "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
     "cp_attention": KINDS,
     "offload": ("none", "optimizer"),
 }
@@ -203,7 +203,8 @@ def _choice(text: str, name: str, relation: str, value: str) -> ChoicePin:
     if relation not in ("=", "==", "!="):
         raise UsageError(f"{name} is pinned by = or !=", value=repr(text))
     if value.lower() not in by_lower:
-        raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, known))
+        more = (ACTIVATIONS, f"{ACTIVATIONS}@BLOCKS") if name == "offload" else ()
+        raise UsageError(f"the {name} is known", value=repr(value), remedy=closest(value, (*known, *more)))
     return ChoicePin(text=text, key=name, relation=relation, value=by_lower[value.lower()])
 
 
@@ -393,7 +394,7 @@ class Pins:
         ):
             raise UsageError(
                 "ep splits the experts of a model", value="none that trace as one operator", place=graph.name,
-                remedy="drop the pin of ep, or write the experts with autopar.nn.experts",
+                remedy="drop the pin of ep, or write the experts with autopar.nn.Experts",
             )  # fmt: skip
         if self.opaque and not any(op.target == "autopar.opaque" for op in (*graph.prelude, *graph.ops)):
             raise UsageError(

@@ -97,7 +97,7 @@ def load_space(name: str) -> Space:
         max_tp=table.integer("max_tp"),
         max_cp=table.integer("max_cp", usual.max_cp if usual else None),
         cp_from=table.integer("cp_from", usual.cp_from if usual else None),
-        zero_stages=_integers(table, "zero_stages", 0),
+        zero_stages=_integers(table, "zero_stages", 0, 3),
         micro_batches=_integers(table, "micro_batches", 1),
         schedules=cast("tuple[ScheduleName, ...]", schedules),
         virtual_stages=_integers(table, "virtual_stages", 1),
@@ -148,10 +148,11 @@ def _numbers(table: Table, key: str) -> list[float]:
     return [float(v) for v in value]
 
 
-def _integers(table: Table, key: str, least: int) -> tuple[int, ...]:
+def _integers(table: Table, key: str, least: int, most: float = float("inf")) -> tuple[int, ...]:
     numbers = _numbers(table, key)
-    if any(n != int(n) or n < least for n in numbers):
-        raise table.fault(key, f"the value is a list of whole numbers from {least}", value=repr(numbers))
+    if any(n != int(n) or not least <= n <= most for n in numbers):
+        end = f" to {most}" if most < float("inf") else ""
+        raise table.fault(key, f"the value is a list of whole numbers from {least}{end}", value=repr(numbers))
     return tuple(int(n) for n in numbers)
 
 

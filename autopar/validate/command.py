@@ -11,6 +11,7 @@ from typing import Any
 from autopar.device import Device
 from autopar.errors import UsageError
 from autopar.plan import Prediction
+from autopar.profile.files import write_toml
 from autopar.profile.store import MachineProfile, known_devices, load_profile, profile_to_dict
 from autopar.validate import parameters as free
 from autopar.validate.fit import Fit
@@ -117,6 +118,13 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
     devices = {session.runs[i].device for i in rows}
     read = [i for i in rows if session.runs[i].peak_memory_bytes]
     width = memory_width([session.runs[i] for i in read], session.predictions(found.values, read))
+    if not chosen and width is None:
+        raise UsageError(
+            f"a number of a profile is fitted to {LEAST_SEEN} timed runs that see it, or more",
+            value=f"{len(rows)} runs of these sources",
+            place=session.place,
+            remedy="add runs, or calibrate to more sources (--calibrate all)",
+        )
     profiles = {}
     for name in sorted(devices):
         made = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
@@ -159,7 +167,4 @@ def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
 
 def write_profile(profile: MachineProfile, path: Path) -> None:
     """A profile as TOML."""
-    import tomli_w
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tomli_w.dumps(profile_to_dict(profile)), encoding="utf-8")
+    write_toml(path, profile_to_dict(profile))

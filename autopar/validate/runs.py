@@ -22,8 +22,10 @@ COUNTS = (
 CHOICES = {"family": FAMILIES, "attention": ATTENTIONS, "precision": PRECISIONS}
 MAY_BE_EMPTY = {"zero": ("0", "1", "2", "3"), "sequence_parallel": ("0", "1"), "recompute": RECOMPUTES}
 MEASURED = ("step_time_s", "peak_memory_gib")
-TEXTS = ("name", "device", "memory_kind", "source")
+TEXTS = ("name", "device", "source")
+MEMORY_KINDS = ("allocator", "nvidia-smi")
 COLUMNS = ("name", *COUNTS, *CHOICES, *MAY_BE_EMPTY, "device", *MEASURED, "memory_kind", "source")
+"""Others are passed over: remarks of one's own."""
 GIB = 2**30
 
 
@@ -32,7 +34,7 @@ class Run:
     """One measured run; the columns of the table in ``docs/validation.md``.
 
     Attributes:
-        line: of the file, the header being line 1.
+        file, line: where it stands, the header being line 1.
         zero, sequence_parallel, recompute: None where the source does not say.
         step_time_s, peak_memory_bytes: None where not known.
         memory_kind: how memory was read: ``allocator`` or ``nvidia-smi``; may be empty.
@@ -67,6 +69,12 @@ class Run:
     peak_memory_bytes: float | None
     memory_kind: str
     source: str
+    file: str = "runs"
+
+    @property
+    def place(self) -> str:
+        """File and row, for errors."""
+        return f"{self.file}, row {self.line}"
 
     @property
     def release(self) -> str:
@@ -123,6 +131,14 @@ class _Row:
     def __init__(self, row: Mapping[str, str | None], path: Path, line: int) -> None:
         self.cells = {key: (row.get(key) or "").strip() for key in COLUMNS}
         self.path, self.line = path, line
+        beyond: object = row.get(None)  # type: ignore[call-overload]
+        if beyond:
+            raise UsageError(
+                "a row has a cell for each column",
+                value=f"more: {beyond}",
+                place=f"{path}, row {line}",
+                remedy="write a text that has commas between double quotes",
+            )
 
     def fault(self, column: str, law: str, remedy: str = "") -> UsageError:
         place = f"{self.path}, row {self.line}, column {column}"
@@ -155,8 +171,11 @@ def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
     time_s, memory = (row.measured(column) for column in MEASURED)
     if time_s is None and memory is None:
         raise row.fault("step_time_s", "a run has a measured time or memory", "give one of the two")
+    memory_kind = row.choice("memory_kind", MEMORY_KINDS, may_be_empty=True)
     run = Run(
+        file=str(path),
         line=line,
+        memory_kind=memory_kind,
         zero=int(stated["zero"]) if stated["zero"] else None,
         recompute=stated["recompute"] or None,
         sequence_parallel=stated["sequence_parallel"] == "1" if stated["sequence_parallel"] else None,
@@ -172,6 +191,10 @@ def _check(run: Run, row: _Row) -> None:
     """What numbers of one row must be to each other."""
     if run.tp * run.pp * run.cp * run.dp != run.devices:
         raise row.fault("devices", f"devices = tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}")
+    if run.devices % min(run.devices, run.devices_per_node):
+        raise row.fault("devices_per_node", f"the nodes are full: devices_per_node divides {run.devices} devices")
+    if run.virtual_stages > 1 and run.pp == 1:
+        raise row.fault("virtual_stages", "only a pipeline (pp > 1) has virtual stages", "write 1, or mend pp")
     if run.hidden % run.heads:
         raise row.fault("heads", f"the heads divide the hidden size {run.hidden}")
     if run.heads % run.kv_heads:

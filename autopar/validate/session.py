@@ -76,7 +76,7 @@ class Session:
         try:
             return load_profile(run.device, relative_to=Path())
         except UsageError as error:
-            place = f"{self.place}, row {run.line}, column device"
+            place = f"{run.place}, column device"
             raise UsageError(error.law, value=error.value, place=place, remedy=error.remedy) from error
 
     @cached_property
@@ -94,7 +94,7 @@ class Session:
                 raise UsageError(
                     "every run is a layout that the planner knows",
                     value=str(error),
-                    place=f"{self.place}, row {run.line} ({run.name})",
+                    place=f"{run.place} ({run.name})",
                     remedy="mend the row",
                 ) from error
         return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.cost.compute import op_time
-from autopar.cost.work import work
+from autopar.cost.work import operand_specs, work
 from autopar.errors import UsageError
+from autopar.graph import trace
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
 
 H100 = Cluster.parse("h100-sxm5-80gb:1x8").devices[0]
@@ -138,3 +140,32 @@ def test_more_rows_never_take_less_time(rows: int, width: int, depth: int, facto
 
     # a curve may rise so fast that a larger product is hardly slower, never faster
     assert seconds(rows * factor) >= 0.99 * seconds(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("LSTM", {}), ("LSTM", {"proj_size": 8}), ("GRU", {"bidirectional": True}), ("RNN", {"num_layers": 3})],
+)
+def test_recurrent_networks_multiply_each_row_with_each_matrix(kind: str, options: dict[str, Any]) -> None:
+    """Torch's counter knows none of it; by hand, and one step of time after the other."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = getattr(torch.nn, kind)(16, 24, batch_first=True, **options)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.net(x)[0]
+            return made.square().mean()
+
+    net, samples, steps = Net(), 4, 10
+    graph = trace(net, (torch.zeros(samples, steps, 16),))
+    (call,) = [one for one in graph.ops if kind.lower() in one.target]
+    done = work(call, operand_specs(call, graph.spec))
+    assert done.flops == 2 * samples * steps * sum(p.numel() for p in net.parameters() if p.dim() == 2)
+    assert done.backward_flops == 2 * done.flops
+    networks = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    assert done.matmuls == steps * networks
+    assert done.smallest_dim == samples
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
+    assert done.saved_bytes == 4 * samples * steps * networks * (gates * 24 + 2 * options.get("proj_size", 24))

@@ -9,7 +9,8 @@ import pytest
 import tomli_w
 
 from autopar.cluster import Cluster
-from autopar.cost.collectives import CollectiveModel, shapes_of
+from autopar.cost.collectives import CollectiveModel
+from autopar.cost.group_shapes import shapes_of
 from autopar.cost.link_fit import links_of
 from autopar.errors import AutoparError, UsageError
 from autopar.mesh import Mesh

@@ -184,3 +184,33 @@ def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> N
         "replicate": False,
     }
     assert offered("aten.randperm.default", (4,), out=(4,)) == {"replicate": False}
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.net = getattr(nn, kind)(8, 8, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.net(self.first(x))[0]
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_networks_pass_gradients_on_and_their_samples_are_apart(kind: str) -> None:
+    """They count as random for the dropout between their layers; there is none here."""
+    model, x = _Recurrent(kind), torch.randn(4, 3, 6)
+    graph = trace(model, (x,))
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(model(x), list(parameters.values()))
+    found = torch.autograd.grad(evaluate(graph, {"x": x}, parameters, {}), list(parameters.values()))
+    torch.testing.assert_close(found, expected)
+    (op,) = [op for op in graph.ops if kind.lower() in op.target]
+    assert solve_batch(compact(graph)).strategies[op.name].outputs[0] == S(0)
+
+
+def test_what_is_random_and_differentiable_keeps_its_gradient() -> None:
+    graph = _traced(lambda x: F.rrelu(x, training=True))
+    (op,) = [op for op in graph.ops if "rrelu" in op.target]
+    assert op.spec.requires_grad

@@ -435,6 +435,21 @@ def test_a_loss_without_parameters_is_refused() -> None:
         trace(Constant(), (torch.zeros(2, 4),))
 
 
+@pytest.mark.parametrize("cut", ["frozen", "detached"])
+def test_a_loss_that_trains_nothing_is_refused(cut: str) -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).requires_grad_(cut != "frozen")
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.linear(x)
+            return (made.detach() if cut == "detached" else made).mean()
+
+    with pytest.raises(TraceError, match=r"depends on parameters that are trained.*leave requires_grad on"):
+        trace(Cut(), (torch.zeros(2, 4),))
+
+
 def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
     class Repeats(nn.Module):
         def __init__(self) -> None:

@@ -358,6 +358,14 @@ def images(make: Maker) -> Iterator[Example]:
     yield c("aten.pixel_shuffle.default", r(4, 16, 4, 4), 2)
     yield c("aten.pixel_unshuffle.default", r(4, 4, 8, 8), 2)
     yield c("aten.instance_norm.default", r(4, 8, 4, 4), r(8), r(8), None, None, True, 0.1, 1e-5, False)
+    for name, gates, states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1)):
+        hidden = tuple(r(1, 4, 8) for _ in range(states))
+        weights = (r(8 * gates, 6), r(8 * gates, 8), r(8 * gates), r(8 * gates))
+        for first in (True, False):
+            x = r(4, 3, 6) if first else r(3, 4, 6)
+            yield c(
+                f"aten.{name}.input", x, hidden if states > 1 else hidden[0], weights, True, 1, 0.0, True, False, first
+            )
     yield c("autopar.batch_norm", r(4, 8, 4, 4), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8, 4), None, None, 1e-5)

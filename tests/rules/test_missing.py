@@ -94,6 +94,7 @@ def test_an_operator_for_which_nothing_is_found_is_repeated_and_named() -> None:
     table = RuleTable(rules=torch_rules())
     (found,) = complete(graph, table=table)
     assert (found.line, found.why) == ("", "no dim can be split")
+    assert complete(graph, table=table) == (found,), "the reason is said again"
     assert names(table, graph, 2) == {"invariant", "replicate"}
 
 

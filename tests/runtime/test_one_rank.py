@@ -22,6 +22,8 @@ from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.verify import adamw, loss_of
 from autopar.runtime.world import World, start, stop
+from autopar.tracing import trace_model
+from autopar.wish import PRECISIONS
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 
@@ -149,3 +151,40 @@ def test_buckets_leave_after_the_last_backward() -> None:
         assert torch.equal(h.parameter.grad, torch.full((4,), 4.0 * i))
         assert h.leaf.grad is None
     assert torch.equal(held[2].parameter.grad, torch.zeros(4))
+
+
+class Sides(torch.nn.Module):
+    """Two linear layers of one width each, on inputs in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(4, 8), torch.nn.Linear(6, 8)
+
+    def forward(self, sides: dict[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+        made: torch.Tensor = self.left(sides["left"]) + scale * self.right(sides["right"])
+        return made.square().mean()
+
+
+def sides(dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    found = {name: torch.randn(4, n, generator=generator).to(dtype) for name, n in (("left", 4), ("right", 6))}
+    return {"sides": found, "scale": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("own", "precision"), [("float64", "fp32"), ("bfloat16", "fp32"), ("float32", "bf16"), ("float32", "fp32")]
+)
+def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, precision: str) -> None:
+    """Inputs in dicts too; what is no tensor is a constant of the plan."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, own)
+    model, batch = Sides().to(dtype), sides(dtype)
+    recipe = PRECISIONS[precision]
+    traced = trace_model(model, batch, recipe)
+    assert {p.spec.dtype for p in traced.parameters} == {getattr(torch, recipe.compute)}
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=2, precision=recipe)
+    parallel = Parallel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    with pytest.raises(UsageError, match="leave out scale: what was no tensor"):
+        parallel.train_step(batch)
+    found = parallel.train_step({"sides": batch["sides"]})
+    assert found.item() == pytest.approx(model(**batch).item(), rel=2e-2 if "bf" in own + precision else 1e-6)

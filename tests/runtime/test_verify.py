@@ -18,8 +18,9 @@ from autopar.graph.evaluate import evaluate
 from autopar.graph.trace import trace
 from autopar.plan import Plan
 from autopar.runtime.double import DoubleSubject, traced_in_double
+from autopar.runtime.trained import worst
 from autopar.runtime.verdict import NUDGES
-from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _Run, _worst, verify
+from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _Run, _without_dropout, verify
 from autopar.runtime.workers import WorkerPool
 
 
@@ -51,14 +52,14 @@ def test_a_good_report_passes() -> None:
 
 def test_missing_and_undefined_tensors_are_infinitely_wrong() -> None:
     reference = {"a": torch.ones(2), "b": torch.ones(2)}
-    assert _worst({"a": torch.ones(2)}, reference) == ("b", float("inf"))
-    assert _worst({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, reference) == ("b", float("inf"))
+    assert worst({"a": torch.ones(2)}, reference) == ("b", float("inf"))
+    assert worst({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, reference) == ("b", float("inf"))
 
 
 def test_the_worst_tensor_is_the_one_with_the_largest_relative_error() -> None:
     reference = {"large": torch.full((2,), 100.0), "small": torch.full((2,), 0.1)}
     found = {"large": torch.full((2,), 100.1), "small": torch.full((2,), 0.101)}
-    name, error = _worst(found, reference)
+    name, error = worst(found, reference)
     assert name == "small"
     assert error == pytest.approx(0.01, rel=1e-4)
 
@@ -66,7 +67,7 @@ def test_the_worst_tensor_is_the_one_with_the_largest_relative_error() -> None:
 def test_a_tensor_of_rounding_noise_is_measured_against_the_others() -> None:
     reference = {"large": torch.ones(2), "noise": torch.full((2,), 1e-9)}
     found = {"large": torch.ones(2), "noise": torch.zeros(2)}
-    assert _worst(found, reference)[1] == pytest.approx(1e-3, rel=1e-4)
+    assert worst(found, reference)[1] == pytest.approx(1e-3, rel=1e-4)
 
 
 def double(**changes: object) -> RankErrors:
@@ -290,3 +291,17 @@ def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
     assert not judged(2e-7).agrees
     assert judged(2e-7).nudged_double == ()  # no rounding is as large: nothing is run
     assert judged(9e-10).agrees
+
+
+def test_a_recurrent_network_is_compared_without_the_dropout_between_its_layers() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.GRU(4, 4, num_layers=2, dropout=0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.net(x)[0]
+            return made.square().mean()
+
+    (op,) = [op for op in _without_dropout(trace(Net(), (torch.zeros(3, 2, 4),))).ops if "gru" in op.target]
+    assert op.args[5] == 0.0

@@ -38,6 +38,7 @@ def test_names() -> None:
     assert pins.allows("schedule", "1F1B")
     assert not pins.allows("schedule", "GPipe")
     assert not pins.allows("precision", "fp32")
+    assert Pins.parse(["precision=fp8"]).allows("precision", "fp8"), "planned, if not run"
     assert Pins.parse(["schedule!=GPipe"]).allows("schedule", "1F1B")
 
 
@@ -63,6 +64,8 @@ def test_parameters_are_matched_by_pattern() -> None:
     ("text", "said"),
     [
         ("tq=4", "did you mean 'tp'"),
+        ("TP=4", "did you mean 'tp'"),
+        ("offload=host", "activations@BLOCKS, none, optimizer"),
         ("tp", "NAME=VALUE"),
         ("tp=four", "whole number"),
         ("bucket_bytes=1MB", "whole number"),

@@ -22,7 +22,7 @@ from autopar.plan import Plan
 from autopar.search.chain import AxisSolution
 from autopar.search.layouts import Layouts
 from autopar.search.options import Load, Option, Split
-from autopar.search.outer import Limits
+from autopar.search.outcome import Limits
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
 from autopar.search.ruled import sources

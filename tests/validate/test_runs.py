@@ -37,7 +37,7 @@ def test_a_row_is_read() -> None:
     [
         ("layers", "four"), ("hidden", "0"), ("family", "gtp"), ("precision", "bf61"), ("zero", "4"),
         ("recompute", "ful"), ("step_time_s", "-1"), ("peak_memory_gib", "nan"), ("devices", "9"), ("heads", "3"),
-        ("kv_heads", "3"), ("dp", "1"), ("tp", ""),
+        ("kv_heads", "3"), ("dp", "1"), ("tp", ""), ("devices_per_node", "3"), ("memory_kind", "guess"),
     ],
 )  # fmt: skip
 def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
@@ -48,6 +48,18 @@ def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
     assert "row 2" in str(error.value)
     assert column in str(error.value) or (column == "dp" and "devices" in str(error.value))
     assert error.value.remedy
+
+
+def test_virtual_stages_without_a_pipeline_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"row 4, column virtual_stages: only a pipeline"):
+        read_runs(_with(tmp_path, "virtual_stages", "2", row=4))
+
+
+def test_a_row_with_a_cell_too_many_is_refused(tmp_path: Path) -> None:
+    """A comma in a text would shift what follows."""
+    path = _with(tmp_path, "source", "made (1), by hand")
+    with pytest.raises(UsageError, match=r"bad\.csv, row 2: a row has a cell for each column, .* double quotes"):
+        read_runs(path)
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Pa
     )
     with pytest.raises(UsageError, match="nobody"):
         calibrate(session, ["nobody"])
+    with pytest.raises(UsageError, match=r"fitted to 4 timed runs.*found 2 runs"):
+        calibrate(session, ["made (1)"])
 
 
 def test_the_width_of_memory_is_that_of_the_residuals(session: Session) -> None:

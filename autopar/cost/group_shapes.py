@@ -1,0 +1,214 @@
+"""What decides the time of a collective of a group of ranks: how it lies on the nodes, and what its siblings leave of the links.
+
+On a hierarchy the ranks of a group that share a node share its cards, and groups that communicate at the same time share
+them as well: a group of m ranks a node, beside k - 1 siblings on a node of R cards, leaves it with
+``min(m * B_nic, R * B_nic / k)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cluster import Cluster
+from autopar.errors import UsageError
+from autopar.links import Link
+from autopar.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """What decides the time of a collective of one group.
+
+    Attributes:
+        size: ranks.
+        num_nodes: nodes that they stand on.
+        ranks_per_node: fewest ranks of the group on one of those nodes.
+        intra_node: the slowest of their nodes' links.
+        egress_bytes_per_s: what the group gets out of a node (or of a domain of switches); infinite on one node.
+        inter_latency_s: one-way delay between nodes; 0 on one node.
+        half_bandwidth_bytes: of the card, message size at half of its bandwidth; 0 on one node.
+    """
+
+    size: int
+    num_nodes: int
+    ranks_per_node: int
+    intra_node: Link
+    egress_bytes_per_s: float = math.inf
+    inter_latency_s: float = 0.0
+    half_bandwidth_bytes: float = 0.0
+
+
+def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupShape, ...]:
+    """The different shapes of groups of ranks that communicate at the same time."""
+    return _shapes(np.array(groups), cluster)
+
+
+def group_shape(
+    mesh: Mesh, axes: tuple[str, ...], cluster: Cluster, only: frozenset[int] | None = None
+) -> tuple[GroupShape, ...]:
+    """The different shapes of the groups over ``axes``, all of which communicate at the same time.
+
+    Ranks of the mesh are the cluster's first ones.
+
+    Args:
+        only: shapes of the pipeline ranks that lie on these node groups, all of them and no others, while the others
+            communicate as well; without a pipeline, of the groups over ``axes`` that lie within them. None: of all.
+
+    Raises:
+        UsageError: the mesh has more ranks than the cluster.
+    """
+    if mesh.world_size > cluster.world_size:
+        raise UsageError(
+            "the mesh fits the cluster",
+            value=f"{mesh.world_size} ranks for {cluster.world_size} devices",
+            place=cluster.name,
+        )
+    names, degrees, axes = mesh.cut(axes)
+    order = [i for i, axis in enumerate(names) if axis not in axes]
+    order += [i for i, axis in enumerate(names) if axis in axes]
+    ranks = np.arange(mesh.world_size).reshape(degrees).transpose(order).reshape(-1, mesh.size(axes))
+    if only is None or "pp" in axes:
+        return _shapes(ranks, cluster)
+    return _shapes(ranks, cluster, _within(ranks, mesh.pp, cluster, only))
+
+
+def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]) -> NDArray[np.bool_]:
+    """Which rows of ``ranks`` [groups, size], pipeline rank by pipeline rank, :func:`group_shape` asks for."""
+    places = np.repeat(np.arange(len(cluster.groups)), [group.num_devices for group in cluster.groups])[ranks]
+    rows = places.reshape(pp, -1) if pp > 1 else places
+    covers = np.array([set(row) <= only if pp == 1 else set(row) == only for row in rows.tolist()])
+    found = np.repeat(covers, len(ranks) // len(covers))
+    if not found.any():
+        raise UsageError("some group over the axes lies on these node groups", value=sorted(only), place=cluster.name)
+    return found
+
+
+def group_place(mesh: Mesh, axes: tuple[str, ...]) -> tuple[object, ...]:
+    """Equal for axes of meshes that have the same groups: world size, and for each axis its degree and distance of ranks."""
+    names, degrees, axes = mesh.cut(axes)
+    found: list[tuple[int, int]] = []
+    distance = 1
+    for name, degree in zip(reversed(names), reversed(degrees), strict=True):
+        if name in axes and degree > 1:
+            if found and found[-1][0] * found[-1][1] == distance:  # neighbouring axes are one
+                found[-1] = (found[-1][0], found[-1][1] * degree)
+            else:
+                found.append((distance, degree))
+        distance *= degree
+    return (distance, *found)
+
+
+def send_shape(mesh: Mesh, cluster: Cluster) -> tuple[GroupShape, ...]:
+    """The pairs of ranks between which neighbouring pipeline stages send, all at the same time.
+
+    For pp of 1 there is none.
+    """
+    if mesh.pp == 1:
+        return ()
+    shapes: dict[GroupShape, None] = {}
+    for here in range(mesh.pp):
+        shapes |= dict.fromkeys(hop_shape(mesh, cluster, here))
+    return tuple(shapes)
+
+
+def hop_shape(mesh: Mesh, cluster: Cluster, here: int) -> tuple[GroupShape, ...]:
+    """The pairs of ranks between which pipeline rank ``here`` and the next one send, all at the same time."""
+    grid = np.arange(mesh.world_size).reshape(mesh.pp, -1)
+    return _shapes(np.stack([grid[here], grid[(here + 1) % mesh.pp]], axis=1), cluster)
+
+
+def _shapes(ranks: NDArray[Any], cluster: Cluster, keep: NDArray[np.bool_] | None = None) -> tuple[GroupShape, ...]:
+    """Shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while the others communicate as well."""
+    nodes = _nodes(cluster)[ranks]
+    columns = [*_spread(nodes), *_crossing(nodes, cluster)]
+    table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
+    if keep is not None:
+        table = table[keep]
+    found = table[:1] if bool((table == table[0]).all()) else np.unique(table, axis=0)  # mostly all are alike
+    size = ranks.shape[1]
+    shapes = []
+    for num_nodes, fewest, slowest, egress, latency, half in found:
+        shapes.append(
+            GroupShape(
+                size=size,
+                num_nodes=int(num_nodes),
+                ranks_per_node=int(fewest),
+                intra_node=cluster.groups[int(slowest)].intra_node,
+                egress_bytes_per_s=float(egress),
+                inter_latency_s=float(latency),
+                half_bandwidth_bytes=float(half),
+            )
+        )
+    return tuple(shapes)
+
+
+def _nodes(cluster: Cluster) -> NDArray[Any]:
+    """The node of each rank."""
+    groups = cluster.groups
+    per_node = np.repeat([group.devices_per_node for group in groups], [group.num_nodes for group in groups])
+    return np.repeat(np.arange(len(per_node)), per_node)
+
+
+def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """For each group the number of its nodes and the fewest ranks on one of them."""
+    _, pairs, counts = _members(nodes)
+    num_nodes = np.bincount(pairs, minlength=len(nodes))
+    fewest = np.full(len(nodes), nodes.shape[1])
+    np.minimum.at(fewest, pairs, counts)
+    return num_nodes, fewest
+
+
+def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The distinct (domain, group) pairs and how many ranks of the group stand in the domain."""
+    count, size = domains.shape
+    if size > 1 and not bool((domains[:, 1:] >= domains[:, :-1]).all()):
+        domains = np.sort(domains, axis=1)
+    begins = np.ones((count, size), dtype=bool)
+    np.not_equal(domains[:, 1:], domains[:, :-1], out=begins[:, 1:])
+    first = np.flatnonzero(begins)
+    counts = np.diff(first, append=count * size)
+    return domains.reshape(-1)[first], first // size, counts
+
+
+def _crossing(nodes: NDArray[Any], cluster: Cluster) -> tuple[NDArray[Any], ...]:
+    """For each group: index of its slowest node group, egress, one-way delay between nodes, half-bandwidth size."""
+    kinds = np.repeat(np.arange(len(cluster.groups)), [group.num_nodes for group in cluster.groups])
+    order = np.argsort([-group.intra_node.bandwidth_bytes_per_s for group in cluster.groups], kind="stable")
+    place = np.argsort(order)
+    slowest = order[place[kinds[nodes]].max(axis=1)]
+    crosses = nodes.max(axis=1) > nodes.min(axis=1)
+    card = np.array([group.nic.rate_bytes_per_s for group in cluster.groups])
+    cards = np.array([group.nics_per_node for group in cluster.groups])
+    egress = np.full(len(nodes), np.inf)
+    domain, group, counts = _members(nodes)
+    keep = crosses[group]
+    domain, group, counts = domain[keep], group[keep], counts[keep]
+    if len(domain):
+        beside = np.bincount(domain)[domain]
+        kind = kinds[domain]
+        np.minimum.at(egress, group, card[kind] * np.minimum(counts, cards[kind] / beside))
+    nic_latency = np.array([group.nic.latency_s for group in cluster.groups])
+    half = np.array([group.nic.half_bandwidth_bytes for group in cluster.groups])
+    latency = np.where(crosses, nic_latency[kinds[nodes]].max(axis=1), 0.0)
+    _add_tiers(nodes, cluster, egress, latency)
+    return slowest, egress, latency, np.where(crosses, half[kinds[nodes]].max(axis=1), 0.0)
+
+
+def _add_tiers(nodes: NDArray[Any], cluster: Cluster, egress: NDArray[Any], latency: NDArray[Any]) -> None:
+    """Narrow ``egress`` and lengthen ``latency`` of the groups that leave a domain of switches."""
+    for tier in cluster.tiers:
+        domains = nodes // tier.num_nodes
+        crosses = domains.max(axis=1) > domains.min(axis=1)
+        domain, group, _ = _members(domains)
+        keep = crosses[group]
+        domain, group = domain[keep], group[keep]
+        if len(domain):
+            beside = np.bincount(domain)[domain]
+            np.minimum.at(egress, group, tier.uplink.rate_bytes_per_s / beside)
+        latency[crosses] += tier.uplink.latency_s

@@ -1,0 +1,35 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.files import check_writable, write_text
+
+
+def test_a_file_is_replaced_as_a_whole_and_others_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "a.txt"
+    write_text(path, "old", make_folder=True)
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no/a.txt", "No such file"), ("file/a.txt", "Not a directory"), ("folder", "Is a directory")]
+)
+def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for call in (lambda: check_writable(tmp_path / name), lambda: write_text(tmp_path / name, "text")):
+        with pytest.raises(UsageError, match=f"{name}: the file can be written, but found .*{reason}.*name a file"):
+            call()
+        assert sorted(tmp_path.rglob("*")) == before

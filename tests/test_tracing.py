@@ -1,0 +1,45 @@
+"""Example inputs of any form, and models of any dtype, in the dtype and batch that a plan is for."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.plan import BF16, FP32
+from autopar.tracing import samples_of, trace_model
+
+X = torch.zeros(6, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Any) -> Tensor:
+        made: Tensor = self.linear(x if isinstance(x, Tensor) else x[0] + x[1]) * self.scale
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("inputs", [X, [X], (X,), {"x": X}, UserDict({"x": X}), {"x": [X, X]}])
+def test_inputs_of_any_form_are_traced(inputs: Any) -> None:
+    assert samples_of(inputs) == 6
+    graph = trace_model(Net(), inputs, FP32)
+    assert graph.batch_size == 2
+    assert all(one.spec.shape == (2, 4) and one.batch_dim == 0 for one in graph.inputs)
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_model_is_traced_in_the_dtype_of_the_plan(own: torch.dtype) -> None:
+    model = Net().to(own)
+    graph = trace_model(model, {"x": X.to(own)}, FP32)
+    specs = [one.spec for one in (*graph.inputs, *graph.parameters, *graph.buffers)]
+    assert {spec.dtype for spec in specs} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {own}, "the model itself stays as it is"
+    low = trace_model(model, {"x": X.to(own)}, BF16)
+    assert {one.spec.dtype for one in (*low.inputs, *low.parameters)} == {torch.bfloat16}
