@@ -22,6 +22,7 @@ from autopar.search.layouts import Layouts
 from autopar.search.least_rows import LeastRows
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
+from autopar.search.mixed_whole import whole_bound_s
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
@@ -36,6 +37,9 @@ ROUNDING = 1e-9
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
+
+FINER = 0.2
+"""Of the precision asked for, that of the programs of pipelines whose ranks differ, which cost little."""
 
 AGAIN = (1.0, 1.02, 1.1)
 """Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
@@ -448,7 +452,10 @@ class Bounding:
                 found = self._unstaged_s(option, step)
             else:
                 row = self.placed.exact(candidate, option, step)
-                found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=precision))
+                finer = precision and precision * FINER
+                found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=finer))
+                if precision is not None:
+                    found = whole_bound_s(row, self.placed.chains.of(row), max(bound, found), at_most_s)
             self._closest[key] = found, at_most_s
         return max(bound, found)
 

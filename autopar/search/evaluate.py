@@ -162,7 +162,7 @@ class Evaluator(Bounding):
         best: tuple[Prediction, Fitting] | None = None
         failures: list[Failure] = []
         late_s = at_most_s
-        for way in self._ways(candidate, option):
+        for way in self._ways(candidate, option, step):
             found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
             if isinstance(found, Failure):
                 failures.append(found)
@@ -229,11 +229,14 @@ class Evaluator(Bounding):
             return found
         return self._bucketed(candidate, option, plan.cut, step, prediction)
 
-    def _ways(self, candidate: Candidate, option: Option) -> list[list[NDArray[np.bool_]] | None]:
+    def _ways(self, candidate: Candidate, option: Option, step: Step) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
             return [*self.rows_of(candidate).equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
-        if candidate.virtual_stages > 1 and not self.placed.has(candidate):
+        if self.placed.has(candidate):
+            stops = None if self.stages else self.placed.stops_in_turns(candidate, option, step)
+            return [None] if stops is None else [exactly(stops, len(self.rows.class_of)), None]
+        if candidate.virtual_stages > 1:
             return [*self.rows_of(candidate).even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
         return [None]
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster import Cluster
+from autopar.cost.block import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.places import places_of
 from autopar.cost.stages import own_times
@@ -30,6 +31,8 @@ from autopar.search.lines import NOTHING, least_of
 from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
+from autopar.search.mixed_turns import sizes_of
+from autopar.search.once import at_both_ends, least_sums_s, tie_s
 from autopar.search.options import Draft, Option
 from autopar.search.pins import Pins
 from autopar.search.rows import RowMaker
@@ -94,6 +97,14 @@ def mixed_notes(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
 
 class _Rows(RowMaker):
     """Rows of one part of a mixed cluster: every part takes the same group of equal blocks, the one with the most."""
+
+    def _sums_s(
+        self, costs: Sequence[BlockCost], prices: Sequence[BlockPrice], largest: Sequence[int], step: Step
+    ) -> list[float]:
+        return least_sums_s(self.model, costs, self.counts, step, others=True)
+
+    def _tie_s(self, shared: Sequence[ParameterCost], step: Step) -> float:
+        return 0.0  # between ranks of different devices, in an order that is not known here: see Placed
 
     def place_row(
         self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float, is_even: bool
@@ -165,6 +176,7 @@ class Placed:
         self._free: dict[tuple[object, ...], MixedRow] = {}
         self._free_prices: dict[tuple[int, frozenset[int]], tuple[list[BlockPrice], float]] = {}
         self._free_rows: dict[tuple[object, ...], PlaceRow] = {}
+        self._shared: dict[int, tuple[Option, tuple[ParameterCost, ...]]] = {}
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
@@ -255,13 +267,20 @@ class Placed:
                     forward_s=forward_s + part.prelude_s,
                     gather_s=gather_s,
                     once_s=once_s,
-                    sends_s=(*sends, 0.0)[rank],
-                    sends_back_s=(*back, 0.0)[rank],
+                    sends_s=(*sends[:-1], 0.0)[rank],
+                    sends_back_s=(*back[:-1], 0.0)[rank],
                     num_done=int(done[rank]),
                 )
             )
         found = quickest_stops(ranks, candidate.num_micro_batches)
         return found and cutters[0].made(*found, cutters, in_flight, limit_bytes)
+
+    def stops_in_turns(self, candidate: Candidate, option: Option, step: Step) -> tuple[int, ...] | None:
+        """Where virtual stages end by :mod:`autopar.search.mixed_turns`; None where there are none, or it says nothing."""
+        sizes = sizes_of(self.exact(candidate, option, step)) if candidate.virtual_stages > 1 else None
+        if sizes is None:
+            return None
+        return tuple(accumulate((sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)))
 
     # --- bounds
 
@@ -306,7 +325,15 @@ class Placed:
                 every = [self._free_prices[id(option), own][0] for own in places]
                 self._speeds[id(option), places] = work_and_slowness(every, counts)
             work_s, slowness = self._speeds[id(option), places]
-            self._free[key] = MixedRow(ranks=ranks, work_s=work_s, slowness=slowness, sends_s=sends, sends_back_s=back)
+            self._free[key] = MixedRow(
+                ranks=ranks,
+                work_s=work_s,
+                slowness=slowness,
+                sends_s=sends[:-1],
+                sends_back_s=back[:-1],
+                around_s=sends[-1],
+                around_back_s=back[-1],
+            )
         return self._free[key]
 
     def _row(self, candidate: Candidate, option: Option, step: Step, *, is_exact: bool) -> MixedRow:
@@ -327,7 +354,7 @@ class Placed:
                         candidate, prices[own], every_s=every_s, is_even=self.is_even
                     )
                 rows[own] = self._made[same]
-        sends, back = self._sends_s(candidate, option, step) if is_exact else ((), ())
+        sends, back = self._sends_s(candidate, option, step) if is_exact else ((0.0,), (0.0,))
         key = (places, *(id(own) for own in prices.values()))
         if key not in self._speeds:  # the prices are kept, so that their ids stay their own
             counts = [len(members) for members in self.compact.members]
@@ -337,9 +364,20 @@ class Placed:
             ranks=tuple(rows[own] for own in places),
             work_s=work_s,
             slowness=slowness,
-            sends_s=sends,
-            sends_back_s=back,
+            sends_s=sends[:-1],
+            sends_back_s=back[:-1],
+            around_s=sends[-1],
+            around_back_s=back[-1],
+            stage_bytes=float(min((cost.send_bytes for cost in option.costs[:-1]), default=0)) if is_exact else 0.0,
+            tie_s=self._tie_s(candidate, option, step) if is_exact else 0.0,
         )
+
+    def _tie_s(self, candidate: Candidate, option: Option, step: Step) -> float:
+        """What the first and the last rank take once a step to sum the gradients of parameters that both have."""
+        if id(option) not in self._shared:  # the layout is kept, so that its id stays its own
+            self._shared[id(option)] = option, at_both_ends(option.costs)
+        shared = self._shared[id(option)][1]
+        return tie_s(self.ordered(candidate), shared, step) if shared else 0.0
 
     def _prices(self, option: Option, step: Step, places: frozenset[int], *, is_exact: bool) -> list[BlockPrice]:
         """Of the blocks on devices of ``places``; the same for all schedules and orders."""
@@ -347,20 +385,20 @@ class Placed:
         if key not in self._known:
             maker = self._maker(places)
             if is_exact:
-                self._known[key] = maker.exact_prices(option, step)[0]
+                self._known[key] = maker.priced(option, step)[1]
             else:
                 self._known[key] = maker.ideal_prices(step.mesh, option, step)
         return self._known[key]
 
     def _sends_s(self, candidate: Candidate, option: Option, step: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """For each pipeline rank the least that a message to the next one takes, and one back."""
+        """For each pipeline rank the least that a message to the next one takes, and one back; from the last one to the first."""
         collectives, mesh = self.ordered(candidate).collectives, step.mesh
         found = []
         for name in ("send_bytes", "send_gradient_bytes"):
             size = min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
             key = (size, candidate.order, mesh)
             if key not in self._sent:
-                self._sent[key] = tuple(collectives.hop_time_s(size, mesh, rank) for rank in range(mesh.pp - 1))
+                self._sent[key] = tuple(collectives.hop_time_s(size, mesh, rank) for rank in range(mesh.pp))
             found.append(self._sent[key])
         return found[0], found[1]
 

@@ -105,6 +105,9 @@ class MixedRow:
         work_s: of one micro-batch through all blocks, each on the devices that are fastest for it.
         slowness: of each pipeline rank: no block takes less than this times its part of ``work_s``.
         sends_s, sends_back_s: for each pipeline rank but the last, its message to the next one and the one back.
+        around_s, around_back_s: of virtual stages, the last rank's message to the first one, and the one back.
+        stage_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
+        tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
     """
 
     ranks: tuple[PlaceRow, ...]
@@ -112,6 +115,10 @@ class MixedRow:
     slowness: tuple[float, ...]
     sends_s: tuple[float, ...] = ()
     sends_back_s: tuple[float, ...] = ()
+    around_s: float = 0.0
+    around_back_s: float = 0.0
+    stage_bytes: float = 0.0
+    tie_s: float = 0.0
 
     @property
     def before_s(self) -> list[float]:
@@ -257,6 +264,8 @@ class _Columns:
         fixed = {name: ends[0] * first_[name] + ends[1] * last[name] for name in _PARTS}
         every_s, limit = np.array([(own.every_s, own.limit_bytes) for own in kinds.values()]).T[:, which]
         self.held = np.array([r.in_flight for r in first], dtype=float).T
+        sending = virtual - (rank + 1 == self.num_ranks)  # stages of each rank
+        limit = limit - self.held * sending * np.array([row.stage_bytes for row in rows])
         sends, back = (
             np.array([[*(getattr(row, name) or [0.0] * (self.num_ranks - 1)), 0.0] for row in rows]).T
             for name in ("sends_s", "sends_back_s")
@@ -276,7 +285,8 @@ class _Columns:
         self.own_s = m * (line(group["time_s"], fixed["time_s"] + virtual * every_s) + again_s) + gathers_s
         self.forward_s, self.backward_s = forward_s + gathers_s + sends[..., None], backward_s + back[..., None]
         self.steady_s = m * backward_s + np.maximum(m - self.held[..., None], 0.0) * forward_s + back[..., None]
-        self.once_s = line(group["once_s"], fixed["once_s"])
+        tie_s = np.array([row.tie_s for row in rows]) * ((rank == 0) | (rank + 1 == self.num_ranks))
+        self.once_s = line(group["once_s"], fixed["once_s"] + tie_s)
         self.trips = np.ceil(self.m / self.held)
         self.last_s = (self.m - 1 - (self.trips - 1) * self.held)[..., None] * backward_s
         self.through_s, self.first_s = self.forward_s + self.backward_s, self.forward_s + self.steady_s
@@ -285,7 +295,8 @@ class _Columns:
             self._around(rows, sends, back, every_s)
             self.group_forward_s = group["forward_s"] + group["gather_s"]
             self.ends_s = (fixed["forward_s"] + fixed["gather_s"] + virtual * every_s).sum(axis=0)
-            self.ends_s = self.ends_s + virtual * sends.sum(axis=0)
+            around_s = np.array([row.around_s for row in rows])
+            self.ends_s = self.ends_s + virtual * sends.sum(axis=0) + (virtual - 1) * around_s
             done = np.array([r.most_done for r in first], dtype=float).T
             self.steady_s = m * backward_s + np.maximum(self.m - done, 0.0)[..., None] * forward_s
 

@@ -27,7 +27,7 @@ from autopar.cost.pipeline import StageTimes
 from autopar.search.bound_rows import Array, forwards_done
 from autopar.search.mixed_bounds import MixedRow, work_bound_s
 
-ROUNDS, FEW_ROUNDS = 60, 4
+ROUNDS, FEW_ROUNDS = 60, 20
 """Programs that are solved for a candidate at most; the second where a cut may as well be looked for."""
 
 MOST_ACTIONS = 60_000
@@ -37,7 +37,7 @@ MOST_CHAINS, MOST_WEIGHED = 96, 12
 """Chains, and weighed ones, that are kept of a schedule: those that were found last."""
 
 ROUNDING = 1e-9
-_GIB = float(2**30)
+GIB = float(2**30)
 _COUNTS = ("forwards", "backwards", "gathers", "sends", "sends_back", "ends", "byte_s")
 
 
@@ -61,7 +61,7 @@ class Chain:
     byte_s: Array
 
 
-class _Stages:
+class Stages:
     """A row by stages: what a block of the group adds to each, and what is there without any."""
 
     def __init__(self, row: MixedRow) -> None:
@@ -87,6 +87,7 @@ class _Stages:
         self.least = np.ones(pp * v) if not own.others else np.zeros(pp * v)
         done = forwards_done(own.schedule, pp, v, m).T.reshape(-1).astype(float)
         limit, beside = by_rank[:, 10] * (1 + 1e-9), by_rank[:, 8].copy()  # what fits exactly, fits
+        limit -= np.bincount(self.rank, weights=done * row.stage_bytes * (stages < pp * v - 1), minlength=pp)
         alone = np.zeros(pp)
         for stage, rank, block in ends:
             self.forward0_s[stage] += block.forward_s
@@ -104,8 +105,9 @@ class _Stages:
         self.room = limit - np.where(sure, beside, np.minimum(alone, beside))
         self.bytes, self.freed = static + done * full, done * (full - again)
         none = (0.0,) * (pp - 1)
-        self.send_s = np.array([*(row.sends_s or none), 0.0])[self.rank]
-        self.send_back_s = np.array([0.0, *(row.sends_back_s or none)])[self.rank]
+        self.send_s = np.array([*(row.sends_s or none), row.around_s])[self.rank]
+        self.send_back_s = np.array([row.around_back_s, *(row.sends_back_s or none)])[self.rank]
+        self.once0_s[[0, -1]] += row.tie_s
 
     def each_s(self, chain: Chain) -> tuple[Array, Array, Array]:
         """Seconds that a block adds to a chain on each stage, that its recompute adds, and those without blocks."""
@@ -168,10 +170,10 @@ class Chains:
 
     def known_s(self, row: MixedRow, at_most_s: float = np.inf) -> float:
         """The bound of the weighed chains that are known; 0 where none are, or total work says more than ``at_most_s``."""
-        known = self._weighed.get(_key(row))
+        known = self._weighed.get(key_of(row))
         if not known or work_bound_s(row) >= at_most_s:
             return 0.0
-        return _Stages(row).least_s(_side_by_side(known))
+        return Stages(row).least_s(side_by_side(known))
 
     def bound_s(self, row: MixedRow, at_most_s: float, *, precision: float | None = None) -> float:
         """Seconds below which no cut of a row exists.
@@ -180,14 +182,14 @@ class Chains:
             at_most_s: the program is left where its bound is no less, or where it cannot get there.
             precision: of the bound; None: it ends as soon as some cut into parts of blocks takes less than ``at_most_s``.
         """
-        schedule, pp, v, m = key = _key(row)
+        schedule, pp, v, m = key = key_of(row)
         if 2 * pp * v * m > MOST_ACTIONS or not row.ranks[0].count:
             return 0.0
-        stages = _Stages(row)
+        stages = Stages(row)
         weighed, chains = self._weighed.setdefault(key, []), self._chains.setdefault(key, [])
         if not chains:
-            chains += _busy(pp, v, m)
-        best = stages.least_s(_side_by_side(weighed)) if weighed else 0.0
+            chains += busy(pp, v, m)
+        best = stages.least_s(side_by_side(weighed)) if weighed else 0.0
         with_memory = False
         for _ in range(FEW_ROUNDS if precision is None else ROUNDS):
             if best >= at_most_s:
@@ -213,6 +215,10 @@ class Chains:
             del chains[pp : pp + len(chains) - MOST_CHAINS]
         return best
 
+    def of(self, row: MixedRow) -> list[Chain]:
+        """Those of a row's schedule."""
+        return list(self._chains.get(key_of(row), ()))
+
 
 def adds_s(row: MixedRow, sizes: Sequence[int], again: Sequence[int]) -> list[float]:
     """Seconds that a block more on each stage adds to the longest chain of a cut.
@@ -221,23 +227,25 @@ def adds_s(row: MixedRow, sizes: Sequence[int], again: Sequence[int]) -> list[fl
         sizes: blocks on each stage.
         again: of which so many recompute.
     """
-    stages = _Stages(row)
+    stages = Stages(row)
     blocks = np.array(sizes, dtype=float) - (np.arange(len(sizes)) == 0) - (np.arange(len(sizes)) == len(sizes) - 1)
     _, chain = stages.longest(row.ranks[0].schedule, blocks, np.array(again, dtype=float))
     found: list[float] = stages.each_s(chain)[0].tolist()
     return found
 
 
-def _key(row: MixedRow) -> tuple[str, int, int, int]:
+def key_of(row: MixedRow) -> tuple[str, int, int, int]:
+    """What the chains of a row are chains of: schedule, pipeline ranks, virtual stages and micro-batches."""
     own = row.ranks[0]
     return own.schedule, len(row.ranks), own.virtual_stages, own.num_micro_batches
 
 
-def _side_by_side(chains: Sequence[Chain]) -> Chain:
+def side_by_side(chains: Sequence[Chain]) -> Chain:
+    """Several chains as one, with a dim more in front."""
     return Chain(**{name: np.array([getattr(chain, name) for chain in chains]) for name in _COUNTS})
 
 
-def _busy(pp: int, v: int, m: int) -> list[Chain]:
+def busy(pp: int, v: int, m: int) -> list[Chain]:
     """For each rank the chain of all its actions."""
     stages = np.arange(pp * v)
     zero = np.zeros(pp * v)
@@ -251,10 +259,10 @@ def _busy(pp: int, v: int, m: int) -> list[Chain]:
     ]  # fmt: skip
 
 
-def _program(stages: _Stages, chains: Sequence[Chain], *, with_memory: bool) -> tuple[Array, Array, Chain] | None:
+def _program(stages: Stages, chains: Sequence[Chain], *, with_memory: bool) -> tuple[Array, Array, Chain] | None:
     """Blocks and recomputed ones on each stage in the shortest step under these chains, and the chains weighed."""
     n, pp = len(stages.rank), stages.pp
-    every, some = _side_by_side(chains), len(chains)
+    every, some = side_by_side(chains), len(chains)
     block, again, fixed = stages.each_s(every)
     columns = 2 * n + 1 if with_memory else n + 1
     above = np.zeros((some + (pp + n) * with_memory, columns))
@@ -263,9 +271,9 @@ def _program(stages: _Stages, chains: Sequence[Chain], *, with_memory: bool) -> 
     if with_memory:
         above[:some, n : 2 * n] = again
         own = (stages.rank == np.arange(pp)[:, None]).astype(float)
-        above[some : some + pp, :n] = own * stages.bytes / _GIB
-        above[some : some + pp, n : 2 * n] = -own * stages.freed / _GIB
-        limits[some : some + pp] = stages.room / _GIB
+        above[some : some + pp, :n] = own * stages.bytes / GIB
+        above[some : some + pp, n : 2 * n] = -own * stages.freed / GIB
+        limits[some : some + pp] = stages.room / GIB
         above[some + pp :, :n], above[some + pp :, n : 2 * n] = -np.eye(n), np.eye(n)
     cost, total = np.zeros(columns), np.zeros((1, columns))
     cost[-1], total[0, :n] = 1.0, 1.0
@@ -280,6 +288,6 @@ def _program(stages: _Stages, chains: Sequence[Chain], *, with_memory: bool) -> 
     if not scale:
         return None
     weighed = {name: weights[:some] / scale @ getattr(every, name) for name in _COUNTS[:-1]}
-    byte_s = weights[some : some + pp] / scale / _GIB if with_memory else np.zeros(pp)
+    byte_s = weights[some : some + pp] / scale / GIB if with_memory else np.zeros(pp)
     recomputed = solved.x[n : 2 * n] if with_memory else np.zeros(n)
     return solved.x[:n], recomputed, Chain(**weighed, byte_s=byte_s)

@@ -112,7 +112,7 @@ class RowMaker:
     ) -> tuple[list[BlockPrice], list[float]]:
         prices, alone_s = self._exact_prices(costs, step)
         sums_s = self._sums_s(costs, prices, self.largest(option), step)
-        both_s = tie_s(self.model, shared, step)
+        both_s = self._tie_s(shared, step)
         for k, more_s in enumerate(sums_s):
             more_s += both_s * (k in (0, len(prices) - 1))
             if more_s:
@@ -128,6 +128,10 @@ class RowMaker:
         if any(price.once_s + more_s < 0 for price, more_s in zip(prices, found, strict=True)):
             return least_sums_s(self.model, costs, self.counts, step, others=True)
         return found
+
+    def _tie_s(self, shared: Sequence[ParameterCost], step: Step) -> float:
+        """What the first and the last rank take to sum the gradients of parameters that both have."""
+        return tie_s(self.model, shared, step)
 
     def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
         """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""

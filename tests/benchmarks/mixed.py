@@ -140,7 +140,7 @@ def plan_large(model: str, batch: int, rounds: int, page: Path | None) -> None:
         + f"\nThe best plan with as many layers on each stage, over everything else that may be chosen, takes {over - 1:.0%} longer. "
         f"The search takes\n{median(spent):.1f} CPU seconds without the trace (median of {rounds}) for {record.evaluated:,} of "
         f"{record.candidates:,} candidates. No plan of the space takes\nless than {seconds(record.lower_bound_s)}, a gap of "
-        f"{record.gap:.1%}: the bound lets stages hold parts of blocks.\n"
+        f"{record.gap:.1%}.\n"
     )
     print(text)
     print(picked)

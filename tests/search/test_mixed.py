@@ -28,6 +28,8 @@ from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_bounds, quick_
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
 from autopar.search.mixed_polish import polished
+from autopar.search.mixed_turns import sizes_of
+from autopar.search.mixed_whole import whole_bound_s
 from autopar.search.outcome import Limits
 from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
@@ -161,6 +163,14 @@ def row_of(blocks: list[BlockPrice], limit: float, every_s: float, pp: int, m: i
     )
 
 
+AROUND_S, TIE_S, STAGE_BYTES = 0.4, 0.7, 0.3
+"""Of messages from the last rank to the first; of sums on both; of what a stage keeps to send."""
+
+
+def _ends(stages: int) -> list[int]:
+    return [int(s in (0, stages - 1)) for s in range(stages)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(chains())
 def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
@@ -180,8 +190,8 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
                 own = list(zip(ranks[r][start:stop], again[start:stop], strict=True))
                 forward_s = sum(b.forward_s for b, _ in own) + every[r]
                 backward_s = sum(b.time_s - b.forward_s + mode(b, a)[0] for b, a in own)
-                hop = sends[r] if r < pp - 1 else 0.0
-                back = sends[r - 1] if r else 0.0
+                hop = sends[r] if r < pp - 1 else AROUND_S * (s < pp * v - 1)
+                back = sends[r - 1] if r else AROUND_S * (s > 0)
                 gathers = sum(b.gather_s for b, _ in own)
                 times.append(
                     StageTimes(
@@ -198,13 +208,17 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
                 for b, a in reversed(own):
                     passing[r] = max(passing[r], b.passing_bytes - later)
                     later += mode(b, a)[1]
-                once[r] += sum(b.once_s for b, _ in own)
+                once[r] += sum(b.once_s for b, _ in own) + TIE_S * (s in (0, pp * v - 1))
+                used[r] += held[r, s // pp] * STAGE_BYTES * (s < pp * v - 1)
             if all(u + p <= limit for u, p, limit in zip(used, passing, limits, strict=True)):
                 finish = simulate(schedule, pp, m, times).finish_s
                 best = min(best, max(f + o for f, o in zip(finish, once, strict=True)))
     rows = [row_of(blocks, limits[r], every[r], pp, m, schedule, v) for r, blocks in enumerate(ranks)]
     work_s, slowness = work_and_slowness(ranks, [1] * n)
-    row = MixedRow(ranks=tuple(rows), work_s=work_s, slowness=slowness, sends_s=tuple(sends), sends_back_s=tuple(sends))
+    row = MixedRow(
+        ranks=tuple(rows), work_s=work_s, slowness=slowness, sends_s=tuple(sends), sends_back_s=tuple(sends),
+        around_s=AROUND_S, around_back_s=AROUND_S, tie_s=TIE_S, stage_bytes=STAGE_BYTES,
+    )  # fmt: skip
     for bound in (quick_bounds([row])[0], mixed_bounds([row])[0], mixed_bounds([row], 30.0)[0]):
         assert bound <= best * (1 + 1e-9) or (bound == 30.0 and best > 30.0)
     chains = Chains()
@@ -212,6 +226,14 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
         if best < float("inf"):  # memory is left to the other bounds
             assert chains.bound_s(row, at_most_s, precision=precision) <= best * (1 + 1e-9)
             assert chains.known_s(row) <= best * (1 + 1e-9)
+    if best < float("inf"):
+        known_s = chains.bound_s(row, best, precision=1e-6)
+        for share in (0.98, 1.0, 1.05):  # what some cut takes is never called impossible
+            assert whole_bound_s(row, chains.of(row), known_s, share * best) <= best * (1 + 1e-9)
+        sizes = sizes_of(row)
+        assert sizes is None or (
+            sum(sizes) == n - 2 and all(s + ends >= 1 for s, ends in zip(sizes, _ends(pp * v), strict=True))
+        )
     if v == 1:
         tested = mixed_bounds([row], best, only_test=True)[0] if best < float("inf") else best
         assert tested <= best * (1 + 1e-9)

@@ -1,0 +1,159 @@
+"""The cut of virtual stages where ranks differ: how many blocks of the group each stage has.
+
+:mod:`autopar.search.inter` balances what each rank takes; which of a rank's stages has one block more decides how the pipeline
+fills and drains. Here chains of actions (:mod:`autopar.search.mixed_chains`) say which: of those known so far the longest is how
+long a cut takes at least, which is worked out for all cuts one move away at once. A cut with a shorter one is looked for, simulated,
+and its longest chain added, until no move of one block from a stage to another, nor of two, makes any chain the shorter one.
+
+What is found depends on the row alone, never on what was looked at before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.bound_rows import Array
+from autopar.search.mixed_bounds import MixedRow
+from autopar.search.mixed_chains import MOST_ACTIONS, Chain, Stages, busy, key_of, side_by_side
+
+SIMULATIONS = 40
+"""Of cuts of one row, at most."""
+
+STALLED = 12
+"""Of them one after the other that are no better, after which it ends."""
+
+LEAST_GAIN = 1e-6
+"""Of a step, below which a move is none."""
+
+PAIRS = 4_000
+"""Moves of two blocks that are weighed at once, at most."""
+
+
+def sizes_of(row: MixedRow) -> tuple[int, ...] | None:
+    """Blocks of the group on each stage, of the quickest cut that is found; None where none fits or the schedule is too long."""
+    schedule, pp, v, m = key_of(row)
+    if 2 * pp * v * m > MOST_ACTIONS or row.ranks[0].others:
+        return None
+    cut = _Cut(row)
+    sizes = cut.first()
+    if sizes is None:
+        return None
+    best, best_s, stalled = sizes, float("inf"), 0
+    for _ in range(SIMULATIONS):
+        again = cut.again(sizes[None])[0]
+        time_s, chain = cut.stages.longest(schedule, sizes.astype(float), again)
+        if time_s < best_s * (1 - LEAST_GAIN):
+            best, best_s, stalled = sizes, time_s, 0
+        stalled += 1
+        if stalled > STALLED:
+            break
+        cut.add(chain)
+        found = cut.moved(best, best_s)
+        if found is None:
+            break
+        sizes = found
+    return tuple(best.tolist())
+
+
+class _Cut:
+    """Cuts of one row, and the chains that are known."""
+
+    def __init__(self, row: MixedRow) -> None:
+        self.stages = Stages(row)
+        _, self.pp, self.v, m = key_of(row)
+        self.least = np.ceil(self.stages.least).astype(np.int64)
+        made = self.stages.each_s(side_by_side(busy(self.pp, self.v, m)))
+        self.block, self.more, self.fixed = made
+        size = len(self.stages.rank)
+        pairs = np.array([(a, b) for a in range(size) for b in range(size) if a != b])
+        self.moves = np.zeros((len(pairs), size), dtype=np.int64)
+        self.moves[np.arange(len(pairs)), pairs[:, 0]] = -1
+        self.moves[np.arange(len(pairs)), pairs[:, 1]] = 1
+
+    def add(self, chain: Chain) -> None:
+        """One more that is known."""
+        block, more, fixed = self.stages.each_s(side_by_side([chain]))
+        self.block, self.more = np.concatenate([self.block, block]), np.concatenate([self.more, more])
+        self.fixed = np.concatenate([self.fixed, fixed])
+
+    def first(self) -> NDArray[np.int64] | None:
+        """Each block on the rank that is done first, on the one of its stages that has the fewest."""
+        sizes = self.least.copy()
+        left = self.stages.count - int(sizes.sum())
+        if left < 0:
+            return None
+        one = np.eye(len(sizes), dtype=np.int64)
+        for _ in range(left):
+            every = sizes + one
+            times = self.times(every)[:, : self.pp]
+            own = times[np.arange(len(sizes)), self.stages.rank]
+            fits = np.isfinite(self.value_s(every))
+            if not fits.any():
+                return None
+            place = np.lexsort((sizes, np.where(fits, own, np.inf)))[0]
+            sizes[place] += 1
+        return sizes
+
+    def again(self, sizes: NDArray[np.int64]) -> Array:
+        """Blocks that recompute on each stage of cuts [cuts, stages]: on a rank's first stages, which hold the most; nan: too few."""
+        stages, pp = self.stages, self.pp
+        held = (sizes * stages.bytes).reshape(len(sizes), self.v, pp).sum(axis=1) - stages.room
+        found = np.zeros(sizes.shape)
+        for turn in range(self.v):
+            own = slice(turn * pp, (turn + 1) * pp)
+            freed = np.maximum(stages.freed[own], 1e-30)
+            found[:, own] = np.minimum(np.ceil(np.maximum(held, 0.0) / freed - 1e-9), sizes[:, own])
+            held = held - found[:, own] * stages.freed[own]
+        found[(held > 1e-6 * np.abs(stages.room)).any(axis=1)] = np.nan
+        return found
+
+    def times(self, sizes: NDArray[np.int64]) -> Array:
+        """Seconds of every known chain [cuts, chains]; infinite where a cut does not fit."""
+        found = sizes @ self.block.T + self.again(sizes) @ self.more.T + self.fixed
+        times: Array = np.where(np.isfinite(found), found, np.inf)
+        return times
+
+    def value_s(self, sizes: NDArray[np.int64]) -> Array:
+        """Seconds that cuts take at least; infinite where they do not fit."""
+        found: Array = self.times(sizes).max(axis=1)
+        return found
+
+    def moved(self, sizes: NDArray[np.int64], time_s: float) -> NDArray[np.int64] | None:
+        """A cut that may take less than ``time_s`` by the chains that are known; None where no such cut is found."""
+        goal_s = time_s * (1 - LEAST_GAIN)
+        single = sizes + self.moves
+        single = single[(single >= self.least).all(axis=1)]
+        if not len(single):
+            return None
+        every = self.times(single)
+        values = every.max(axis=1)
+        if values.min() < goal_s:
+            return self._down(single[self._least(every)])
+        order = np.argsort(values, kind="stable")[: int(PAIRS / max(len(self.moves), 1))]
+        pairs = (single[order][:, None] + self.moves).reshape(-1, len(sizes))
+        pairs = pairs[(pairs >= self.least).all(axis=1)]
+        every = self.times(pairs)
+        if every.max(axis=1).min(initial=np.inf) < goal_s:
+            return self._down(pairs[self._least(every)])
+        return None
+
+    def _down(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Moves of one block as long as they make the longest of the known chains shorter."""
+        value = float(self.value_s(sizes[None])[0])
+        while True:
+            single = sizes + self.moves
+            single = single[(single >= self.least).all(axis=1)]
+            every = self.times(single)
+            place = self._least(every)
+            found = float(every[place].max())
+            if not found < value * (1 - LEAST_GAIN):
+                return sizes
+            sizes, value = single[place], found
+
+    @staticmethod
+    def _least(every: Array) -> int:
+        """The cut of the shortest longest chain, of several the one whose chains take the least together."""
+        longest = every.max(axis=1)
+        near = np.flatnonzero(longest <= longest.min() * (1 + LEAST_GAIN))
+        return int(near[every[near].mean(axis=1).argmin()])
