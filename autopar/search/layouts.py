@@ -170,7 +170,9 @@ class Layouts:
                     owned = p.spec.numel * len(members) / self._owners[p.name]
                     numel += owned / split.tp if rests[p.name].is_split else owned
         sent = self._sent(graph, solution, split.tp)
-        blocks_s = tuple(map(sum, zip(solution.blocks_s, self._sums_s(split, kind), strict=True)))
+        blocks_s = solution.blocks_s
+        if not self.by_rule:  # whose times are of whole layouts and have all sums
+            blocks_s = tuple(map(sum, zip(blocks_s, self._sums_s(split, kind), strict=True)))
         return Draft(
             split=split, kind=kind, solution=solution, numel=numel, blocks_s=blocks_s,
             time_s=sum(len(own) * own_s for own, own_s in zip(self.compact.members, blocks_s, strict=True)),

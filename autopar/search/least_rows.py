@@ -43,6 +43,17 @@ class _Added:
         exposed_s = moved_s + i * work_s if self.is_beside else 0.0
         return self.always_s + max(work_s + i * moved_s, exposed_s)
 
+    def again_s(self, work_s: float, again_s: float) -> float:
+        """What recompute of ``again_s`` adds to such a block: part of it may run beside collectives that outlast the work.
+
+        The longer the work, the less of it does: no less is added to any longer work.
+        """
+        return self.least_s(work_s + again_s) - self.least_s(work_s)
+
+    def again_share(self, work_s: float) -> float:
+        """The least part of recompute that is added to such a block."""
+        return 1.0 if not self.is_beside or work_s >= self.moved_s else self.interference
+
     @property
     def floor_s(self) -> float:
         """The least that is added to any work."""
@@ -115,8 +126,7 @@ class LeastRows:
             ideal = self.rows.ideal_prices(candidate.mesh, whole, step)
             prices: list[BlockPrice] = []
             for price, cost, own in zip(ideal, parted, added, strict=True):
-                time_s, once_s = own.least_s(price.time_s), self.model.block_once_s(cost, step)
-                prices.append(replace(price, time_s=time_s, once_s=once_s))
+                prices.append(replace(_beside(price, own), once_s=self.model.block_once_s(cost, step)))
             row = self.rows.row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
             self._ideal[key] = whole, prices, row
         return self._ideal[key][1:]
@@ -293,12 +303,26 @@ class LeastRows:
         return self._places[id(whole)][1]
 
 
+def _beside(price: BlockPrice, added: _Added) -> BlockPrice:
+    """The price of work as one of a block."""
+    work_s, share = price.time_s, added.again_share(price.time_s)
+    return replace(
+        price,
+        time_s=added.least_s(work_s),
+        again_s=added.again_s(work_s, price.again_s),
+        least_again_s=added.again_s(work_s, price.least_again_s),
+        full_s=added.again_s(work_s, price.full_s),
+        more_byte_s=share * price.more_byte_s,
+        more_free_s=share * price.more_free_s,
+    )
+
+
 def _needing(price: BlockPrice, needs: Needs, added: _Added, work_s: float) -> dict[str, float]:
     """What of a price a block's needs are above; ``work_s``: of it without recompute.
 
     The longer the work, the more of what is recomputed shows beside collectives: least so at the least work.
     """
-    again_s = added.least_s(work_s + needs.again_s) - added.least_s(work_s)
+    again_s = added.again_s(work_s, needs.again_s)
     held = max(price.held_bytes, needs.saved_bytes)
     return {
         "again_s": max(price.again_s, again_s),
