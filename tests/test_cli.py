@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import app as cli_app
+from autopar.cli import planning
 from autopar.mesh import Mesh
 from autopar.plan_io import dumps, plan_to_dict, save_plan
 from tests.cli_runner import Run, run_fixture
@@ -50,6 +51,15 @@ def test_help_is_quick_and_loads_no_torch(checkout: Path) -> None:
     ]
     commands += ["study", "doctor"]
     assert all(f"  {command} " in done.stdout for command in commands)
+
+
+def test_an_interrupt_without_a_result_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "parse_cluster", interrupted)
+    done = run("search", "gpt:layers=2,hidden=32,heads=2,vocab=64", "--cluster", "cpu:1x2", "--global-batch", 8)
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "interrupted before there was a result")
 
 
 def test_version(run: Run) -> None:

@@ -14,6 +14,9 @@ import typer
 from autopar.cli import benchmark, doctor, models, planning, plans, profile, search, study, validate
 from autopar.errors import AutoparError
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended (128 and the number of the signal, as in every shell)."""
+
 app = typer.Typer(
     name="autopar",
     help="Find, read, check and run the parallelization plan of a PyTorch model.",
@@ -56,7 +59,7 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 2 usage, 3 no feasible plan, 1 other.
+    """Run the command and exit: 0 done, 2 usage, 3 no feasible plan, 130 interrupted without a result, 1 other.
 
     Raises:
         SystemExit: always.
@@ -71,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app(given, prog_name="autopar")
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            sys.stderr.write("interrupted before there was a result\n")
+        raise
     except AutoparError as error:
         if debug:
             traceback.print_exc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.errors import UsageError
 from autopar.search.evaluate import Evaluation, Misfit
 
 Progress = Callable[[str, int, int], None]
@@ -17,11 +18,23 @@ class Limits:
 
     ``trials``: of all searches that share a ledger together, those that were made before among them.
     ``max_step_time_s``: slower plans do not count, and what cannot be faster by its bound is not looked at.
+
+    Raises:
+        UsageError: less than one trial, or negative seconds.
     """
 
     trials: int | None = None
     timeout_s: float | None = None
     max_step_time_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Nothing is searched by such limits."""
+        if self.trials is not None and self.trials < 1:
+            raise UsageError("a search has at least one trial", value=self.trials, place="trials",
+                             remedy="leave it out for no limit")  # fmt: skip
+        for name in ("timeout_s", "max_step_time_s"):
+            if (seconds := getattr(self, name)) is not None and seconds < 0:
+                raise UsageError("a limit of time is not negative", value=seconds, place=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -68,8 +68,10 @@ class Planner:
         pins = Pins.parse(dict.fromkeys((*task.graph.pins, *task.pins.texts)))
         task = replace(task, pins=pins, opaque=tuple(dict.fromkeys((*task.opaque, *pins.opaque))))
         self.task, self.start = task, time.monotonic()
-        if task.global_batch_size < 1:
-            raise UsageError("the global batch has at least one sample", value=task.global_batch_size)
+        if not isinstance(task.global_batch_size, int) or task.global_batch_size < 1:
+            raise UsageError(
+                "the global batch is a whole number of samples, at least one", value=task.global_batch_size
+            )
         if task.graph.exact and task.global_batch_size != task.graph.batch_size:
             raise UsageError(
                 "a graph in which samples are counted or meet is for one global batch size",

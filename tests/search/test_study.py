@@ -208,6 +208,8 @@ def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path
         ({"storage": "postgresql://me:secret@localhost:1/x"}, "psycopg" if find_spec("psycopg") is None else "me:***@"),
         ({"study_name": "mine"}, "say which with --storage"),
         ({"workers": 0}, "at least one worker"),
+        ({"trials": 0}, "at least one trial"),
+        ({"timeout_s": -1.0}, "a limit of time is not negative"),
         ({"storage": "sqlite://", "workers": 2}, "leave it out for a temporary file"),
     ],
 )
