@@ -53,7 +53,7 @@ def layout(plan: Plan) -> str:
 
 def run(name: str) -> dict[str, Any]:
     start = time.process_time()
-    result = run_study(load_study(name))
+    result = run_study(load_study(name), workers=1)
     return {
         "ours_s": result.ours.predicted.step_time_s,
         "ours": layout(result.ours),
