@@ -30,7 +30,7 @@ from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact, compact
 from autopar.search.every import every_typing
 from autopar.search.intra import Narrow
-from autopar.search.options import Draft, Load, Option, Split, split_of
+from autopar.search.options import Draft, Load, Made, Option, Split, split_of
 from autopar.search.padding import padded, used_padding
 from autopar.search.pins import Pins
 from autopar.search.problem import rests_of
@@ -219,23 +219,28 @@ class Layouts:
         """What another process has made."""
         self._wholes = {**wholes, **self._wholes}
 
-    def made(self, split: Split) -> list[tuple[tuple[int, int], tuple[Draft, ...], list[Option]]]:
-        """The layouts of a split that were solved and priced, by the order of their loads, for another process; as :attr:`wholes`."""
+    def made(self, split: Split) -> Made:
+        """What is known of the layouts of a split, for another process; nothing where groups differ, as :attr:`wholes`."""
         if self.model.is_mixed:
-            return []
+            return Made()
         known = [(order, drafts) for (own, order), drafts in self._drafts.items() if own == split]
-        return [
-            (o, ds, [self._of_drafts[id(d)][1] for d in ds])
-            for o, ds in known
-            if all(id(d) in self._of_drafts for d in ds)
-        ]
+        return Made(
+            drafts=tuple((o, ds, tuple(self._of_drafts.get(id(d), (d, None))[1] for d in ds)) for o, ds in known),
+            quickest_s=self._quickest.get(split),
+            least_s=self._least_each.get(split),
+        )
 
-    def know_made(self, split: Split, made: Iterable[tuple[tuple[int, int], tuple[Draft, ...], list[Option]]]) -> None:
-        """What another process has solved and priced."""
-        for order, drafts, options in made:
+    def know_made(self, split: Split, made: Made) -> None:
+        """What another process has worked out."""
+        for order, drafts, options in made.drafts:
             if (split, order) not in self._drafts:
                 self._drafts[split, order] = drafts
-                self._of_drafts |= {id(d): (d, option) for d, option in zip(drafts, options, strict=True)}
+                pairs = zip(drafts, options, strict=True)
+                self._of_drafts |= {id(d): (d, option) for d, option in pairs if option is not None}
+        if made.quickest_s is not None:
+            self._quickest.setdefault(split, made.quickest_s)
+        if made.least_s is not None:
+            self._least_each.setdefault(split, made.least_s)
 
     def _solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""

@@ -81,6 +81,20 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What one process of a search knows of the layouts of a split.
+
+    Attributes:
+        drafts: by the order of their loads, each with its layout where it is priced.
+        quickest_s, least_s: see :class:`autopar.search.layouts.Layouts`; None: nobody asked.
+    """
+
+    drafts: tuple[tuple[tuple[int, int], tuple[Draft, ...], tuple[Option | None, ...]], ...] = ()
+    quickest_s: float | None = None
+    least_s: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What the price of a layout depends on besides its split.
 
