@@ -231,7 +231,8 @@ def test_what_cannot_be_names_the_conflict(
         ({"space": "defualt"}, "did you mean 'default'"),
         ({"precision": "fp31"}, "fp32"),
         ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
-        ({"global_batch_size": 0}, "at least one sample"),
+        ({"global_batch_size": 0}, "whole number of samples"),
+        ({"global_batch_size": 4.5}, "whole number of samples"),
     ],
 )
 def test_malformed_wishes_are_refused(graph: Graph, options: dict[str, object], said: str) -> None:
