@@ -1,4 +1,4 @@
-"""Several processes for one search: copies of the one that began it, made when the first bounds of all candidates are known.
+"""Several processes for one search: copies of the one that began it, made when its candidates are known.
 
 All run the same code. Layouts are what costs time, and candidates that share theirs are a part of the work: a process takes
 the next part that nobody has, in the one order of bounds (``docs/adr/0017-processes.md``). The least time found is in
@@ -8,7 +8,6 @@ others to die, it searches again by itself.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import multiprocessing
@@ -33,8 +32,7 @@ MOST = 4
 """Processes that a search takes by itself: its parts are few, and each process holds what it has worked out."""
 
 MANY = 200
-"""Candidates that may have a plan, from which on other processes are worth what it takes to make them."""
-
+"""Candidates from which on other processes are worth what it takes to make them."""
 
 MAX_REASONS = 10
 """Neighbours that a plan is compared with in the end: each comparison is a part of the work, by its number."""
@@ -61,7 +59,7 @@ class Crew:
 
     Args:
         size: processes, this one included.
-        many: candidates that may have a plan, from which on there are others.
+        many: candidates from which on there are others.
 
     Attributes:
         rank: of this process; the one that began the search has 0.
@@ -186,6 +184,8 @@ class Crew:
         if number is None:
             return self.rank == 0
         if not self._owners[number]:
+            import fcntl  # not on systems where processes cannot be copied
+
             fcntl.lockf(self._lock, fcntl.LOCK_EX)  # let go by the system where a process dies
             try:
                 if not self._owners[number]:

@@ -108,6 +108,8 @@ class OuterSearch:
         try:
             self.work()
         except KeyboardInterrupt:
+            if not self._parts:  # while first bounds are exchanged: there is no plan, and no meeting that all come to
+                raise
             self.finished, interrupted = False, True
             self.crew.stop()
         self._meet()

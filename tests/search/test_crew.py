@@ -119,6 +119,22 @@ def test_an_interrupt_gives_the_best_so_far_and_leaves_no_process(monkeypatch: p
     assert no_process_is_left()
 
 
+def test_an_interrupt_before_there_are_bounds_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes stand at another meeting than the last one."""
+    first, gather, calls = os.getpid(), Crew.gather, []
+
+    def interrupted(self: Crew, value: Any) -> list[Any]:
+        calls.append(value)
+        if os.getpid() == first and len(calls) == 1:
+            raise KeyboardInterrupt
+        return gather(self, value)
+
+    monkeypatch.setattr(Crew, "gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        by(2, monkeypatch)
+    assert no_process_is_left()
+
+
 def test_one_process_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
 
