@@ -376,20 +376,7 @@ class _Sharding:
         return self._part(spec, kind, place)
 
     def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
-        if not kind.is_split:
-            return spec
-        if kind.dim >= len(spec.shape):
-            raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
-        size = self.typing.size
-        part, rest = divmod(spec.shape[kind.dim] * size.denominator, size.numerator)
-        if rest:
-            raise RuleError(
-                f"a split dim divides by the axis ({self.axis}={self.typing.size})",
-                value=f"{kind} of shape {spec.shape}",
-                place=place,
-            )
-        shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
-        return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)
+        return part_of(spec, kind, self.typing, place)
 
     def _name(self, wanted: str) -> str:
         name, count = wanted, 1
@@ -414,3 +401,24 @@ def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
 
     new: Op = rules.localize(op, strategy, local)
     return new
+
+
+def part_of(spec: TensorSpec, kind: Type, typing: Typing, place: str) -> TensorSpec:
+    """What one rank of the typing's axis has of a tensor of a type.
+
+    Raises:
+        RuleError: the dim does not exist or does not divide.
+    """
+    if not kind.is_split:
+        return spec
+    if kind.dim >= len(spec.shape):
+        raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
+    part, rest = divmod(spec.shape[kind.dim] * typing.size.denominator, typing.size.numerator)
+    if rest:
+        raise RuleError(
+            f"a split dim divides by the axis ({typing.axis}={typing.size})",
+            value=f"{kind} of shape {spec.shape}",
+            place=place,
+        )
+    shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
+    return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from autopar.errors import RuleError
 from autopar.graph.ir import Block, Graph, Input, Op, Ref, TensorSpec, digest
 from autopar.layout import Type
-from autopar.rules.apply import BATCH
+from autopar.rules.apply import BATCH, part_of
 from autopar.rules.localize import LOCALIZERS, localize
 from autopar.rules.types import Local, Typing
 
@@ -111,17 +110,7 @@ class _Resizing:
         key = (spec, kind.dim)
         found = self._parts.get(key)
         if found is None:
-            size = self.typing.size
-            part, rest = divmod(spec.shape[kind.dim] * size.denominator, size.numerator)
-            if rest:
-                raise RuleError(
-                    f"a split dim divides by the axis ({self.typing.axis}={size})",
-                    value=f"{kind} of shape {spec.shape}",
-                    place=place,
-                )
-            shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
-            found = TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)
-            self._parts[key] = found
+            found = self._parts[key] = part_of(spec, kind, self.typing, place)
         return found
 
     def _block(self, block: Block, micro_batch_size: int) -> Block:
