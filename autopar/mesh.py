@@ -48,11 +48,11 @@ class Mesh:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        return tuple(getattr(self, axis) for axis in MESH_AXES)
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
     def world_size(self) -> int:
-        return prod(self.degrees)
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def data(self) -> int:

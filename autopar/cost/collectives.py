@@ -76,7 +76,10 @@ class CollectiveModel:
         """Time of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
         key = (mesh, ("send", str(here)))
         if key not in self._groups:
-            self._groups[key] = hop_shape(mesh, self.cluster, here)
+            place = ("send", mesh.pp, mesh.world_size, here)
+            if place not in self._placed:
+                self._placed[place] = hop_shape(mesh, self.cluster, here)
+            self._groups[key] = self._placed[place]
         return max(self.shape_time_s("send", num_bytes, shape) for shape in self._groups[key])
 
     def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:

@@ -21,7 +21,8 @@ from autopar.search.cuts import Cuts
 from autopar.search.layouts import Layouts
 from autopar.search.least_rows import LeastRows
 from autopar.search.mixed import Placed
-from autopar.search.mixed_bounds import MixedRow, mixed_bounds, quick_bounds
+from autopar.search.mixed_bounds import mixed_bounds
+from autopar.search.mixed_rows import MixedRow, quick_bounds
 from autopar.search.mixed_whole import whole_bound_s
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of

@@ -28,9 +28,9 @@ from autopar.search.classes import Compact
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.lines import NOTHING, least_of
-from autopar.search.mixed_bounds import MixedRow, PlaceRow, work_and_slowness
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
+from autopar.search.mixed_rows import MixedRow, PlaceRow, work_and_slowness
 from autopar.search.mixed_turns import sizes_of
 from autopar.search.once import at_both_ends, least_sums_s, tie_s
 from autopar.search.options import Draft, Option
@@ -396,7 +396,7 @@ class Placed:
         found = []
         for name in ("send_bytes", "send_gradient_bytes"):
             size = min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
-            key = (size, candidate.order, mesh)
+            key = (size, candidate.order, mesh.pp, mesh.world_size)
             if key not in self._sent:
                 self._sent[key] = tuple(collectives.hop_time_s(size, mesh, rank) for rank in range(mesh.pp))
             found.append(self._sent[key])

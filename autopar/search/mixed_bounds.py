@@ -22,27 +22,20 @@ from some one on: what is least alone is no more than what it is in any plan.
 With virtual stages a rank's blocks are anywhere. Each rank takes as many as it can under the same laws, with the least that
 can stand before and after its stages: one block on each.
 
-Without memory, total work over total speed. Let w_r be the work that rank r takes, in seconds of a micro-batch on the
-devices that are fastest for each block; its own devices take at least s_r w_r. Then, for every rank r and a step of T,
-
-    sum over q before r of s_q w_q  +  m s_r w_r  <=  T,        sum of w_r = W.
-
-Weights y_r >= 0 with m s_r y_r + s_r * (sum of y after r) >= 1 add these up to T * (sum of y) >= W: a bound for any such y,
-and the best one where all inequalities can be equalities. Without the first term, as with virtual stages, y_r = 1 / (m s_r);
-there the inequalities of the stages, each as if its rank had no other, give a second bound, the larger one of few micro-batches.
+A first bound, which needs neither memory nor cuts, is that of :mod:`autopar.search.mixed_rows`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.bound_rows import Array, BlockPrice, passing_bytes
+from autopar.search.mixed_rows import MixedRow, PlaceRow, work_bound_s
 
 STEPS = 14
 """Bisections at most."""
@@ -57,121 +50,6 @@ _TINY = 1e-30
 _PARTS = tuple(field.name for field in fields(BlockPrice))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceRow:
-    """One candidate in one layout on one kind of devices.
-
-    Attributes:
-        first, last, group: prices of the first block, the last one, and of each of the group of equal ones.
-        count: blocks of that group, the first and last of all not counted.
-        least: blocks of it that each stage has for sure.
-        alone: there is one block, which is both first and last.
-        others: blocks that are neither in the group nor first or last.
-        before_s, before_forward_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the
-            first on, and of their forwards.
-        every_s: of each stage and micro-batch beside its blocks.
-        limit_bytes: for tensors.
-        schedule, virtual_stages, num_micro_batches: of the pipeline.
-        waits: whether a rank's stages follow each other (every schedule but the interleaved ones).
-        in_flight, most_done: micro-batches whose forward a stage of each pipeline rank has done when the rank's first
-            backward begins, at least and at most.
-    """
-
-    first: BlockPrice
-    last: BlockPrice
-    group: BlockPrice
-    count: int
-    least: int
-    alone: bool
-    others: int
-    before_s: tuple[float, ...]
-    before_forward_s: tuple[float, ...]
-    every_s: float
-    limit_bytes: float
-    schedule: str
-    virtual_stages: int
-    num_micro_batches: int
-    waits: bool
-    in_flight: tuple[int, ...]
-    most_done: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedRow:
-    """One candidate in one layout.
-
-    Attributes:
-        ranks: for each pipeline rank the row of a pipeline of its devices alone; equal but for seconds and limits.
-        work_s: of one micro-batch through all blocks, each on the devices that are fastest for it.
-        slowness: of each pipeline rank: no block takes less than this times its part of ``work_s``.
-        sends_s, sends_back_s: for each pipeline rank but the last, its message to the next one and the one back.
-        around_s, around_back_s: of virtual stages, the last rank's message to the first one, and the one back.
-        stage_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
-        tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
-    """
-
-    ranks: tuple[PlaceRow, ...]
-    work_s: float
-    slowness: tuple[float, ...]
-    sends_s: tuple[float, ...] = ()
-    sends_back_s: tuple[float, ...] = ()
-    around_s: float = 0.0
-    around_back_s: float = 0.0
-    stage_bytes: float = 0.0
-    tie_s: float = 0.0
-
-    @property
-    def before_s(self) -> list[float]:
-        """What stands before each rank beside blocks: messages, and what every stage repeats."""
-        none = (0.0,) * (len(self.ranks) - 1)
-        sends = zip(self.sends_s or none, self.sends_back_s or none, strict=True)
-        every = (own.every_s + sum(both) for own, both in zip(self.ranks, sends, strict=False))
-        return list(accumulate(every, initial=0.0))
-
-
-def work_and_slowness(prices: Sequence[Sequence[BlockPrice]], counts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-    """Of a row, from the prices of the blocks on each rank, which stand for ``counts`` ones."""
-    times = np.array([[price.time_s for price in own] for own in prices])
-    least = times.min(axis=0)
-    some = least > 0
-    slowness = (times[:, some] / least[some]).min(axis=1) if some.any() else np.ones(len(times))
-    return float(least @ np.array(counts)), tuple(map(float, slowness))
-
-
-def quick_bounds(rows: Sequence[MixedRow]) -> Array:
-    """For each row a bound that is found at once; infinite where all ranks together have too little memory."""
-    return np.array([work_bound_s(row) if _holds(row) else np.inf for row in rows])
-
-
-def _holds(row: MixedRow) -> bool:
-    """Whether the ranks can hold the blocks of the group, recomputed wherever they may be."""
-    left = row.ranks[0].count
-    for own, held in zip(row.ranks, row.ranks[0].in_flight, strict=True):
-        each = own.group.static_bytes + held * min(own.group.held_bytes, own.group.held_again_bytes)
-        room = own.limit_bytes * (1 + 1e-9)
-        left -= left if room >= left * each else math.floor(room / each)
-    return left <= 0
-
-
-def work_bound_s(row: MixedRow) -> float:
-    """Total work over total speed, with what each stage does beside its blocks; and as if each stage had a rank of its own."""
-    own = row.ranks[0]
-    found = _flow_s(row, own.waits, own.virtual_stages, 1)
-    return found if own.waits else max(found, _flow_s(row, True, 1, own.virtual_stages))
-
-
-def _flow_s(row: MixedRow, waits: bool, each: int, times: int) -> float:
-    """The bound by weights for ranks of ``each`` stages, ``times`` as many as there are."""
-    m, after, weighted_s = row.ranks[0].num_micro_batches, 0.0, 0.0
-    for own, slowness, before_s in zip(
-        row.ranks[::-1] * times, row.slowness[::-1] * times, row.before_s[::-1] * times, strict=True
-    ):
-        weight = max(1 / slowness - waits * after, 0.0) / m
-        weighted_s += weight * (before_s + m * each * own.every_s)
-        after += weight
-    return (row.work_s + weighted_s) / after
-
-
 def mixed_bounds(rows: Sequence[MixedRow], at_most_s: float = np.inf, *, only_test: bool = False) -> Array:
     """For each row the step time below which no plan exists; see :func:`autopar.search.bounds.bounds`.
 
@@ -179,58 +57,57 @@ def mixed_bounds(rows: Sequence[MixedRow], at_most_s: float = np.inf, *, only_te
         at_most_s: what is not possible in this time is not looked at more closely: it is then the bound.
         only_test: nor is what is possible, whose bound is then a quick one; with a finite ``at_most_s`` alone.
     """
-    found = np.zeros(len(rows))
-    alike: dict[tuple[int, int, bool], list[int]] = {}
-    for i, row in enumerate(rows):
-        own = row.ranks[0]
-        alike.setdefault((len(row.ranks), own.count, own.waits), []).append(i)
-    for (_, count, waits), places in alike.items():
-        size = max(CHUNK // (count + 1), 1)
-        for start in range(0, len(places), size):
-            some = places[start : start + size]
-            asked = [rows[i] for i in some]
-            low = np.array([work_bound_s(row) for row in asked])
-            columns = _Columns(asked)
-            possible = columns.in_a_row if waits else columns.in_turns
-            if only_test and np.isfinite(at_most_s):
-                most = np.maximum(low, at_most_s)
-                found[some] = np.where((low < at_most_s) & possible(most), low, most)
-            else:
-                found[some] = least_possible(low, possible, at_most_s)
+    found = np.array([work_bound_s(row) for row in rows])
+    open_: list[int] = []
+    for places, possible in _possible([i for i, low in enumerate(found) if low < at_most_s], rows):
+        some = possible(np.full(len(places), at_most_s))
+        found[places[~some]] = at_most_s
+        open_ += places[some].tolist()
+    if not (only_test and math.isfinite(at_most_s)):
+        for places, possible in _possible(open_, rows):
+            found[places] = least_possible(found[places], possible, at_most_s)
     return found
 
 
-def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], at_most_s: float = np.inf) -> Array:
-    """For each row the least time that is possible, by bisection; infinite where none is.
+def _possible(
+    places: Sequence[int], rows: Sequence[MixedRow]
+) -> Iterator[tuple[NDArray[np.int64], Callable[[Array], NDArray[np.bool_]]]]:
+    """These rows in groups that are looked at side by side: where they stand, and whether times are possible for them."""
+    alike: dict[tuple[int, int, bool], list[int]] = {}
+    for i in places:
+        own = rows[i].ranks[0]
+        alike.setdefault((len(rows[i].ranks), own.count, own.waits), []).append(i)
+    for (_, count, waits), every in alike.items():
+        size = max(CHUNK // (count + 1), 1)
+        for start in range(0, len(every), size):
+            some = every[start : start + size]
+            columns = _Columns([rows[i] for i in some])
+            yield np.array(some), columns.in_a_row if waits else columns.in_turns
+
+
+def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], most_s: float = np.inf) -> Array:
+    """For each row the least time that is possible, by bisection: the lower end of the last interval, whatever the others are.
 
     Args:
         low: what is a bound already.
         possible: for each row whether a time is.
-        at_most_s: what is not possible in this time is not looked at more closely: it is then the bound.
+        most_s: what is possible for sure, where it is finite.
     """
-    if np.isfinite(at_most_s):
-        most = np.maximum(low, at_most_s)
-        open_ = (low < at_most_s) & possible(most)
-        found = np.where(open_, low, most)
-    else:
-        found = np.where(possible(np.full(len(low), np.inf)), low, np.inf)
-        open_ = np.isfinite(found)
-    if not open_.any():
-        return found
-    open_ &= ~possible(low)
-    high = np.minimum(low * 2, np.where(open_, at_most_s, np.inf))
+    open_ = ~possible(low)
+    high = np.minimum(low * 2, most_s)
     for _ in range(40):  # to where it is possible
-        short = open_ & ~possible(high)
+        short = open_ & (high < most_s) & ~possible(high)
         if not short.any():
             break
-        low, high = np.where(short, high, low), np.where(short, high * 2, high)
+        low, high = np.where(short, high, low), np.where(short, np.minimum(high * 2, most_s), high)
     for _ in range(STEPS):
-        if not (open_ & (high - low > PRECISION * low)).any():
+        wide = open_ & (high - low > PRECISION * low)
+        if not wide.any():
             break
         middle = (low + high) / 2
         is_possible = possible(middle)
-        low, high = np.where(is_possible, low, middle), np.where(is_possible, middle, high)
-    return np.where(open_, low, found)
+        low, high = np.where(wide & ~is_possible, middle, low), np.where(wide & is_possible, middle, high)
+    return low
 
 
 class _Columns:
@@ -351,21 +228,22 @@ class _Columns:
         ends[1, :, self.count] = -1 / _TINY
         for rank in reversed(range(self.num_ranks)):
             width = widths[rank]
-            own_s, first_s, last_s, once_s, through_s, stage_s = (
-                values[rank, :, None, :width]
-                for values in (self.own_s, self.first_s, self.last_s, self.once_s, self.through_s, later_s)
-            )
-            later, least = _windows(ends, self.count + 1, width)
+            own_s, first_s, last_s, once_s, through_s, stage_s, denied = (
+                values[rank, :, :width].T[..., None]
+                for values in (
+                    self.own_s, self.first_s, self.last_s, self.once_s, self.through_s, later_s, ~fits)
+            )  # fmt: skip
+            later, least = _windows(ends, self.count + 1, width).swapaxes(0, 1)
             through = later + stage_s
             some = least + through_s
             np.maximum(some, own_s, out=some)
             np.maximum(some, later + first_s, out=some)
-            np.maximum(some, self.trips[rank][:, None, None] * through + last_s, out=some)
+            np.maximum(some, self.trips[rank][:, None] * through + last_s, out=some)
             with np.errstate(invalid="ignore"):  # no time is too long, wherever the blocks begin
-                room_s = (time_s[:, None] - prefix[rank])[..., None]
-            some[(some + once_s > room_s) | ~fits[rank, :, None, :width]] = np.inf
-            through.min(axis=2, out=ends[0, :, : self.count + 1])
-            some.min(axis=2, out=ends[1, :, : self.count + 1])
+                room_s = time_s[:, None] - prefix[rank]
+            some[(some + once_s > room_s) | denied] = np.inf
+            through.min(axis=0, out=ends[0, :, : self.count + 1])
+            some.min(axis=0, out=ends[1, :, : self.count + 1])
         found: NDArray[np.bool_] = np.isfinite(ends[1, :, 0])
         return found
 
@@ -378,7 +256,8 @@ class _Columns:
         for rank in range(self.num_ranks - 1):
             width = widths[rank]
             before = _windows(done[:, most - width :].copy(), self.count + 1, width)
-            (before + forward_s[rank, :, None, width - 1 :: -1][:, :, :width]).min(axis=2, out=done[:, most - 1 :])
+            own_s = forward_s[rank, :, width - 1 :: -1][:, :width].T[..., None]
+            (before + own_s).min(axis=0, out=done[:, most - 1 :])
             found.append(done[:, most - 1 :].copy())
         return found
 
@@ -408,9 +287,12 @@ class _Columns:
 
 
 def _windows(values: Array, places: int, width: int) -> Array:
-    """For each row (the last dim of ``values``, contiguous) and place the values from there on, so many of them."""
+    """For each row (the last dim of ``values``, contiguous) and place the values from there on: [width, rows, places].
+
+    The dim over which a least one is sought stands first, which is many times quicker than last.
+    """
     step = values.strides[-1]
-    return np.ndarray((*values.shape[:-1], places, width), values.dtype, values, 0, (*values.strides, step))
+    return np.ndarray((width, *values.shape[:-1], places), values.dtype, values, 0, (step, *values.strides[:-1], step))
 
 
 def _numbers(own: PlaceRow) -> tuple[tuple[float, ...], ...]:

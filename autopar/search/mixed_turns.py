@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.bound_rows import Array
-from autopar.search.mixed_bounds import MixedRow
-from autopar.search.mixed_chains import MOST_ACTIONS, Chain, Stages, busy, key_of, side_by_side
+from autopar.search.mixed_chains import MOST_ACTIONS
+from autopar.search.mixed_rows import MixedRow
+from autopar.search.mixed_stages import Chain, Stages, busy, key_of, side_by_side
 
 SIMULATIONS = 40
 """Of cuts of one row, at most."""

@@ -1,41 +1,38 @@
 """The program of :mod:`autopar.search.mixed_chains` where each stage has a whole number of blocks of the group.
 
-Blocks in parts spread evenly; of whole ones a slow device that has time for 2.6 takes two or three. With as many blocks n of
-the group on a stage, of which x recompute, every chain of actions takes a number of seconds that is linear in n and x, and is
-no longer than the step; what a rank keeps is linear in them and has to fit; n are whole numbers that add up to all blocks. A
-step of less than the goal would be a solution with all chains below it. The solver branches on n: where it finds that there
-is no solution, no cut takes less than the goal. Left after some branches, its least open branch is a bound.
+Blocks in parts spread evenly; of whole ones a slow device that has time for 2.6 takes two or three. So the program is branched on
+the blocks of a stage: no more than two, or no fewer than three. Each branch takes on the solution of what it comes from, which one
+law more breaks. The branch of the least bound is always the next one, until its cut is of whole blocks and its longest chain is
+known, or its bound is what is aimed at. Left after some branches, that bound is one of all cuts.
 
-What is relaxed: x is not whole, and few of the chains are known. What solutions there are is given back to be simulated.
+What is relaxed: recomputed blocks are not whole, and few of the chains are known. Where a cut of whole blocks is found, it is simulated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
-from autopar.search.bound_rows import Array
-from autopar.search.mixed_bounds import MixedRow
-from autopar.search.mixed_chains import GIB, Chain, Stages, side_by_side
+from autopar.search.mixed_program import Program, Solution
+from autopar.search.mixed_rows import MixedRow
+from autopar.search.mixed_stages import ROUNDING, Chain, Stages
 
 NEAR = 0.92
 """Of the time that is aimed at: bounds below are left, as whole blocks raise them by some percent at most."""
 
-NODES = 300
-"""Branches of one program."""
-
-ROUNDS = 6
-"""Times that a chain is added."""
+NODES = 600
+"""Branches that are looked at."""
 
 MOST_STAGES = 64
 
-SLACK = 1e-5
-"""Of seconds and bytes: the solver's tolerances are below."""
+LEAST = 1e-12
+"""Of what a branch is worth: where it is not known, the stage whose blocks are least whole is taken."""
 
-INFEASIBLE = 2
-"""What scipy calls a program without a solution."""
+SLACK = 1e-5
+"""Of a step and of a block, what is taken as none."""
 
 
 def whole_bound_s(row: MixedRow, chains: Sequence[Chain], known_s: float, goal_s: float) -> float:
@@ -49,52 +46,60 @@ def whole_bound_s(row: MixedRow, chains: Sequence[Chain], known_s: float, goal_s
     num_stages = len(row.ranks) * row.ranks[0].virtual_stages
     if not chains or not math.isfinite(goal_s) or not NEAR * goal_s <= known_s < goal_s or num_stages > MOST_STAGES:
         return known_s
-    stages, chains = Stages(row), list(chains)
-    for _ in range(ROUNDS):
-        found, blocks, again = _solved(stages, chains, goal_s)
-        known_s = min(max(known_s, found), goal_s)
-        if blocks is None or known_s >= goal_s:
-            break
-        time_s, longest = stages.longest(row.ranks[0].schedule, blocks, again)
-        if time_s <= max(known_s, found) * (1 + SLACK):
-            break
-        chains.append(longest)
-    return known_s
+    return min(max(known_s, _Branches(row, chains, goal_s).bound_s()), goal_s)
 
 
-def _solved(stages: Stages, chains: Sequence[Chain], goal_s: float) -> tuple[float, Array | None, Array]:
-    """A bound, and the blocks of a cut and those that recompute; none where there is no cut, or it is not known."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # as large to import as a search is long
+class _Branches:
+    """The branches of one row.
 
-    n, pp = len(stages.rank), stages.pp
-    block, again, fixed = stages.each_s(side_by_side(chains))
-    own = (stages.rank == np.arange(pp)[:, None]).astype(float)
-    total = np.concatenate([np.ones(n), np.zeros(n + 1)])[None]
-    laws = np.vstack([
-        np.hstack([block / goal_s, again / goal_s, np.full((len(chains), 1), -1.0)]),
-        np.hstack([own * stages.bytes / GIB, -own * stages.freed / GIB, np.zeros((pp, 1))]),
-        np.hstack([-np.eye(n), np.eye(n), np.zeros((n, 1))]),
-        total,
-    ])  # fmt: skip
-    room = stages.room / GIB
-    most = np.concatenate([-fixed / goal_s, room + SLACK * np.abs(room), np.zeros(n), [stages.count]])
-    least = np.full(len(most), -np.inf)
-    least[-1] = stages.count
-    low, high = np.zeros(2 * n + 1), np.full(2 * n + 1, float(stages.count))
-    low[:n], high[-1] = np.ceil(stages.least), 1 + SLACK
-    aim = np.zeros(2 * n + 1)
-    aim[-1] = 1.0
-    result = milp(
-        aim,
-        bounds=Bounds(low, high),
-        constraints=LinearConstraint(laws, least, most),
-        integrality=np.concatenate([np.ones(n), np.zeros(n + 1)]),
-        options={"node_limit": NODES},
-    )
-    if result.status == INFEASIBLE:
-        return goal_s, None, np.zeros(n)
-    found = result.mip_dual_bound
-    bound_s = found * (1 - SLACK) * goal_s if found is not None and math.isfinite(found) else 0.0
-    if result.x is None:
-        return bound_s, None, np.zeros(n)
-    return bound_s, np.round(result.x[:n]), result.x[n : 2 * n]
+    Attributes:
+        open: the bound of each, when it came, what says it and its solution.
+        least_s: of those of which more is not known.
+    """
+
+    def __init__(self, row: MixedRow, chains: Sequence[Chain], goal_s: float) -> None:
+        self.stages, self.chains, self.goal_s = Stages(row), [*chains], goal_s
+        self.schedule = row.ranks[0].schedule
+        own = self.stages.rank == np.arange(self.stages.pp)[:, None]
+        self.sums = np.concatenate([own, np.eye(len(self.stages.rank))]).astype(float)
+        self.open: list[tuple[float, int, Program, Solution]] = []
+        self.least_s, self.made = goal_s, 0
+        self._take(Program(self.stages, self.chains, goal_s), 0.0)
+
+    def _take(self, program: Program, before_s: float) -> None:
+        """A branch, whose bound is at least that of what it came from."""
+        program.add(self.chains[len(program.chains) :])
+        found = program.solve()
+        if found is None:
+            self.least_s = min(self.least_s, math.inf if program.is_impossible else before_s)
+            return
+        bound_s = max(program.least_s() * (1 - ROUNDING), before_s)
+        if bound_s < self.goal_s:
+            self.made += 1
+            heappush(self.open, (bound_s, self.made, program, found))
+
+    def bound_s(self) -> float:
+        """Of all branches."""
+        for _ in range(NODES):
+            if not self.open or self.open[0][0] >= self.least_s:
+                break
+            bound_s, _, program, found = heappop(self.open)
+            values = self.sums @ found.blocks
+            parts = np.abs(values - np.round(values))
+            if parts.max() > SLACK:
+                fewer, more = program.halves(self.sums, values)
+                # the one of which both branches are sure to take longer
+                worth = np.minimum(program.tableau.worth(fewer), 1.0) * np.minimum(program.tableau.worth(more), 1.0)
+                stage = int(np.where(parts > SLACK, worth + LEAST * parts, -1.0).argmax())
+                other = program.twin()
+                program.keep(fewer[stage])
+                other.keep(more[stage])
+                self._take(program, bound_s)
+                self._take(other, bound_s)
+                continue
+            time_s, longest = self.stages.longest(self.schedule, np.round(found.blocks), found.again)
+            if time_s <= bound_s * (1 + SLACK):
+                return bound_s
+            self.chains.append(longest)
+            self._take(program, bound_s)
+        return min([self.least_s, *(own[0] for own in self.open[:1])])

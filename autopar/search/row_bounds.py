@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import PRECISION, bounds
-from autopar.search.mixed_bounds import MixedRow, mixed_bounds
+from autopar.search.mixed_bounds import mixed_bounds
+from autopar.search.mixed_rows import MixedRow
 
 MANY = 64
 """Rows from which on they are bounded in groups of like numbers of pipeline ranks, between these:"""

@@ -24,10 +24,11 @@ from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
-from autopar.search.mixed_bounds import MixedRow, PlaceRow, mixed_bounds, quick_bounds, work_and_slowness
+from autopar.search.mixed_bounds import mixed_bounds
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
 from autopar.search.mixed_polish import polished
+from autopar.search.mixed_rows import MixedRow, PlaceRow, quick_bounds, work_and_slowness
 from autopar.search.mixed_turns import sizes_of
 from autopar.search.mixed_whole import whole_bound_s
 from autopar.search.outcome import Limits

@@ -1,0 +1,249 @@
+"""The least step over all cuts into parts of blocks, as a linear program that grows with the chains that are found.
+
+With n blocks of the group on a stage and x of them recomputed, no chain of a row takes longer than the step T, what a rank keeps
+fits in its memory, no more blocks recompute than there are. All of it is linear in n, x and T, and divided by T has a right
+side of ones (chains) and zeros (the others): the most of 1 / T is sought, from no blocks at all. Of the many laws few bind. The
+program begins with those of the ranks' own work, and takes in the one that its solution breaks most, until it breaks none; from one
+solution to the next a few exchanges of the dual simplex method lead, also where a new chain is found.
+
+Its weights are never trusted: a bound is worked out from them again (:meth:`Stages.least_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import fields
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.bound_rows import Array
+from autopar.search.mixed_stages import Chain, Stages, side_by_side
+
+EXCHANGES = 400
+"""Of one solution, at most: beyond them rounding, or a circle, is more likely than an end."""
+
+BROKEN = 1e-7
+"""Of a law, up to which it is held: seconds against the step, bytes against those that there are."""
+
+NEVER = 1e-6
+"""Of what is expected of 1 / T, which is none."""
+
+_PIVOT = 1e-9
+_COUNTS = tuple(field.name for field in fields(Chain) if field.name != "byte_s")
+
+
+class Solution(NamedTuple):
+    """Blocks and recomputed ones on each stage in the shortest step, and the chains weighed."""
+
+    blocks: Array
+    again: Array
+    weighed: Chain
+
+
+class Program:
+    """The program of one row.
+
+    Args:
+        chains: that are known; the first ones, as many as there are ranks, have each block on one of them.
+        scale_s: about as long as the step.
+    """
+
+    def __init__(self, stages: Stages, chains: Sequence[Chain], scale_s: float) -> None:
+        self.stages, self.scale_s = stages, scale_s
+        n, pp = len(stages.rank), stages.pp
+        self.free = stages.count - float(stages.least.sum())
+        self.tableau = _Tableau(np.concatenate([np.full(n, 1.0), np.zeros(n)]))
+        self.chains: list[Chain] = []
+        self.is_impossible = False
+        """Whether it was found that no blocks keep the laws: the step has no end."""
+        own = (stages.rank == np.arange(pp)[:, None]).astype(float)
+        size = np.maximum(np.abs(stages.room), 1.0)[:, None]
+        # what is kept where all are as few as they can be, and by each more; no more recompute than there are
+        memory = self._laws(own * stages.bytes / size, -own * stages.freed / size, -stages.room / size[:, 0])
+        self.laws = np.concatenate([memory, self._laws(-np.eye(n), np.eye(n), np.zeros(n))])
+        self.names = -1 - np.arange(len(self.laws))
+        self.limits = np.zeros(len(self.laws))
+        self.add(chains)
+
+    def _laws(self, blocks: Array, again: Array, fixed: Array) -> Array:
+        """What blocks, recomputed ones and the step say of each law, as rows over the variables of the program."""
+        alone = (fixed + blocks @ self.stages.least) / self.free if self.free else fixed
+        return np.concatenate([blocks + alone[:, None], again], axis=1)
+
+    def add(self, chains: Sequence[Chain]) -> None:
+        """More chains."""
+        if not chains:
+            return
+        block, again, fixed = self.stages.each_s(side_by_side(chains))
+        laws = self._laws(block / self.scale_s, again / self.scale_s, fixed / self.scale_s)
+        self.laws = np.concatenate([self.laws, laws])
+        self.limits = np.concatenate([self.limits, np.ones(len(laws))])
+        self.names = np.concatenate([self.names, len(self.chains) + np.arange(len(laws))])
+        self.chains += chains
+
+    def twin(self) -> Program:
+        """The same program, to which other laws may be added."""
+        other = copy(self)
+        other.tableau, other.chains = self.tableau.twin(), [*self.chains]
+        return other
+
+    def halves(self, sums: Array, values: Array) -> tuple[Array, Array]:
+        """The laws that each sum [sums, stages] of blocks is no more than its value without the part, or more than that."""
+        none, floor = np.zeros(sums.shape), np.floor(values)
+        return self._laws(sums, none, -floor), self._laws(-sums, none, floor + 1.0)
+
+    def keep(self, law: Array) -> None:
+        """One more law."""
+        self.laws = np.concatenate([self.laws, law[None]])
+        self.limits = np.append(self.limits, 0.0)
+        self.names = np.append(self.names, -1 - len(self.laws))
+
+    def least_s(self) -> float:
+        """Seconds of the shortest step at least, from the prices of the last solution and the laws themselves."""
+        prices = dict(self.tableau.prices())
+        weights = np.array([prices.get(name, 0.0) for name in self.names.tolist()])
+        total = weights @ self.limits
+        # what the priced laws say of the variables less than the aim does, as rounding leaves it
+        over = max(float((self.tableau.gains - weights @ self.laws).max()), 0.0)
+        most = over * (self.free + self.stages.count)
+        return float(self.scale_s * (self.free - most) / total) if total > 0 else 0.0
+
+    def solve(self) -> Solution | None:
+        """The shortest step by all that is known; None where there is none, or it is not found."""
+        if self.free <= 0:
+            return None
+        if not self.tableau.size:
+            for i in np.flatnonzero(self.limits)[: self.stages.pp].tolist():
+                self.tableau.add(self.laws[i], self.limits[i], int(self.names[i]))
+            if not self.tableau.primal():
+                return None
+        for _ in range(EXCHANGES):
+            values = self.tableau.values()
+            over = self.laws @ values - self.limits
+            worst = int(over.argmax())
+            if over[worst] <= BROKEN:
+                return self._solution(values)
+            self.tableau.add(self.laws[worst], self.limits[worst], int(self.names[worst]))
+            if not self.tableau.dual():
+                return None
+        return None
+
+    def _solution(self, values: Array) -> Solution | None:
+        stages, n = self.stages, len(self.stages.rank)
+        weights, byte_s = np.zeros(len(self.chains)), np.zeros(stages.pp)
+        for name, price in self.tableau.prices():
+            if name >= 0:
+                weights[name] = price
+            elif -1 - name < stages.pp:
+                byte_s[-1 - name] = price
+        total = weights.sum()
+        share = values[:n].sum() / self.free
+        self.is_impossible = bool(share <= NEVER)
+        if total <= 0 or self.is_impossible:
+            return None
+        some = np.flatnonzero(weights)
+        every = side_by_side([self.chains[i] for i in some])
+        weighed = {name: weights[some] / total @ getattr(every, name) for name in _COUNTS}
+        byte_s *= self.scale_s / total / np.maximum(np.abs(stages.room), 1.0)
+        return Solution(stages.least + values[:n] / share, values[n:] / share, Chain(**weighed, byte_s=byte_s))
+
+
+class _Tableau:
+    """What is most of ``gains @ v`` with ``v >= 0`` under laws ``a @ v <= b``, that are added one by one.
+
+    Each basic variable is its last column less its row times the variables that are zero; the last row is the aim. Variables of
+    laws, what is left of them, are numbered after those of ``v``.
+    """
+
+    def __init__(self, gains: Array) -> None:
+        self.gains, self.width, self.size = gains, len(gains), 0
+        self.table = np.append(gains, 0.0)[None]
+        self.zero: NDArray[np.int64] = np.arange(self.width)
+        self.basic: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.names: list[int] = []
+
+    def twin(self) -> _Tableau:
+        """The same."""
+        other = copy(self)
+        other.table, other.zero, other.basic = self.table.copy(), self.zero.copy(), self.basic.copy()
+        other.names = [*self.names]
+        return other
+
+    def add(self, law: Array, limit: float, name: int) -> None:
+        """A law by its name; in terms of the variables that are zero now."""
+        own = self._now(np.append(law, limit)[None])[0]
+        self.table = np.concatenate([self.table[:-1], own[None], self.table[-1:]])
+        self.basic = np.append(self.basic, self.width + self.size)
+        self.names.append(name)
+        self.size += 1
+
+    def _now(self, laws: Array) -> Array:
+        """Laws, with their limits last, in terms of the variables that are zero now."""
+        own, given = np.zeros((len(laws), self.width + 1)), self.basic < self.width
+        same = np.flatnonzero(self.zero < self.width)
+        own[:, same], own[:, -1] = laws[:, self.zero[same]], laws[:, -1]
+        found: Array = own - laws[:, self.basic[given]] @ self.table[:-1][given]
+        return found
+
+    def worth(self, laws: Array) -> Array:
+        """What each of these laws, of a limit of 0, would take from the aim at least, were it added: by the first exchange."""
+        own = self._now(np.concatenate([laws, np.zeros((len(laws), 1))], axis=1))
+        may = own[:, :-1] < -_PIVOT
+        ratios = np.where(may, self.table[-1, :-1] / np.where(may, own[:, :-1], -1.0), np.inf).min(axis=1)
+        broken = own[:, -1] < -_PIVOT
+        found: Array = np.where(broken, -own[:, -1] * np.where(broken, ratios, 0.0), 0.0)
+        return found
+
+    def values(self) -> Array:
+        """Of ``v``."""
+        found, given = np.zeros(self.width), self.basic < self.width
+        found[self.basic[given]] = self.table[:-1, -1][given]
+        return found
+
+    def prices(self) -> list[tuple[int, float]]:
+        """Of the laws that bind, by name."""
+        binding = np.flatnonzero(self.zero >= self.width)
+        return [(self.names[self.zero[k] - self.width], max(-self.table[-1, k], 0.0)) for k in binding.tolist()]
+
+    def primal(self) -> bool:
+        """To the most, from where no law is broken; False where it is not found."""
+        for _ in range(EXCHANGES):
+            enters = int(self.table[-1, :-1].argmax())
+            if self.table[-1, enters] <= _PIVOT:
+                return True
+            column = self.table[:-1, enters]
+            ratios = np.where(column > _PIVOT, self.table[:-1, -1] / np.where(column > _PIVOT, column, 1.0), np.inf)
+            leaves = int(ratios.argmin())
+            if not np.isfinite(ratios[leaves]):
+                return False
+            self._exchange(leaves, enters)
+        return False
+
+    def dual(self) -> bool:
+        """To where no law is broken, from what is the most without the broken ones; False where it is not found."""
+        for _ in range(EXCHANGES):
+            leaves = int(self.table[:-1, -1].argmin())
+            if self.table[leaves, -1] >= -_PIVOT:
+                return True
+            row = self.table[leaves, :-1]
+            ratios = np.where(row < -_PIVOT, self.table[-1, :-1] / np.where(row < -_PIVOT, row, -1.0), np.inf)
+            least = ratios.min()
+            if not np.isfinite(least):
+                return False
+            near = np.flatnonzero(
+                ratios <= least + _PIVOT
+            )  # of equal ones the largest: what is divided by it rounds least
+            self._exchange(leaves, int(near[row[near].argmin()]))
+        return False
+
+    def _exchange(self, leaves: int, enters: int) -> None:
+        pivot, column = self.table[leaves, enters], self.table[:, enters].copy()
+        row = self.table[leaves] / pivot
+        self.table -= column[:, None] * row
+        self.table[leaves] = row
+        self.table[:, enters] = -column / pivot
+        self.table[leaves, enters] = 1 / pivot
+        self.basic[leaves], self.zero[enters] = self.zero[enters], self.basic[leaves]

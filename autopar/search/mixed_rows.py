@@ -1,0 +1,137 @@
+"""Candidates whose pipeline ranks have different devices as rows of prices, and their first bound.
+
+Without memory, total work over total speed. Let w_r be the work that rank r takes, in seconds of a micro-batch on the
+devices that are fastest for each block; its own devices take at least s_r w_r. Then, for every rank r and a step of T,
+
+    sum over q before r of s_q w_q  +  m s_r w_r  <=  T,        sum of w_r = W.
+
+Weights y_r >= 0 with m s_r y_r + s_r * (sum of y after r) >= 1 add these up to T * (sum of y) >= W: a bound for any such y,
+and the best one where all inequalities can be equalities. Without the first term, as with virtual stages, y_r = 1 / (m s_r);
+there the inequalities of the stages, each as if its rank had no other, give a second bound, the larger one of few micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from autopar.search.bound_rows import Array, BlockPrice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceRow:
+    """One candidate in one layout on one kind of devices.
+
+    Attributes:
+        first, last, group: prices of the first block, the last one, and of each of the group of equal ones.
+        count: blocks of that group, the first and last of all not counted.
+        least: blocks of it that each stage has for sure.
+        alone: there is one block, which is both first and last.
+        others: blocks that are neither in the group nor first or last.
+        before_s, before_forward_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the
+            first on, and of their forwards.
+        every_s: of each stage and micro-batch beside its blocks.
+        limit_bytes: for tensors.
+        schedule, virtual_stages, num_micro_batches: of the pipeline.
+        waits: whether a rank's stages follow each other (every schedule but the interleaved ones).
+        in_flight, most_done: micro-batches whose forward a stage of each pipeline rank has done when the rank's first
+            backward begins, at least and at most.
+    """
+
+    first: BlockPrice
+    last: BlockPrice
+    group: BlockPrice
+    count: int
+    least: int
+    alone: bool
+    others: int
+    before_s: tuple[float, ...]
+    before_forward_s: tuple[float, ...]
+    every_s: float
+    limit_bytes: float
+    schedule: str
+    virtual_stages: int
+    num_micro_batches: int
+    waits: bool
+    in_flight: tuple[int, ...]
+    most_done: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedRow:
+    """One candidate in one layout.
+
+    Attributes:
+        ranks: for each pipeline rank the row of a pipeline of its devices alone; equal but for seconds and limits.
+        work_s: of one micro-batch through all blocks, each on the devices that are fastest for it.
+        slowness: of each pipeline rank: no block takes less than this times its part of ``work_s``.
+        sends_s, sends_back_s: for each pipeline rank but the last, its message to the next one and the one back.
+        around_s, around_back_s: of virtual stages, the last rank's message to the first one, and the one back.
+        stage_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
+        tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
+    """
+
+    ranks: tuple[PlaceRow, ...]
+    work_s: float
+    slowness: tuple[float, ...]
+    sends_s: tuple[float, ...] = ()
+    sends_back_s: tuple[float, ...] = ()
+    around_s: float = 0.0
+    around_back_s: float = 0.0
+    stage_bytes: float = 0.0
+    tie_s: float = 0.0
+
+    @property
+    def before_s(self) -> list[float]:
+        """What stands before each rank beside blocks: messages, and what every stage repeats."""
+        none = (0.0,) * (len(self.ranks) - 1)
+        sends = zip(self.sends_s or none, self.sends_back_s or none, strict=True)
+        every = (own.every_s + sum(both) for own, both in zip(self.ranks, sends, strict=False))
+        return list(accumulate(every, initial=0.0))
+
+
+def work_and_slowness(prices: Sequence[Sequence[BlockPrice]], counts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+    """Of a row, from the prices of the blocks on each rank, which stand for ``counts`` ones."""
+    times = np.array([[price.time_s for price in own] for own in prices])
+    least = times.min(axis=0)
+    some = least > 0
+    slowness = (times[:, some] / least[some]).min(axis=1) if some.any() else np.ones(len(times))
+    return float(least @ np.array(counts)), tuple(map(float, slowness))
+
+
+def quick_bounds(rows: Sequence[MixedRow]) -> Array:
+    """For each row a bound that is found at once; infinite where all ranks together have too little memory."""
+    return np.array([work_bound_s(row) if _holds(row) else np.inf for row in rows])
+
+
+def _holds(row: MixedRow) -> bool:
+    """Whether the ranks can hold the blocks of the group, recomputed wherever they may be."""
+    left = row.ranks[0].count
+    for own, held in zip(row.ranks, row.ranks[0].in_flight, strict=True):
+        each = own.group.static_bytes + held * min(own.group.held_bytes, own.group.held_again_bytes)
+        room = own.limit_bytes * (1 + 1e-9)
+        left -= left if room >= left * each else math.floor(room / each)
+    return left <= 0
+
+
+def work_bound_s(row: MixedRow) -> float:
+    """Total work over total speed, with what each stage does beside its blocks; and as if each stage had a rank of its own."""
+    own = row.ranks[0]
+    found = _flow_s(row, own.waits, own.virtual_stages, 1)
+    return found if own.waits else max(found, _flow_s(row, True, 1, own.virtual_stages))
+
+
+def _flow_s(row: MixedRow, waits: bool, each: int, times: int) -> float:
+    """The bound by weights for ranks of ``each`` stages, ``times`` as many as there are."""
+    m, after, weighted_s = row.ranks[0].num_micro_batches, 0.0, 0.0
+    for own, slowness, before_s in zip(
+        row.ranks[::-1] * times, row.slowness[::-1] * times, row.before_s[::-1] * times, strict=True
+    ):
+        weight = max(1 / slowness - waits * after, 0.0) / m
+        weighted_s += weight * (before_s + m * each * own.every_s)
+        after += weight
+    return (row.work_s + weighted_s) / after

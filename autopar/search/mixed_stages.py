@@ -1,0 +1,165 @@
+"""Rows by stages, and the chains of actions that a schedule names; see :mod:`autopar.search.mixed_chains`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from autopar.cost.critical import longest_chains
+from autopar.cost.pipeline import StageTimes
+from autopar.search.bound_rows import Array, forwards_done
+from autopar.search.mixed_rows import MixedRow
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """A chain of actions, or several of them weighed.
+
+    Attributes:
+        forwards, backwards, gathers: for each stage how often; gathers are those of the step's first forward.
+        sends, sends_back: for each stage its messages to the next stage and to the one before.
+        ends: for each rank 1 where the chain ends with what that rank does once a step.
+        byte_s: for each rank the price of a byte in its memory.
+    """
+
+    forwards: Array
+    backwards: Array
+    gathers: Array
+    sends: Array
+    sends_back: Array
+    ends: Array
+    byte_s: Array
+
+
+class Stages:
+    """A row by stages: what a block of the group adds to each, and what is there without any."""
+
+    def __init__(self, row: MixedRow) -> None:
+        own, pp = row.ranks[0], len(row.ranks)
+        v, m = own.virtual_stages, own.num_micro_batches
+        stages = np.arange(pp * v)
+        self.pp, self.m, self.rank, self.count = pp, m, stages % pp, own.count
+        kinds = {id(r): i for i, r in enumerate({id(r): r for r in row.ranks}.values())}
+        names = ("forward_s", "time_s", "again_s", "gather_s", "once_s", "static_bytes", "held_bytes",
+                 "held_again_bytes", "passing_bytes")  # fmt: skip
+        rows = list({id(r): r for r in row.ranks}.values())
+        table = np.array([[*(getattr(r.group, name) for name in names), r.every_s, r.limit_bytes] for r in rows])
+        where = np.array([kinds[id(r)] for r in row.ranks])
+        by_rank = table[where]
+        by_stage = by_rank[self.rank].T
+        self.forward_s, time_s, self.again_s, self.gather_s, self.once_s = by_stage[:5]
+        self.backward_s = np.maximum(time_s - self.forward_s, 0.0)
+        static, full, again = by_stage[5:8]
+        first, last = row.ranks[0].first, row.ranks[-1].last
+        ends = [(0, 0, first)] + ([] if own.alone else [(pp * v - 1, pp - 1, last)])
+        self.forward0_s, self.backward0_s = by_stage[9].copy(), np.zeros(pp * v)
+        self.gather0_s, self.once0_s = np.zeros(pp * v), np.zeros(pp)
+        self.least = np.ones(pp * v) if not own.others else np.zeros(pp * v)
+        done = forwards_done(own.schedule, pp, v, m).T.reshape(-1).astype(float)
+        limit, beside = by_rank[:, 10] * (1 + 1e-9), by_rank[:, 8].copy()  # what fits exactly, fits
+        limit -= np.bincount(self.rank, weights=done * row.stage_bytes * (stages < pp * v - 1), minlength=pp)
+        alone = np.zeros(pp)
+        for stage, rank, block in ends:
+            self.forward0_s[stage] += block.forward_s
+            self.backward0_s[stage] += max(block.time_s - block.forward_s, 0.0)
+            self.gather0_s[stage] += block.gather_s
+            self.once0_s[rank] += block.once_s
+            self.least[stage] = 0.0  # it may have no other
+            kept = min(block.held_bytes, block.held_again_bytes)
+            limit[rank] -= block.static_bytes + done[stage] * kept
+            alone[rank] = block.passing_bytes
+            if block is last and not own.alone:  # see autopar.search.bounds.passing_bytes
+                beside[rank] = max(beside[rank] - kept, block.passing_bytes)
+        self.least = np.maximum(self.least, own.least)
+        sure = np.bincount(self.rank, weights=self.least, minlength=pp) > 0
+        self.room = limit - np.where(sure, beside, np.minimum(alone, beside))
+        self.bytes, self.freed = static + done * full, done * (full - again)
+        none = (0.0,) * (pp - 1)
+        self.send_s = np.array([*(row.sends_s or none), row.around_s])[self.rank]
+        self.send_back_s = np.array([row.around_back_s, *(row.sends_back_s or none)])[self.rank]
+        self.once0_s[[0, -1]] += row.tie_s
+
+    def each_s(self, chain: Chain) -> tuple[Array, Array, Array]:
+        """Seconds that a block adds to a chain on each stage, that its recompute adds, and those without blocks."""
+        byte_s = chain.byte_s[..., self.rank]
+        block = chain.forwards * self.forward_s + chain.backwards * self.backward_s + chain.gathers * self.gather_s
+        block += chain.ends[..., self.rank] * self.once_s + byte_s * self.bytes
+        again = chain.backwards * self.again_s - byte_s * self.freed
+        fixed = chain.forwards @ self.forward0_s + chain.backwards @ self.backward0_s
+        fixed += chain.gathers @ self.gather0_s + chain.sends @ self.send_s + chain.sends_back @ self.send_back_s
+        fixed += chain.ends @ self.once0_s - chain.byte_s @ self.room
+        return block, again, fixed
+
+    def least_s(self, chain: Chain) -> float:
+        """Seconds of a chain at least, wherever the blocks stand and however many recompute; of several the longest."""
+        block, again, fixed = self.each_s(chain)
+        block = block + np.minimum(again, 0.0)
+        found = fixed + block @ self.least + max(self.count - self.least.sum(), 0.0) * block.min(axis=-1)
+        return float(np.max(found)) * (1 - ROUNDING)
+
+    def holds(self, blocks: Array) -> bool:
+        """Whether all ranks can hold so many blocks on each stage, none of them recomputed."""
+        return bool((np.bincount(self.rank, weights=self.bytes * blocks, minlength=self.pp) <= self.room).all())
+
+    def longest(self, schedule: str, blocks: Array, again: Array) -> tuple[float, Chain]:
+        """Seconds of the step of a cut, and its longest chain."""
+        pp = self.pp
+        once_s = self.once0_s + np.bincount(self.rank, weights=self.once_s * blocks, minlength=pp)
+        columns = (
+            self.forward0_s + self.forward_s * blocks,
+            self.backward0_s + self.backward_s * blocks + self.again_s * again,
+            self.gather0_s + self.gather_s * blocks,
+            self.send_s,
+            self.send_back_s,
+        )
+        times = [
+            StageTimes(
+                forward_s=own[0],
+                backward_s=own[1],
+                first_forward_s=own[2],
+                send_forward_s=own[3],
+                send_backward_s=own[4],
+            )
+            for own in np.stack(columns, axis=1).tolist()
+        ]
+        found = longest_chains(schedule, pp, self.m, times, once_s.tolist(), 1)[0]
+        counts = (found.forwards, found.backwards, found.firsts, found.sends, found.sends_back)
+        forwards, backwards, gathers, sends, back = (own.astype(float) for own in counts)
+        return found.time_s, Chain(
+            forwards=forwards, backwards=backwards, gathers=gathers, sends=sends, sends_back=back,
+            ends=np.eye(pp)[found.rank], byte_s=np.zeros(pp),
+        )  # fmt: skip
+
+
+def key_of(row: MixedRow) -> tuple[str, int, int, int]:
+    """What the chains of a row are chains of: schedule, pipeline ranks, virtual stages and micro-batches."""
+    own = row.ranks[0]
+    return own.schedule, len(row.ranks), own.virtual_stages, own.num_micro_batches
+
+
+def side_by_side(chains: Sequence[Chain]) -> Chain:
+    """Several chains as one, with a dim more in front."""
+    return Chain(
+        **{
+            name: np.array([getattr(chain, name) for chain in chains])
+            for name in (field.name for field in fields(Chain))
+        }
+    )
+
+
+def busy(pp: int, v: int, m: int) -> list[Chain]:
+    """For each rank the chain of all its actions."""
+    stages = np.arange(pp * v)
+    zero = np.zeros(pp * v)
+    return [
+        Chain(
+            forwards=m * (stages % pp == rank), backwards=m * (stages % pp == rank),
+            gathers=1.0 * (stages % pp == rank), sends=zero, sends_back=zero,
+            ends=np.eye(pp)[rank], byte_s=np.zeros(pp),
+        )
+        for rank in range(pp)
+    ]  # fmt: skip
