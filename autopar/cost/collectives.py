@@ -56,8 +56,8 @@ class CollectiveModel:
         shapes = self._groups.get((mesh, axes))
         if shapes is None:
             place = group_place(mesh, axes)
-            if self.only is not None:  # which groups lie on the nodes that are priced depends on all of the mesh
-                place = (mesh, axes)
+            if self.only is not None:  # which groups lie on the nodes that are priced depends on the pipeline too
+                place = (*place, "of", mesh.pp)
             if place not in self._placed:
                 self._placed[place] = group_shape(mesh, axes, self.cluster, self.only)
             shapes = self._groups[mesh, axes] = self._placed[place]

@@ -159,6 +159,15 @@ def forwards_done(schedule: str, pp: int, virtual_stages: int, num_micro_batches
     return done
 
 
+@lru_cache(maxsize=8192)
+def least_and_most_done(
+    schedule: str, pp: int, virtual_stages: int, num_micro_batches: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each pipeline rank the least and the most of :func:`forwards_done` over its virtual stages."""
+    done = forwards_done(schedule, pp, virtual_stages, num_micro_batches)
+    return tuple(done.min(axis=1).tolist()), tuple(done.max(axis=1).tolist())
+
+
 class Counts(NamedTuple):
     """Micro-batches when each rank's first backward begins; all but ``left`` as the stage with the fewest has them.
 

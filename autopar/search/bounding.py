@@ -215,7 +215,9 @@ class Bounding:
                 least = min([at_most_s, *priced])
                 rest = [draft for draft in drafts if not self._is_priced(candidate, draft)]
                 rest = [draft for draft in rest if self._bounds[candidate, id(draft)][0] < least]
-                asked += [(candidate, draft) for draft in rest if most > 1 or draft is rest[0]]
+                # where ranks differ it takes more to begin than to look at another, and few are below a time that is known
+                at_once = most > 1 or (self.placed.has(candidate) and math.isfinite(at_most_s))
+                asked += [(candidate, draft) for draft in (rest if at_once else rest[:1])]
             self._price(asked, at_most_s)
         return [
             min((self._shared_s(c, self._bounds[c, id(draft)][0], draft.time_s) for draft in drafts), default=0.0)
@@ -333,16 +335,19 @@ class Bounding:
     def _test_free(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
         """Where ranks differ: layouts that take longer than ``at_most_s`` whatever their data axes and memory cost."""
         asked: dict[int, tuple[MixedRow, list[tuple[Candidate, int]]]] = {}
+        known: dict[tuple[object, ...], MixedRow] = {}
         for candidate, drafts in zip(candidates, every, strict=True):
             if not self.placed.has(candidate) or math.isinf(at_most_s):
                 continue
+            same = self.placed.pipeline(candidate)
             for draft in drafts:
                 bound_s, is_priced = self._bounds[candidate, id(draft)]
                 if not is_priced and bound_s < at_most_s:
-                    option = self.layouts.option(draft)
-                    row = self.placed.free(candidate, option, self.step(candidate, option))
+                    row = known.get((id(draft), same))
+                    if row is None:
+                        row = known[id(draft), same] = self.placed.free(candidate, self.layouts.option(draft))
                     asked.setdefault(id(row), (row, []))[1].append((candidate, id(draft)))
-        found = mixed_bounds([row for row, _ in asked.values()], at_most_s, only_test=True)
+        found = self._mixed_bounds([row for row, _ in asked.values()], at_most_s, only_test=True)
         for bound_s, (_, keys) in zip(found, asked.values(), strict=True):
             for key in keys:
                 self._bounds[key] = max(self._bounds[key][0], float(bound_s)), False
@@ -411,14 +416,11 @@ class Bounding:
         return self.rows_of(candidate).draft_s(candidate, draft, whole, step)
 
     def _mixed_bounds(self, rows: list[MixedRow], at_most_s: float, *, only_test: bool = False) -> NDArray[np.float64]:
-        """With weighed chains that are known already, where they tell that a row takes longer than ``at_most_s``."""
-        known_s = np.zeros(len(rows))
-        if math.isfinite(at_most_s):
-            known_s = np.array([self.placed.chains.known_s(row, at_most_s) for row in rows])
-        # what they do not tell is left out: bounds must not depend on what was looked at before
-        left = np.flatnonzero(known_s < at_most_s)
-        known_s[left] = mixed_bounds([rows[i] for i in left], at_most_s, only_test=only_test)
-        return known_s
+        """With weighed chains that are known already, where they tell that a row takes longer than ``at_most_s``.
+
+        What they do not tell is left out: bounds must not depend on what was looked at before.
+        """
+        return mixed_bounds(rows, at_most_s, only_test=only_test, other=self.placed.chains.known_s)
 
     def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
         """The closest bound that is known.

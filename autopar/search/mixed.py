@@ -27,15 +27,15 @@ from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
-from autopar.search.lines import NOTHING, least_of
+from autopar.search.lines import NOTHING
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
+from autopar.search.mixed_place import PlaceRows
 from autopar.search.mixed_rows import MixedRow, PlaceRow, work_and_slowness
 from autopar.search.mixed_turns import sizes_of
-from autopar.search.once import at_both_ends, least_sums_s, tie_s
+from autopar.search.once import at_both_ends, tie_s
 from autopar.search.options import Draft, Option
 from autopar.search.pins import Pins
-from autopar.search.rows import RowMaker
 
 
 def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = None) -> list[Candidate]:
@@ -95,53 +95,6 @@ def mixed_notes(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
     return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
 
 
-class _Rows(RowMaker):
-    """Rows of one part of a mixed cluster: every part takes the same group of equal blocks, the one with the most."""
-
-    def _sums_s(
-        self, costs: Sequence[BlockCost], prices: Sequence[BlockPrice], largest: Sequence[int], step: Step
-    ) -> list[float]:
-        return least_sums_s(self.model, costs, self.counts, step, others=True)
-
-    def _tie_s(self, shared: Sequence[ParameterCost], step: Step) -> float:
-        return 0.0  # between ranks of different devices, in an order that is not known here: see Placed
-
-    def place_row(
-        self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float, is_even: bool
-    ) -> PlaceRow:
-        """A candidate whose blocks have these prices.
-
-        Args:
-            every_s: of each stage and micro-batch besides.
-            is_even: stages have equal numbers of blocks of the group, or one more.
-        """
-        groups, inner = self.groups()
-        own = max(groups, key=lambda ks: sum(inner[k] for k in ks), default=[])
-        count, mesh = sum(inner[k] for k in own), candidate.mesh
-        is_sure = is_even and len(groups) == 1 and not {self.class_of[0], self.class_of[-1]} & set(own)
-        done = forwards_done(candidate.schedule, mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
-        before = [prices[k] for k in self.class_of[: mesh.pp - 1]]
-        return PlaceRow(
-            first=prices[0],
-            last=prices[-1],
-            group=least_of(prices[k] for k in own) if own else NOTHING,
-            count=count,
-            alone=sum(self.counts) == 1,
-            others=max(sum(self.counts) - 2 - count, 0),
-            before_s=tuple(accumulate((price.time_s for price in before), initial=0.0)),
-            before_forward_s=tuple(accumulate((price.forward_s for price in before), initial=0.0)),
-            least=count // (mesh.pp * candidate.virtual_stages) if is_sure else 0,
-            every_s=every_s,
-            limit_bytes=self.limit_bytes,
-            schedule=candidate.schedule,
-            virtual_stages=candidate.virtual_stages,
-            num_micro_batches=candidate.num_micro_batches,
-            waits=candidate.virtual_stages == 1,
-            in_flight=tuple(map(int, done.min(axis=1))),
-            most_done=tuple(map(int, done.max(axis=1))),
-        )
-
-
 class Placed:
     """Candidates as the devices of each pipeline rank run them.
 
@@ -165,10 +118,10 @@ class Placed:
         self.is_even = is_even
         self.compact: Compact = layouts.compact
         self.chains = Chains()
-        self._rows: dict[frozenset[int], _Rows] = {}
+        self._rows: dict[frozenset[int], PlaceRows] = {}
         self._origins: dict[tuple[object, ...], tuple[frozenset[int], ...]] = {}
         self._known: dict[tuple[object, ...], list[BlockPrice]] = {}
-        self._sent: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._sent: dict[tuple[object, ...], tuple[Option, tuple[float, ...], tuple[float, ...]]] = {}
         self._speeds: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}
         self._made: dict[tuple[object, ...], PlaceRow] = {}
         self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
@@ -246,7 +199,7 @@ class Placed:
             allowed: see :meth:`StageCutter.cut`.
         """
         tables = cutters[0].tables(cutters, in_flight, limit_bytes, allowed)
-        sends, back = self._sends_s(candidate, option, step)
+        sends, back = self._sends_s(candidate, option)
         degrees = (candidate.mesh.pp, 1, candidate.num_micro_batches)
         done = forwards_done(candidate.schedule, *degrees)[:, 0]
         known: dict[int, tuple[NDArray[np.float64], ...]] = {}
@@ -303,13 +256,18 @@ class Placed:
             self._room[places] = sum(self.tensor_limits(candidate))
         return self._maker(places[0]).draft_bytes(candidate, draft, whole, step) <= self._room[places]
 
-    def free(self, candidate: Candidate, option: Option, step: Step) -> MixedRow:
+    def pipeline(self, candidate: Candidate) -> tuple[object, ...]:
+        """Equal for candidates that differ in their data axes alone, and in what these do."""
+        mesh = candidate.mesh
+        degrees = (mesh.pp, mesh.world_size, candidate.virtual_stages, candidate.num_micro_batches)
+        return (*degrees, candidate.schedule, candidate.order)
+
+    def free(self, candidate: Candidate, option: Option) -> MixedRow:
         """A candidate in a layout if data axes and memory cost nothing: one row for all that differ in these alone."""
-        places = self.places(candidate)
-        sends, back = self._sends_s(candidate, option, step)
-        pipeline = (candidate.schedule, candidate.virtual_stages, candidate.num_micro_batches)
-        key = (id(option), places, *pipeline, sends, back)
+        key = (id(option), *self.pipeline(candidate))
         if key not in self._free:  # the layout is kept, so that its id stays its own
+            places, (sends, back) = self.places(candidate), self._sends_s(candidate, option)
+            pipeline = (candidate.schedule, candidate.virtual_stages, candidate.num_micro_batches)
             for own in set(places):
                 if (id(option), own) not in self._free_prices:
                     made = self.layouts.priced(option, self.model.part(own))
@@ -354,7 +312,7 @@ class Placed:
                         candidate, prices[own], every_s=every_s, is_even=self.is_even
                     )
                 rows[own] = self._made[same]
-        sends, back = self._sends_s(candidate, option, step) if is_exact else ((0.0,), (0.0,))
+        sends, back = self._sends_s(candidate, option) if is_exact else ((0.0,), (0.0,))
         key = (places, *(id(own) for own in prices.values()))
         if key not in self._speeds:  # the prices are kept, so that their ids stay their own
             counts = [len(members) for members in self.compact.members]
@@ -390,23 +348,25 @@ class Placed:
                 self._known[key] = maker.ideal_prices(step.mesh, option, step)
         return self._known[key]
 
-    def _sends_s(self, candidate: Candidate, option: Option, step: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _sends_s(self, candidate: Candidate, option: Option) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each pipeline rank the least that a message to the next one takes, and one back; from the last one to the first."""
-        collectives, mesh = self.ordered(candidate).collectives, step.mesh
-        found = []
-        for name in ("send_bytes", "send_gradient_bytes"):
-            size = min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
-            key = (size, candidate.order, mesh.pp, mesh.world_size)
-            if key not in self._sent:
-                self._sent[key] = tuple(collectives.hop_time_s(size, mesh, rank) for rank in range(mesh.pp))
-            found.append(self._sent[key])
-        return found[0], found[1]
+        mesh = candidate.mesh
+        key = (id(option), candidate.order, mesh.pp, mesh.world_size)
+        if key not in self._sent:  # the layout is kept, so that its id stays its own
+            hops = self.ordered(candidate).collectives.hop_time_s
+            sizes = [
+                min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
+                for name in ("send_bytes", "send_gradient_bytes")
+            ]
+            there, back = (tuple(hops(size, mesh, rank) for rank in range(mesh.pp)) for size in sizes)
+            self._sent[key] = option, there, back
+        return self._sent[key][1:]
 
-    def _maker(self, places: frozenset[int]) -> _Rows:
+    def _maker(self, places: frozenset[int]) -> PlaceRows:
         if places not in self._rows:
             part = self.model.part(places)
             limit = math.floor(part.memory_limit_bytes / self.model.memory_spread)
-            self._rows[places] = _Rows(self.compact, part, modes=self.modes, pinned=self.pinned, limit_bytes=limit)
+            self._rows[places] = PlaceRows(self.compact, part, modes=self.modes, pinned=self.pinned, limit_bytes=limit)
         return self._rows[places]
 
     def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:

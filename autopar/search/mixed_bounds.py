@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,14 +49,22 @@ CHUNK = 4096
 
 _TINY = 1e-30
 _PARTS = tuple(field.name for field in fields(BlockPrice))
+_every = attrgetter(*_PARTS)
 
 
-def mixed_bounds(rows: Sequence[MixedRow], at_most_s: float = np.inf, *, only_test: bool = False) -> Array:
+def mixed_bounds(
+    rows: Sequence[MixedRow],
+    at_most_s: float = np.inf,
+    *,
+    only_test: bool = False,
+    other: Callable[[MixedRow], float] | None = None,
+) -> Array:
     """For each row the step time below which no plan exists; see :func:`autopar.search.bounds.bounds`.
 
     Args:
         at_most_s: what is not possible in this time is not looked at more closely: it is then the bound.
         only_test: nor is what is possible, whose bound is then a quick one; with a finite ``at_most_s`` alone.
+        other: another bound, asked of what is possible here; taken where it is no less than a finite ``at_most_s``.
     """
     found = np.array([work_bound_s(row) for row in rows])
     open_: list[int] = []
@@ -63,6 +72,10 @@ def mixed_bounds(rows: Sequence[MixedRow], at_most_s: float = np.inf, *, only_te
         some = possible(np.full(len(places), at_most_s))
         found[places[~some]] = at_most_s
         open_ += places[some].tolist()
+    if other is not None and math.isfinite(at_most_s):
+        more = {i: other(rows[i]) for i in open_}
+        open_ = [i for i in open_ if more[i] < at_most_s]
+        found[[i for i in more if more[i] >= at_most_s]] = [own for own in more.values() if own >= at_most_s]
     if not (only_test and math.isfinite(at_most_s)):
         for places, possible in _possible(open_, rows):
             found[places] = least_possible(found[places], possible, at_most_s)
@@ -138,7 +151,7 @@ class _Columns:
         which = np.array([[position[id(own)] for own in row.ranks] for row in rows]).T
         prices = np.array([_numbers(own) for own in kinds.values()]).transpose(1, 2, 0)[..., which]
         group, first_, last = (dict(zip(_PARTS, part, strict=True)) for part in prices)
-        fixed = {name: ends[0] * first_[name] + ends[1] * last[name] for name in _PARTS}
+        fixed = dict(zip(_PARTS, ends[0] * prices[1] + ends[1] * prices[2], strict=True))
         every_s, limit = np.array([(own.every_s, own.limit_bytes) for own in kinds.values()]).T[:, which]
         self.held = np.array([r.in_flight for r in first], dtype=float).T
         sending = virtual - (rank + 1 == self.num_ranks)  # stages of each rank
@@ -297,7 +310,7 @@ def _windows(values: Array, places: int, width: int) -> Array:
 
 def _numbers(own: PlaceRow) -> tuple[tuple[float, ...], ...]:
     """Prices of a block of the group, of the first and of the last."""
-    return tuple(tuple(getattr(price, name) for name in _PARTS) for price in (own.group, own.first, own.last))
+    return _every(own.group), _every(own.first), _every(own.last)
 
 
 def _least(row: MixedRow, name: str) -> list[float]:

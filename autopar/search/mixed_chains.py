@@ -41,12 +41,10 @@ class Chains:
         self._chains: dict[tuple[object, ...], list[Chain]] = {}
         self._weighed: dict[tuple[object, ...], list[Chain]] = {}
 
-    def known_s(self, row: MixedRow, at_most_s: float = np.inf) -> float:
-        """The bound of the weighed chains that are known; 0 where none are, or total work says more than ``at_most_s``."""
+    def known_s(self, row: MixedRow) -> float:
+        """The bound of the weighed chains that are known; 0 where none are."""
         known = self._weighed.get(key_of(row))
-        if not known or work_bound_s(row) >= at_most_s:
-            return 0.0
-        return Stages(row).least_s(side_by_side(known))
+        return Stages(row).least_s(side_by_side(known)) if known else 0.0
 
     def bound_s(self, row: MixedRow, at_most_s: float, *, precision: float | None = None) -> float:
         """Seconds below which no cut of a row exists.

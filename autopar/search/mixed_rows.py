@@ -19,9 +19,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from autopar.frozen import quickly
 from autopar.search.bound_rows import Array, BlockPrice
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceRow:
     """One candidate in one layout on one kind of devices.
@@ -61,6 +63,7 @@ class PlaceRow:
     most_done: tuple[int, ...]
 
 
+@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedRow:
     """One candidate in one layout.
@@ -96,11 +99,13 @@ class MixedRow:
 
 def work_and_slowness(prices: Sequence[Sequence[BlockPrice]], counts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
     """Of a row, from the prices of the blocks on each rank, which stand for ``counts`` ones."""
-    times = np.array([[price.time_s for price in own] for own in prices])
+    kinds = {id(own): own for own in prices}  # many ranks have the same
+    times = np.array([[price.time_s for price in own] for own in kinds.values()])
     least = times.min(axis=0)
     some = least > 0
     slowness = (times[:, some] / least[some]).min(axis=1) if some.any() else np.ones(len(times))
-    return float(least @ np.array(counts)), tuple(map(float, slowness))
+    each = dict(zip(kinds, slowness.tolist(), strict=True))
+    return float(least @ np.array(counts)), tuple(each[id(own)] for own in prices)
 
 
 def quick_bounds(rows: Sequence[MixedRow]) -> Array:

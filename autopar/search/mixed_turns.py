@@ -67,10 +67,20 @@ class _Cut:
         made = self.stages.each_s(side_by_side(busy(self.pp, self.v, m)))
         self.block, self.more, self.fixed = made
         size = len(self.stages.rank)
-        pairs = np.array([(a, b) for a in range(size) for b in range(size) if a != b])
-        self.moves = np.zeros((len(pairs), size), dtype=np.int64)
-        self.moves[np.arange(len(pairs)), pairs[:, 0]] = -1
-        self.moves[np.arange(len(pairs)), pairs[:, 1]] = 1
+        pairs = np.array([(a, b) for a in range(size) for b in range(size) if a != b]).reshape(-1, 2)
+        self.gives, self.takes = pairs.T
+        self.moves = self._moves(pairs)
+        self.own = np.flatnonzero(self.stages.rank[self.gives] == self.stages.rank[self.takes])
+        """Moves from a stage of a rank to another of its own."""
+        one = np.eye(size, dtype=np.int64)
+        self.beside = np.concatenate([-one, one, self.moves[self.own]])
+
+    def _moves(self, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A block less on the first stage of each pair, one more on the second."""
+        found = np.zeros((len(pairs), len(self.stages.rank)), dtype=np.int64)
+        found[np.arange(len(pairs)), pairs[:, 0]] = -1
+        found[np.arange(len(pairs)), pairs[:, 1]] = 1
+        return found
 
     def add(self, chain: Chain) -> None:
         """One more that is known."""
@@ -87,9 +97,9 @@ class _Cut:
         one = np.eye(len(sizes), dtype=np.int64)
         for _ in range(left):
             every = sizes + one
-            times = self.times(every)[:, : self.pp]
+            times = self.times(every)
             own = times[np.arange(len(sizes)), self.stages.rank]
-            fits = np.isfinite(self.value_s(every))
+            fits = np.isfinite(times).all(axis=1)
             if not fits.any():
                 return None
             place = np.lexsort((sizes, np.where(fits, own, np.inf)))[0]
@@ -115,42 +125,53 @@ class _Cut:
         times: Array = np.where(np.isfinite(found), found, np.inf)
         return times
 
-    def value_s(self, sizes: NDArray[np.int64]) -> Array:
-        """Seconds that cuts take at least; infinite where they do not fit."""
-        found: Array = self.times(sizes).max(axis=1)
-        return found
+    def singles(self, sizes: NDArray[np.int64], times: Array) -> tuple[NDArray[np.int64], Array]:
+        """The moves of one block that keep the least of each stage, and the seconds of every known chain with them.
+
+        What a rank recomputes depends on its own blocks alone: a move between two ranks takes what one block less on the first
+        and one more on the second take.
+
+        Args:
+            times: of every known chain, of the cut itself.
+        """
+        size = len(sizes)
+        every = self.times(sizes + self.beside)
+        found = every[self.gives]
+        found += every[size + self.takes]
+        found -= times
+        found[self.own] = every[2 * size :]
+        may = np.flatnonzero(sizes[self.gives] > self.least[self.gives])
+        return may, found[may]
 
     def moved(self, sizes: NDArray[np.int64], time_s: float) -> NDArray[np.int64] | None:
         """A cut that may take less than ``time_s`` by the chains that are known; None where no such cut is found."""
         goal_s = time_s * (1 - LEAST_GAIN)
-        single = sizes + self.moves
-        single = single[(single >= self.least).all(axis=1)]
-        if not len(single):
+        may, every = self.singles(sizes, self.times(sizes[None])[0])
+        if not len(may):
             return None
-        every = self.times(single)
         values = every.max(axis=1)
         if values.min() < goal_s:
-            return self._down(single[self._least(every)])
+            place = self._least(every)
+            return self._down(sizes + self.moves[may[place]], every[place])
         order = np.argsort(values, kind="stable")[: int(PAIRS / max(len(self.moves), 1))]
-        pairs = (single[order][:, None] + self.moves).reshape(-1, len(sizes))
+        pairs = ((sizes + self.moves[may[order]])[:, None] + self.moves).reshape(-1, len(sizes))
         pairs = pairs[(pairs >= self.least).all(axis=1)]
         every = self.times(pairs)
         if every.max(axis=1).min(initial=np.inf) < goal_s:
-            return self._down(pairs[self._least(every)])
+            place = self._least(every)
+            return self._down(pairs[place], every[place])
         return None
 
-    def _down(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Moves of one block as long as they make the longest of the known chains shorter."""
-        value = float(self.value_s(sizes[None])[0])
+    def _down(self, sizes: NDArray[np.int64], times: Array) -> NDArray[np.int64]:
+        """Moves of one block as long as they make the longest of the known chains shorter; ``times``: of the chains of the cut."""
+        value = float(times.max())
         while True:
-            single = sizes + self.moves
-            single = single[(single >= self.least).all(axis=1)]
-            every = self.times(single)
-            place = self._least(every)
-            found = float(every[place].max())
+            may, every = self.singles(sizes, times)
+            place = self._least(every) if len(may) else 0
+            found = float(every[place].max()) if len(may) else np.inf
             if not found < value * (1 - LEAST_GAIN):
                 return sizes
-            sizes, value = single[place], found
+            sizes, times, value = sizes + self.moves[may[place]], every[place], found
 
     @staticmethod
     def _least(every: Array) -> int:

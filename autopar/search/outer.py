@@ -41,6 +41,10 @@ FAR = 3.0
 EARLY = 3
 """Candidates that are tried by their second bounds while there is no plan: third bounds are found sooner with a time to be below."""
 
+SCOUTS = 8
+"""Candidates by whose best one there is a first plan before the bounds of those of the same layouts are worked out, where
+pipeline ranks differ."""
+
 FEW_SAMPLES = 2
 """Of a micro-batch, up to which all layouts are looked at first where pipeline ranks differ."""
 
@@ -239,6 +243,12 @@ class OuterSearch:
             first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
             if first and self.crew.takes(split):
                 self._raise(own, 0, level, heap)
+                if self.evaluator.differs and math.isinf(
+                    self._best_s()
+                ):  # bounds cost many times less where there is a time to be below
+                    few = heapq.nsmallest(SCOUTS, own, key=lambda k: (self.bounds[self.pool[k]], k))
+                    self._raise(few, 1, level, heap)
+                    yield from self._dive(few, given)
                 self._raise(own, 1, level, heap)
                 yield from self._dive(own, given)
                 if near and math.isfinite(self._best_s()):  # the next one costs little too, and is often faster

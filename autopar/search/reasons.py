@@ -54,12 +54,13 @@ def explain(
     for name, value in _CHOICES:
         near = _neighbours(pool, far, best.candidate, value)[: MAX_REASONS - len(others)]
         others += [(f"{name}={value(other)}", other) for other in near]
+    splits = [split_of(other.micro_batch_size, other.mesh) for _, other in others]
     if crew.is_forked:
-        _exchange(evaluator.layouts, [split_of(other.micro_batch_size, other.mesh) for _, other in others], crew)
+        _exchange(evaluator.layouts, splits, crew)
     said: dict[int, str] = {}
-    for i, (_, other) in enumerate(others):
+    for i in sorted(range(len(others)), key=lambda i: crew.owner(splits[i]) != crew.rank):  # what is known here first
         if crew.takes(i):
-            said[i] = _compare(evaluator, best, other)
+            said[i] = _compare(evaluator, best, others[i][1])
     for found in crew.gather(said):
         said |= found
     return tuple(f"{what}: {said[i]}" for i, (what, _) in enumerate(others))
