@@ -91,7 +91,10 @@ class Layouts:
             rests=self._rests,
         )
         self._solvers: dict[tuple[Split, str], AxisSolver] = {}
-        self._structures = Structures()
+        # those of searched layouts are many
+        self._structures: Structures = (
+            self.compact.graph.passes.setdefault(Structures, Structures()) if self.by_rule else Structures()
+        )
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
         self._wide: dict[tuple[Split, str], Compact] = {}
         self._options: dict[tuple[Split, str, object], Option] = {}
