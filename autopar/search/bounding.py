@@ -211,7 +211,7 @@ class Bounding:
             loads.setdefault(split_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
         for split, own in loads.items():
             try:
-                self.layouts.solve_ahead(split, own)
+                self.layouts.solving.solve_ahead(split, own)
             except InfeasibleError:  # told with its reason when the candidate is evaluated
                 continue
         at_most_s /= self._least_speed(candidates)
