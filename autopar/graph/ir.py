@@ -66,7 +66,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @quickly

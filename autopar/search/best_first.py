@@ -132,15 +132,16 @@ class BestFirst:
     def _first(self, far_s: float) -> Iterator[int]:
         """Those with nothing to solve: a first plan to be faster than costs little.
 
-        Where layouts follow a rule that is the best of those that split nothing: of their memory even rough bounds tell. Where
-        ranks differ, first bounds tell too little, and the pipelines with the most micro-batches give a good one.
+        Where layouts follow a rule it is the best of these, first of those without a pipeline: of their memory even rough bounds
+        tell. Where ranks differ, first bounds tell too little, and the pipelines with the most micro-batches give a good one.
         """
-        if self.evaluator.by_rule and self.dives:
-            whole = [k for split, own in self.parts.items() if self.crew.takes(split) for k in own if self._is_whole(k)]
-            self._raise_least(whole)
-            yield from self._dive(whole)
-            if math.isfinite(self.best_s()):
-                return
+        if self.evaluator.by_rule and self.dives and not self.crew.is_forked:
+            whole = [k for split, own in self.parts.items() if split.cp == split.tp == 1 for k in own]
+            for some in ([k for k in whole if self.pool[k].mesh.pp == 1], whole):
+                self._raise_least(some)
+                yield from self._dive(some)
+                if math.isfinite(self.best_s()):
+                    return
         for split, own in self.parts.items():
             near = split.cp == split.tp == 1 and min(self.bounds[self.pool[k]] for k in own) < far_s
             first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
@@ -152,13 +153,8 @@ class BestFirst:
                     self._raise_least(left)
                     yield from self._dive(left)
 
-    def _is_whole(self, index: int) -> bool:
-        """Whether each rank of a candidate has the whole model."""
-        mesh = self.pool[index].mesh
-        return mesh.pp == mesh.cp == mesh.tp == 1
-
     def _raise_least(self, places: Sequence[int]) -> None:
-        """Last bounds of these; where rows need nothing solved and few are alike, of the one alone that has the least in the end."""
+        """Last bounds of these; where layouts follow a rule, of the one alone that has the least in the end."""
         if not (self.evaluator.by_rule and self.dives):
             for made in range(ROUGH, LEVELS):
                 self._raise(places, made)
