@@ -101,7 +101,11 @@ class BlockModel:
         Args:
             selective: whether selective recompute is looked at too.
         """
-        return block_work(graph, block, self.device.kind, selective=selective)
+        key = block_work, block.start, block.stop, self.device.kind, selective
+        if key not in graph.passes:
+            graph.passes[key] = block_work(graph, block, self.device.kind, selective=selective)
+        found: BlockWork = graph.passes[key]
+        return found
 
     def price(self, work: BlockWork, mesh: Mesh) -> BlockCost:
         """The cost of :meth:`block_work`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import torch
 
@@ -44,6 +45,10 @@ def itemsize(dtype: str) -> int:
 def is_mixed(precision: Precision) -> bool:
     """Whether FSDP casts: its dtypes differ."""
     return len({precision.compute, precision.storage, precision.reduce}) > 1
+
+
+_Part: TypeAlias = tuple[ParameterCost, int]
+"""A parameter that is not of experts over data ranks, and the elements of it that the fullest rank of dp_shard keeps."""
 
 
 @quickly
@@ -127,55 +132,63 @@ class DataParallel:
     def unit(self, parameters: Sequence[ParameterCost], collectives: CollectiveModel, device: Device) -> Unit:
         """What a block with these parameters costs on the data axes."""
         shards, trained = self.mesh.dp_shard, [p for p in parameters if p.trained]
+        held = [(p, p.numel) for p in parameters if not p.spread]
         spread_numel = sum(p.numel for p in trained if p.spread)
-        numel = sum(p.numel for p in parameters if not p.spread)
-        trained_numel = sum(p.numel for p in trained if not p.spread)
-        trained_shard = sum(p.shard_numel(shards) for p in trained if not p.spread)
+        parts = [(p, numel if shards == 1 else p.shard_numel(shards)) for p, numel in held]
+        trained_shard = sum(part for p, part in parts if p.trained)
         gather_s = reduce_s = replicate_s = 0.0
-        bandwidth = device.memory_bandwidth_bytes_per_s
         if self.uses_fsdp:
-            compute, reduced = itemsize(self.precision.compute), itemsize(self.precision.reduce)
-            whole = self._padded(parameters) * (1 if self.quantized_gathers else compute)
-            # the gathered buffer is copied into the parameters, gradients into the buffer that is reduced
-            gather_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",)) + 2 * whole / bandwidth
-            if self.broadcasts:
-                sizes = [p.numel * compute for p in parameters if p.shape and not p.spread]
-                gather_s = sum(collectives.time_s("broadcast", size, self.mesh, ("dp_shard",)) for size in sizes)
-            padded = self._padded(trained)
-            summed = "all_reduce" if self.all_reduces else "reduce_scatter"
-            reduce_s = collectives.time_s(summed, padded * reduced, self.mesh, ("dp_shard",))
-            reduce_s += padded * (compute + reduced) / bandwidth
-            shard_bytes = padded // shards * reduced
-            replicate_s = collectives.time_s("all_reduce", shard_bytes, self.mesh, ("dp_replicate",))
-            around, held = device.overheads, [p for p in parameters if not p.spread]
-            gather_s += around.gather_s + around.gather_parameter_s * len(held)
-            reduce_s += around.reduce_s + around.reduce_parameter_s * len([p for p in held if p.trained])
+            gather_s = self._gathered_s(parts, collectives, device)
+            reduce_s, replicate_s = self._reduced_s([own for own in parts if own[0].trained], collectives, device)
         return Unit(
-            numel=numel,
-            trained_numel=trained_numel,
-            shard_numel=sum(p.shard_numel(shards) for p in parameters),
+            numel=sum(numel for _, numel in held),
+            trained_numel=sum(numel for p, numel in held if p.trained),
+            shard_numel=sum(part for _, part in parts) + sum(p.numel for p in parameters if p.spread),
             trained_shard_numel=trained_shard + spread_numel,
-            trained_shard_shapes=tuple(p.shard_shape(shards) for p in trained),
+            trained_shard_shapes=tuple([p.shard_shape(shards) for p in trained]),
             spread_numel=spread_numel,
             num_trained=len(trained),
             gather_s=gather_s,
             reduce_s=reduce_s,
             replicate_s=replicate_s,
-            hooks_s=self._hooks_s(parameters, device),
+            hooks_s=self._hooks_s(len(held), device),
         )
 
-    def _padded(self, parameters: Sequence[ParameterCost]) -> int:
-        """Elements that FSDP moves: shards of equal size; neither experts over data ranks nor scalars are its own."""
-        shards = self.mesh.dp_shard
-        return sum(p.shard_numel(shards) * shards for p in parameters if p.shape and not p.spread)
+    def _gathered_s(self, parts: Sequence[_Part], collectives: CollectiveModel, device: Device) -> float:
+        """Gathering parameters, of which each rank has these elements, in the compute dtype."""
+        compute, around = itemsize(self.precision.compute), device.overheads
+        # the gathered buffer is copied into the parameters
+        if self.broadcasts:
+            sizes = [p.numel * compute for p, _ in parts if p.shape]
+            moved_s = sum(collectives.time_s("broadcast", size, self.mesh, ("dp_shard",)) for size in sizes)
+        else:
+            whole = self._padded(parts) * (1 if self.quantized_gathers else compute)
+            moved_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",))
+            moved_s += 2 * whole / device.memory_bandwidth_bytes_per_s
+        return moved_s + (around.gather_s + around.gather_parameter_s * len(parts))
+
+    def _reduced_s(self, parts: Sequence[_Part], collectives: CollectiveModel, device: Device) -> tuple[float, float]:
+        """Summing the gradients of trained parameters over dp_shard, and those of a shard over dp_replicate."""
+        compute, reduced = itemsize(self.precision.compute), itemsize(self.precision.reduce)
+        padded, around = self._padded(parts), device.overheads
+        summed = "all_reduce" if self.all_reduces else "reduce_scatter"
+        # gradients are copied into the buffer that is reduced
+        reduce_s = collectives.time_s(summed, padded * reduced, self.mesh, ("dp_shard",))
+        reduce_s += padded * (compute + reduced) / device.memory_bandwidth_bytes_per_s
+        shard_bytes = padded // self.mesh.dp_shard * reduced
+        replicate_s = collectives.time_s("all_reduce", shard_bytes, self.mesh, ("dp_replicate",))
+        return reduce_s + (around.reduce_s + around.reduce_parameter_s * len(parts)), replicate_s
+
+    def _padded(self, parts: Sequence[_Part]) -> int:
+        """Elements that FSDP moves: shards of equal size; scalars are not its own."""
+        return self.mesh.dp_shard * sum(part for p, part in parts if p.shape)
 
     # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
 
-    def _hooks_s(self, parameters: Sequence[ParameterCost], device: Device) -> float:
-        """Host time of FSDP around a forward or a backward of a unit, whatever is gathered or reduced."""
+    def _hooks_s(self, held: int, device: Device) -> float:
+        """Host time of FSDP around a forward or a backward of a unit of so many parameters, whatever is gathered or reduced."""
         if not self.uses_fsdp:
             return 0.0
-        held = sum(not p.spread for p in parameters)
         return device.overheads.unit_s + device.overheads.unit_parameter_s * held
 
     def first_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:

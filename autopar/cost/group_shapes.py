@@ -125,13 +125,15 @@ def hop_shape(mesh: Mesh, cluster: Cluster, here: int) -> tuple[GroupShape, ...]
 
 def _shapes(ranks: NDArray[Any], cluster: Cluster, keep: NDArray[np.bool_] | None = None) -> tuple[GroupShape, ...]:
     """Shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while the others communicate as well."""
+    first, size = cluster.groups[0], ranks.shape[1]
+    if int(ranks.max()) < first.devices_per_node:  # all on one node
+        return (GroupShape(size=size, num_nodes=1, ranks_per_node=size, intra_node=first.intra_node),)
     nodes = _nodes(cluster)[ranks]
     columns = [*_spread(nodes), *_crossing(nodes, cluster)]
     table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
     if keep is not None:
         table = table[keep]
     found = table[:1] if bool((table == table[0]).all()) else np.unique(table, axis=0)  # mostly all are alike
-    size = ranks.shape[1]
     shapes = []
     for num_nodes, fewest, slowest, egress, latency, half in found:
         shapes.append(

@@ -17,14 +17,22 @@ class Storages:
     def __init__(self, graph: Graph, block: Block, works: list[Work], again: frozenset[int] = frozenset()) -> None:
         self.graph, self.block, self.works = graph, block, works
         self.ops = graph.block_ops(block)
-        self.operands = [op.operands for op in self.ops]
-        self._roots = storage_roots(self.ops, graph._index.specs)
+        self._roots = roots = storage_roots(self.ops, graph._index.specs)
+        self._reads = [[roots.get(ref, ref) for ref in op.operands] for op in self.ops]
+        """Of each operator the storages that it reads."""
+        self._makes = [[Ref(op.name, k) for k in range(len(op.outputs))] for op in self.ops]
+        self._views = [
+            op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(self.ops, self._makes, strict=True)
+        ]
         self.saved: dict[Ref, int] = {}
         """Kept storages by the position of the first operator that keeps them."""
-        for i, (op, done) in enumerate(zip(self.ops, works, strict=True)):
-            kept = [op.operands[k] for k in done.saved] + ([Ref(op.name)] if done.saves_output else [])
-            for root in map(self.root, kept):
-                if not graph.is_parameter(root) and not graph.is_prelude(root):
+        parameters, free = graph._index.parameters, graph._index.free
+        for i, done in enumerate(works):
+            kept = [self._reads[i][k] for k in done.saved]
+            if done.saves_output:
+                kept.append(roots[self._makes[i][0]])
+            for root in kept:
+                if root.name not in parameters and root.name not in free:
                     self.saved.setdefault(root, i)
         self._inner = [done.saved_bytes for done in works]
         self.again_bytes = 0
@@ -71,7 +79,7 @@ class Storages:
                 continue
             seen.add(i)
             self._inner[i] = 0
-            for root in map(self.root, self.operands[i]):
+            for root in self._reads[i]:
                 if root.name in makers:
                     needed.append(makers[root.name])
                 elif not self.graph.is_parameter(root) and not self.graph.is_prelude(root):
@@ -124,14 +132,16 @@ class Storages:
     def _alive(self) -> list[tuple[list[Ref], list[Ref]]]:
         """Of each operator the storages that it makes, and those of this block that nothing reads after it."""
         last: dict[Ref, int] = {}
-        for i, op in enumerate(self.ops):
-            for ref in (*self.operands[i], *(Ref(op.name, k) for k in range(len(op.outputs)))):
-                last[self.root(ref)] = i
+        for i, reads in enumerate(self._reads):
+            for ref in reads:
+                last[ref] = i
+            for ref in self._makes[i]:
+                last[self._roots[ref]] = i
         outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
         found: list[tuple[list[Ref], list[Ref]]] = [([], []) for _ in self.ops]
-        for i, op in enumerate(self.ops):
-            if op.target not in VIEWS or self.copies(op):
-                for ref in (Ref(op.name, k) for k in range(len(op.outputs))):
+        for i, makes in enumerate(self._makes):
+            if not self._views[i]:
+                for ref in makes:
                     found[i][0].append(ref)
                     if ref not in outputs:
                         found[last[ref]][1].append(ref)
@@ -151,22 +161,18 @@ class Storages:
 
     def _flowing(self) -> list[int | None]:
         """Bytes of gradients and of workspace while the backward of each operator runs; None of views."""
+        specs, parameters = self.graph._index.specs, self.graph._index.parameters
         outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
-        gradients = {root: self.size(root) for root in outputs if self.graph.spec(root).requires_grad}
+        gradients = {root: self.size(root) for root in outputs if specs[root].requires_grad}
         now = sum(gradients.values())
         found: list[int | None] = [None] * len(self.ops)
         for i in reversed(range(len(self.ops))):
-            op = self.ops[i]
-            if op.target not in VIEWS or self.copies(op):
-                for root in map(self.root, self.operands[i]):
-                    if (
-                        root not in gradients
-                        and self.graph.spec(root).requires_grad
-                        and not self.graph.is_parameter(root)
-                    ):
+            if not self._views[i]:
+                for root in self._reads[i]:
+                    if root.name not in parameters and root not in gradients and specs[root].requires_grad:
                         gradients[root] = self.size(root)
                         now += gradients[root]
                 found[i] = now + self.works[i].backward_workspace_bytes
-                for k in range(len(op.outputs)):
-                    now -= gradients.pop(Ref(op.name, k), 0)
+                for ref in self._makes[i]:
+                    now -= gradients.pop(ref, 0)
         return found

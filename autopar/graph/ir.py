@@ -66,7 +66,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @quickly
@@ -349,6 +349,14 @@ class Graph:
     @cached_property
     def _index(self) -> _Index:
         return _Index(self)
+
+    @cached_property
+    def passes(self) -> dict[object, Any]:
+        """What passes found that follows from the graph alone, for whoever asks again; files and copies have none of it."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "passes"}
 
     def share_names(self, other: Graph, specs: dict[Ref, TensorSpec]) -> None:
         """Take the look-ups by name of a graph with the same names and wiring and other shapes.

@@ -44,6 +44,8 @@ class RuleTable:
     """
 
     rules: dict[str, Rule]
+    version: int = 0
+    """Rises where a rule is added or replaced."""
     _known: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
 
     def copy(self) -> RuleTable:
@@ -66,6 +68,7 @@ class RuleTable:
     def put(self, target: str, rule: Rule) -> None:
         """Adds or replaces a rule, by the target as graphs name it."""
         self.rules[target] = rule
+        self.version += 1
         self._known.clear()
 
     def pattern(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
@@ -148,7 +151,7 @@ _ANYWHERE = Ref("")
 
 def _without_refs(value: tuple[Argument, ...] | tuple[tuple[str, Argument], ...]) -> tuple[object, ...]:
     return tuple(
-        _ANYWHERE if type(item) is Ref else _without_refs(item) if type(item) is tuple else item for item in value
+        [_ANYWHERE if type(item) is Ref else _without_refs(item) if type(item) is tuple else item for item in value]
     )
 
 

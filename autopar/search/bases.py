@@ -6,7 +6,7 @@ Everything happens on the compact graph and is kept: many layouts share it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from autopar.cost.block import BlockCost
@@ -34,6 +34,28 @@ COLLECTIVE_WEIGHT = 1e-3
 that repeats them rather than send must not win because a model is small. Plans are compared at full prices."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sizes:
+    """The graphs of one micro-batch that were made of a graph, by its size.
+
+    ``batch``: the typing by which; ``first``: of those, and whether the others follow from it.
+    """
+
+    batch: Typing
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    first: Graph | None = None
+    others_follow: bool = False
+
+
+def _sizes(graph: Graph, batch: Typing, global_batch_size: int) -> _Sizes:
+    """Kept with the graph: searches of other spaces and clusters have the same ones."""
+    key = _Sizes, global_batch_size
+    found: _Sizes | None = graph.passes.get(key)
+    if found is None or found.batch is not batch:
+        found = graph.passes[key] = _Sizes(batch=batch)
+    return found
+
+
 class Bases:
     """The graphs of one model on one cluster, and prices of operators on an axis.
 
@@ -58,30 +80,34 @@ class Bases:
         self.global_batch_size, self._whole_costs = global_batch_size, costs
         self.batch = solve_batch(compact)
         self._kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
+        self._sizes = _sizes(compact.graph, self.batch, global_batch_size)
         self._micro: dict[int, Compact] = {}
-        self._first: tuple[Graph, bool] | None = None  # of one micro-batch, and whether others follow from it
         self._sequences: dict[tuple[Split, str], AxisSolution | InfeasibleError] = {}
         self._bases: dict[tuple[Split, str], Compact] = {}
 
     def micro(self, micro_batch_size: int) -> Compact:
         """The compact graph of one micro-batch."""
+        graphs = self._sizes.graphs
+        if micro_batch_size not in graphs:
+            graphs[micro_batch_size] = self._local(micro_batch_size)
         if micro_batch_size not in self._micro:
-            self._micro[micro_batch_size] = replace(self.compact, graph=self._local(micro_batch_size))
+            self._micro[micro_batch_size] = replace(self.compact, graph=graphs[micro_batch_size])
         return self._micro[micro_batch_size]
 
     def _local(self, micro_batch_size: int) -> Graph:
         graph, typing = self.compact.graph, self._batch_typing(micro_batch_size)
-        if self._first is not None and self._first[1]:
+        sizes = self._sizes
+        if sizes.first is not None and sizes.others_follow:
             return resized(
                 graph,
-                self._first[0],
+                sizes.first,
                 typing,
                 global_batch_size=self.global_batch_size,
                 micro_batch_size=micro_batch_size,
             )
         local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
-        if self._first is None:
-            self._first = local, can_resize(graph, local, typing)
+        if sizes.first is None:
+            sizes.first, sizes.others_follow = local, can_resize(graph, local, typing)
         return local
 
     def _batch_typing(self, micro_batch_size: int) -> Typing:

@@ -114,7 +114,14 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
     Raises:
         RuleError: an operator mixes samples otherwise, or the loss is no sum over them; names it.
     """
-    size = Fraction(parts or compact.graph.batch_size)
+    key = solve_batch, parts, compact.alike, rules.default_table().version
+    if key not in compact.graph.passes:
+        compact.graph.passes[key] = _solved(compact, Fraction(parts or compact.graph.batch_size))
+    found: Typing = compact.graph.passes[key]
+    return found
+
+
+def _solved(compact: Compact, size: Fraction) -> Typing:
     if compact.graph.mixing:
         return _solve(compact, size, changes="any")
     try:

@@ -28,6 +28,7 @@ from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
 from autopar.search.programs import program
+from autopar.search.rough import Rough
 from autopar.search.row_bounds import plain_bounds, row_bounds
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
@@ -69,6 +70,7 @@ class Bounding:
         self.moving_rows.moves = True
         """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
         self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
+        self.rough = Rough(self.least_rows, self.layouts, self.step, is_even=space.equal_stages)
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
@@ -88,6 +90,11 @@ class Bounding:
         """Whether pipeline ranks may have different devices."""
         return self.model.is_mixed
 
+    @property
+    def by_rule(self) -> bool:
+        """Whether each candidate has one layout, by a rule, and ranks are alike; then work is divided as in the ideal."""
+        return self.layouts.by_rule and not self.differs and self.model.measured is None
+
     def step(self, candidate: Candidate, option: Option) -> Step:
         """How the cost model sees a candidate."""
         return Step(
@@ -104,6 +111,14 @@ class Bounding:
             bucket_bytes=self.buckets[0],
             offload=candidate.offload,
         )
+
+    def work_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """For each candidate of :attr:`by_rule` seconds of its work alone, without a row; infinite where it cannot fit."""
+        return [self._shared_s(c, *self.rough.work_s(c)) for c in candidates]
+
+    def data_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """As :meth:`work_bounds_s`, of what may fit, with the data axes."""
+        return [self._shared_s(c, *self.rough.data_s(c)) for c in candidates]
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
@@ -197,7 +212,7 @@ class Bounding:
             loads.setdefault(split_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
         for split, own in loads.items():
             try:
-                self.layouts.solve_ahead(split, own)
+                self.layouts.solving.solve_ahead(split, own)
             except InfeasibleError:  # told with its reason when the candidate is evaluated
                 continue
         at_most_s /= self._least_speed(candidates)

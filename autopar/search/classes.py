@@ -40,6 +40,15 @@ def compact(graph: Graph, *, keys: Sequence[object] = ()) -> Compact:
     Args:
         keys: one for each block; blocks of a run are merged only where theirs are equal (pins differ, say).
     """
+    if any(key is not None for key in keys):
+        return _compact(graph, keys)
+    if compact not in graph.passes:
+        graph.passes[compact] = _compact(graph, ())
+    found: Compact = graph.passes[compact]
+    return found
+
+
+def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
     runs = _runs(graph, keys or [None] * len(graph.blocks))
     kept: list[tuple[Block, tuple[int, ...]]] = []
     stands_for: dict[str, str] = {}

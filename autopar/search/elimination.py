@@ -291,13 +291,13 @@ def _prune(energy: Energy) -> tuple[Energy, list[NDArray[np.intp]]]:
     for k, factor in enumerate(energy.factors):
         for axis, v in enumerate(factor.scope):
             of_variable[v].append((k, axis))
-    todo = set(range(len(tables)))
+    todo = {k for k, table in enumerate(finite) if np.count_nonzero(table) < table.size}
     while todo:
         k = todo.pop()
         for axis, v in enumerate(energy.factors[k].scope):
-            others = tuple(a for a in range(finite[k].ndim) if a != axis)
-            supported = finite[k].any(axis=others) if others else finite[k]
-            if supported.all():
+            others = tuple([a for a in range(finite[k].ndim) if a != axis])
+            supported = np.logical_or.reduce(finite[k], axis=others) if others else finite[k]
+            if np.count_nonzero(supported) == len(supported):
                 continue
             kept = np.flatnonzero(supported)
             states[v] = states[v][kept]

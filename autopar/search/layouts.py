@@ -6,43 +6,31 @@ Everything happens on the compact graph and is kept: many candidates of the oute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from autopar.cost.block import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
 from autopar.cost.stages import own_times
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Op, Parameter, Ref
+from autopar.graph.ir import Graph, Ref
 from autopar.graph.padding import lengths, pad
-from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import PaddedParameter
 from autopar.rules.apply import shard
-from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.rules.spread import AXIS as SPREAD
-from autopar.rules.spread import EXPERTS
-from autopar.rules.types import Strategy
 from autopar.search.bases import Bases
 from autopar.search.block_prices import BlockPrices, PricedBlocks
-from autopar.search.chain import AxisSolution, AxisSolver
-from autopar.search.classes import Compact, compact
+from autopar.search.chain import AxisSolution
+from autopar.search.classes import compact
 from autopar.search.every import every_typing
 from autopar.search.intra import Narrow
 from autopar.search.options import Draft, Load, Made, Option, Split, split_of
-from autopar.search.padding import padded, used_padding
+from autopar.search.padding import used_padding
 from autopar.search.pins import Pins
-from autopar.search.problem import rests_of
-from autopar.search.ruled import Ruled, SplitWeights, moved_s
+from autopar.search.solving import Solving, pinned_type
 from autopar.search.space import Space
-from autopar.search.tables import Weights
-from autopar.search.uncounted import LayoutNeeds, Needs, sums_s
-from autopar.search.values import Structures
-
-TP = "tp"
-SPREAD_EXPERTS = "autopar.experts_dispatch"
-MIXTURES = (EXPERTS, SPREAD_EXPERTS)
+from autopar.search.uncounted import LayoutNeeds, Needs
 
 
 class Layouts:
@@ -66,11 +54,10 @@ class Layouts:
         space: Space,
         narrow: Narrow | None = None,
     ) -> None:
-        self.narrow = narrow
         self.by_rule = space.layouts == "rule"
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
-        self.pinned = {p.name: t for p in graph.parameters if (t := _pinned_type(p, pins)) is not None}
+        self.pinned = {p.name: t for p in graph.parameters if (t := pinned_type(p, pins)) is not None}
         keys = [
             tuple(self.pinned.get(p.name) for p in graph.block_parameters(block)) if self.pinned else None
             for block in graph.blocks
@@ -84,30 +71,22 @@ class Layouts:
         self._owners = Counter(
             p.name for block in self.compact.graph.blocks for p in self.compact.graph.block_parameters(block)
         )
-        self._ruled = Ruled(
-            solve=lambda split, kind, weights: self._solver(split, kind).solve(weights),
-            base=lambda split, kind: self._padded(split, kind).graph,
-            allowed=self._narrow,
-            rests=self._rests,
-        )
-        self._solvers: dict[tuple[Split, str], AxisSolver] = {}
-        self._structures = Structures()
+        self.solving = Solving(
+            self.compact, self.bases, model,
+            pins=pins, pinned=self.pinned, space=space, narrow=narrow, costs=self._whole_costs,
+        )  # fmt: skip
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
-        self._wide: dict[tuple[Split, str], Compact] = {}
         self._options: dict[tuple[Split, str, object], Option] = {}
         self._of_drafts: dict[int, tuple[Draft, Option]] = {}
         self._wholes: dict[tuple[int, int], Option] = {}
-        self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
         self._every: dict[Split, tuple[Draft, ...]] = {}
         self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
         self._priced_blocks: dict[tuple[Split, str], BlockPrices] = {}
         self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
         self._crossing: dict[int, tuple[Graph, list[tuple[Ref, ...]]]] = {}
-        self._least: dict[Split, float] = {}
         self._quickest: dict[Split, float] = {}
         self._least_each: dict[Split, tuple[float, ...]] = {}
-        self._sums: dict[tuple[Split, str], tuple[float, ...]] = {}
         self._of_solvers: dict[tuple[Split, str], LayoutNeeds] = {}
         self._needs: dict[int, tuple[Draft, tuple[Needs, ...]]] = {}
 
@@ -141,7 +120,7 @@ class Layouts:
         has_prices = split.tp > 1 and not self.by_rule
         for ratio in sorted(self.space.price_ratios, reverse=True) if has_prices else (0.0,):
             for kind in self.bases.kinds(split):
-                draft = self._draft(split, kind, self._solution(split, kind, load.order, ratio))
+                draft = self._draft(split, kind, self.solving.solution(split, kind, load.order, ratio))
                 found.setdefault((kind, draft.solution and draft.solution.signature), draft)
         return tuple(found.values())
 
@@ -152,7 +131,7 @@ class Layouts:
         if split not in self._every:
             found: list[Draft] = []
             for kind in self.bases.kinds(split):
-                made = every_typing(self._solver(split, kind), self.space.every)
+                made = every_typing(self.solving.solver(split, kind), self.space.every)
                 if made is None:
                     found = []
                     break
@@ -172,7 +151,7 @@ class Layouts:
         sent = self._sent(graph, solution, split.tp)
         blocks_s = solution.blocks_s
         if not self.by_rule:  # whose times are of whole layouts and have all sums
-            blocks_s = tuple(map(sum, zip(blocks_s, self._sums_s(split, kind), strict=True)))
+            blocks_s = tuple(map(sum, zip(blocks_s, self.solving.sums_s(split, kind), strict=True)))
         return Draft(
             split=split, kind=kind, solution=solution, numel=numel, blocks_s=blocks_s,
             time_s=sum(len(own) * own_s for own, own_s in zip(self.compact.members, blocks_s, strict=True)),
@@ -210,6 +189,12 @@ class Layouts:
             self._wholes[micro_batch_size, ep_data] = self._option(split, "", None)
         return self._wholes[micro_batch_size, ep_data]
 
+    def _whole_costs(self, split: Split, kind: str) -> Sequence[BlockCost]:
+        """Of the blocks with no tensor-parallel axis."""
+        if split.cp == 1:
+            return self.whole(split.micro_batch_size, split.ep_data).costs
+        return self._option(split, kind, None).costs
+
     @property
     def wholes(self) -> dict[tuple[int, int], Option]:
         """Those that :meth:`whole` has made, for another process; none where groups differ, whose prices are not in them."""
@@ -242,33 +227,6 @@ class Layouts:
         if made.least_s is not None:
             self._least_each.setdefault(split, made.least_s)
 
-    def _solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
-        """The typing on ``tp``; None where there is no such axis."""
-        if split.tp == 1:
-            return None
-        if self.by_rule:
-            return self._by_rule(split, kind)
-        key = (split, kind, order, ratio)
-        if key not in self._solutions:
-            self._solve(split, kind, [order])
-        return self._solutions[key]
-
-    def solve_ahead(self, split: Split, loads: Iterable[Load]) -> None:
-        """Solve for all of these at once, which is quicker than one after the other."""
-        for kind in self.bases.kinds(split) if split.tp > 1 and not self.by_rule else ():
-            self._solve(split, kind, dict.fromkeys(load.order for load in loads))
-
-    def _solve(self, split: Split, kind: str, orders: Iterable[tuple[int, int]]) -> None:
-        keys = [(split, kind, order, ratio) for order in orders for ratio in self.space.price_ratios]
-        keys = [key for key in keys if key not in self._solutions]
-        if not keys:
-            return
-        weights = []
-        for _, _, (num_micro_batches, in_flight), ratio in keys:
-            price = ratio * self._least_s(split) / self.model.device.memory_bytes
-            weights.append(Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price))
-        self._solutions |= zip(keys, self._solver(split, kind).solve_all(weights), strict=True)
-
     def quickest_s(self, split: Split) -> float:
         """Seconds of one micro-batch, forward and backward through all blocks, in the quickest layout.
 
@@ -293,14 +251,16 @@ class Layouts:
 
     def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
         if split.tp > 1 and not self.by_rule:
-            return tuple(map(sum, zip(self._solver(split, kind).least_s(), self._sums_s(split, kind), strict=True)))
-        costs = self._option(split, kind, self._solution(split, kind, (1, 1), 0.0)).costs
+            return tuple(
+                map(sum, zip(self.solving.solver(split, kind).least_s(), self.solving.sums_s(split, kind), strict=True))
+            )
+        costs = self._option(split, kind, self.solving.solution(split, kind, (1, 1), 0.0)).costs
         return tuple(sum(own_times(cost, recompute="none")) for cost in costs)
 
     def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
         if split.tp > 1 and not self.by_rule:
-            sums_s = zip(self.compact.members, self._sums_s(split, kind), strict=True)
-            return self._solver(split, kind).quickest().value + sum(len(own) * own_s for own, own_s in sums_s)
+            sums_s = zip(self.compact.members, self.solving.sums_s(split, kind), strict=True)
+            return self.solving.solver(split, kind).quickest().value + sum(len(own) * own_s for own, own_s in sums_s)
         times, counts = self._least_of_kind_each(split, kind), (len(m) for m in self.compact.members)
         return sum(n * time_s for n, time_s in zip(counts, times, strict=True))
 
@@ -312,93 +272,15 @@ class Layouts:
         key = draft.split, draft.kind
         if draft.solution is None or self.by_rule or self.model.is_mixed or self.model.quantized:
             return ()
-        if self._solver(*key).compact.graph is not self.bases.base(*key).graph:
+        if self.solving.solver(*key).compact.graph is not self.bases.base(*key).graph:
             return ()
         if id(draft) not in self._needs:  # the draft is kept too, so that its id stays its own
             if key not in self._of_solvers:
-                self._of_solvers[key] = LayoutNeeds(self._solver(*key))
+                self._of_solvers[key] = LayoutNeeds(self.solving.solver(*key))
             self._needs[id(draft)] = draft, self._of_solvers[key].of(draft.solution)
         return self._needs[id(draft)][1]
 
-    def _sums_s(self, split: Split, kind: str) -> tuple[float, ...]:
-        """What no table of a solver counts; see :func:`autopar.search.uncounted.sums_s`."""
-        if (split, kind) not in self._sums:
-            self._sums[split, kind] = sums_s(self.bases.base(split, kind).graph, self.model, split.tp)
-        return self._sums[split, kind]
-
-    def _least_s(self, split: Split) -> float:
-        if split not in self._least:
-            self._least[split] = min(self._least_of_kind_s(split, kind) for kind in self.bases.kinds(split))
-        return self._least[split]
-
-    def _least_of_kind_s(self, split: Split, kind: str) -> float:
-        if split.tp > 1:
-            return self._solver(split, kind).quickest().value
-        costs = self._option(split, kind, None).costs
-        counts = [len(m) for m in self.compact.members]
-        return sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
-
-    def _by_rule(self, split: Split, kind: str) -> AxisSolution:
-        """The typing by rule, with times that its blocks do not go below: a part of the whole, and its collectives."""
-        key = (split, kind, (1, 1), 0.0)
-        if key not in self._solutions:
-            found, whole = self._ruled.solution(split, kind), self.whole(split.micro_batch_size, split.ep_data)
-            graph, pricing = self._padded(split, kind).graph, self.bases.pricing(TP, split)
-            share = 0.0 if self.model.measured is not None else 1.0 / (split.cp * split.tp)
-            own = (share * (cost.forward_s + cost.backward_s) for cost in whole.costs)
-            each = tuple(map(sum, zip(own, moved_s(graph, found.typing, pricing.collective_time_s), strict=True)))
-            time_s = sum(len(members) * s for members, s in zip(self.compact.members, each, strict=True))
-            self._solutions[key] = replace(found, time_s=time_s, blocks_s=each)
-        return self._solutions[key]
-
-    def _padded(self, split: Split, kind: str) -> Compact:
-        """The graph before ``tp``, its vocabularies as long as that wants them."""
-        key = (split, kind)
-        if key not in self._wide:
-            self._wide[key] = padded(self.bases.base(split, kind), split.tp)
-        return self._wide[key]
-
-    def _solver(self, split: Split, kind: str) -> AxisSolver:
-        key = (split, kind)
-        if key not in self._solvers:
-            base, narrow = self._padded(split, kind), partial(self._narrow, split)
-            self._solvers[key] = AxisSolver(
-                base,
-                axis=TP,
-                size=split.tp,
-                pricing=self.bases.pricing(TP, split),
-                rests=self._rests(base.graph, split.tp),
-                narrow=SplitWeights(base.graph, self.pinned, narrow) if self.by_rule else narrow,
-                structures=self._structures,
-            )
-        return self._solvers[key]
-
-    def _narrow(self, split: Split, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Experts are split over ``tp`` as well or not: what the pins of ``ep`` say of it."""
-        if self.narrow is not None:
-            offered = self.narrow(op, offered)
-        if op.target not in MIXTURES:
-            return offered
-        outside = split.ep_data if op.target == SPREAD_EXPERTS else 1
-        return tuple(
-            s for s in offered if self.pins.allows("ep", outside * (split.tp if s.target in EXPERT_TARGETS else 1))
-        )
-
     # --- prices
-
-    def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
-        rests = {}
-        for parameter in graph.parameters:
-            pinned = self.pinned.get(parameter.name)
-            if pinned is not None:
-                if pinned not in rests_of(parameter.spec, tp):
-                    raise InfeasibleError(
-                        "a pinned parameter divides by the axis",
-                        value=f"{parameter.key} of shape {parameter.spec.shape} as {pinned} with tp={tp}",
-                        remedy="pin another dim or another tp",
-                    )
-                rests[parameter.name] = (pinned,)
-        return rests
 
     def local_graph(self, split: Split, kind: str, solution: AxisSolution | None) -> Graph:
         """One rank's graph of one micro-batch."""
@@ -455,12 +337,3 @@ class Layouts:
             prelude_s = part.prelude_time_s(found.prelude)
             self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)
         return self._priced[key]
-
-
-def _pinned_type(parameter: Parameter, pins: Pins) -> Type | None:
-    """The last pin that matches wins."""
-    found = None
-    for pin in pins.parameters:
-        if pin.matches((parameter.key, parameter.fqn, *parameter.aliases)):
-            found = pin.type
-    return found

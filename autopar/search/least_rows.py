@@ -79,11 +79,18 @@ class LeastRows:
 
     # --- the best of all layouts
 
-    def is_too_large(self, candidate: Candidate, whole: Option, step_of: Callable[[Candidate, Option], Step]) -> bool:
+    def is_too_large(
+        self,
+        candidate: Candidate,
+        whole: Option,
+        step_of: Callable[[Candidate, Option], Step],
+        beside_bytes: float = 0.0,
+    ) -> bool:
         """Whether all pipeline ranks together cannot hold a candidate in any layout.
 
         Args:
             step_of: how it runs; asked once for all its schedules.
+            beside_bytes: that they need in passing, over what blocks keep at the least.
         """
         mesh = candidate.mesh
         key = (id(whole), mesh, candidate.zero_stage, candidate.num_micro_batches, candidate.offload)
@@ -91,7 +98,7 @@ class LeastRows:
             state = self.model.state_bytes_per_element(step_of(candidate, whole)) * self._numel_of(whole) / mesh.tp
             self._state[key] = whole, state
         held = self.rows.least_held_bytes(candidate, whole)
-        return self._state[key][1] + held > self.rows.limit_bytes * mesh.pp
+        return self._state[key][1] + held + beside_bytes > self.rows.limit_bytes * mesh.pp
 
     def _numel_of(self, whole: Option) -> float:
         """Trained elements of all blocks, experts over data ranks left out."""
@@ -125,8 +132,12 @@ class LeastRows:
             parted, added = self._split(whole, step)
             ideal = self.rows.ideal_prices(candidate.mesh, whole, step)
             prices: list[BlockPrice] = []
+            known: dict[tuple[int, int, int], BlockPrice] = {}
             for price, cost, own in zip(ideal, parted, added, strict=True):
-                prices.append(replace(_beside(price, own), once_s=self.model.block_once_s(cost, step)))
+                of = id(price), id(cost), id(own)
+                if of not in known:
+                    known[of] = _beside(price, own, self.model.block_once_s(cost, step))
+                prices.append(known[of])
             row = self.rows.row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
             self._ideal[key] = whole, prices, row
         return self._ideal[key][1:]
@@ -237,8 +248,23 @@ class LeastRows:
         parted = [self._part(cost, step.mesh.tp) for cost in self._costs(whole)]
         key = (*map(id, parted), *_kind(step))
         if key not in self._added:
-            self._added[key] = [self._added_of(parted, k, step) for k in range(len(parted))]
+            depends = self.model.sends_always(step)  # on the blocks beside
+            known = {(id(cost), k * depends): k for k, cost in enumerate(parted)}
+            made = {of: self._added_of(parted, k, step) for of, k in known.items()}
+            self._added[key] = [made[id(cost), k * depends] for k, cost in enumerate(parted)]
         return parted, self._added[key]
+
+    def floors_s(self, whole: Option, step: Step) -> tuple[float, float]:
+        """What the data axes add to all blocks at the least, to each micro-batch and once a step.
+
+        Args:
+            whole: the layout with neither ``cp`` nor ``tp``.
+        """
+        parted, added = self._split(whole, step)
+        always_s = sum(n * own.floor_s for n, own in zip(self.rows.counts, added, strict=True))
+        blocks = {id(cost): cost for cost in parted}
+        once = {key: self.model.block_once_s(cost, step) for key, cost in blocks.items()}
+        return always_s, sum(n * once[id(cost)] for n, cost in zip(self.rows.counts, parted, strict=True))
 
     def _added_of(self, costs: Sequence[BlockCost], k: int, step: Step) -> _Added:
         """Of block ``k`` of the compact graph."""
@@ -303,8 +329,8 @@ class LeastRows:
         return self._places[id(whole)][1]
 
 
-def _beside(price: BlockPrice, added: _Added) -> BlockPrice:
-    """The price of work as one of a block."""
+def _beside(price: BlockPrice, added: _Added, once_s: float) -> BlockPrice:
+    """The price of work as one of a block; ``once_s``: of its parameters."""
     work_s, share = price.time_s, added.again_share(price.time_s)
     return replace(
         price,
@@ -314,6 +340,7 @@ def _beside(price: BlockPrice, added: _Added) -> BlockPrice:
         full_s=added.again_s(work_s, price.full_s),
         more_byte_s=share * price.more_byte_s,
         more_free_s=share * price.more_free_s,
+        once_s=once_s,
     )
 
 

@@ -14,39 +14,23 @@ searches and their timing (``docs/adr/0010-one-order.md``). One search may also 
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.errors import UsageError
+from autopar.search.best_first import BestFirst
 from autopar.search.candidates import Candidate
 from autopar.search.closest import Closest
 from autopar.search.collection import seldom_collected
 from autopar.search.crew import Crew
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
 from autopar.search.ledger import Ledger, Told
-from autopar.search.options import Split, split_of
+from autopar.search.options import Split
 from autopar.search.outcome import Limits, Outcome, Progress
 
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
-
-LEVELS = 2
-"""Bounds that a candidate can have after its first one."""
-
-FAR = 3.0
-"""Times the least bound of all from which on layouts that need no solving are not looked at first."""
-
-EARLY = 3
-"""Candidates that are tried by their second bounds while there is no plan: third bounds are found sooner with a time to be below."""
-
-SCOUTS = 8
-"""Candidates by whose best one there is a first plan before the bounds of those of the same layouts are worked out, where
-pipeline ranks differ."""
-
-FEW_SAMPLES = 2
-"""Of a micro-batch, up to which all layouts are looked at first where pipeline ranks differ."""
 
 PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed and not told of: without the
@@ -90,7 +74,8 @@ class OuterSearch:
         on_device = sum(not candidate.on_host for candidate in self.pool) or len(self.pool)
         self.trials = limits.trials or (len(self.pool) if on_device <= exhaustive else trials)
         self.start = time.monotonic()
-        self.bounds: dict[Candidate, float] = {}
+        self.turns = BestFirst(evaluator, self.pool, self.crew, self._best_s, dives=not self.ledger.is_shared)
+        self.bounds = self.turns.bounds
         self.closest = Closest(evaluator, self.pool)
         self.order: list[int] = []  # positions in the pool, as the search came to them
         self.finished = True
@@ -98,7 +83,6 @@ class OuterSearch:
         self._hopeless: list[Misfit] = []
         self._made = 0
         self._passed: dict[int, int] = {}  # what others had claimed, with the evaluations made until then
-        self._parts: dict[Split, list[int]] = {}  # positions of candidates that share their layouts
 
     def run(self) -> Outcome:
         """Search until the end, a limit or an interrupt (Ctrl-C), which gives the best plan so far.
@@ -112,7 +96,9 @@ class OuterSearch:
         try:
             self.work()
         except KeyboardInterrupt:
-            if not self._parts:  # while first bounds are exchanged: there is no plan, and no meeting that all come to
+            if (
+                not self.turns.parts
+            ):  # while first bounds are exchanged: there is no plan, and no meeting that all come to
                 raise
             self.finished, interrupted = False, True
             self.crew.stop()
@@ -149,7 +135,7 @@ class OuterSearch:
         """The search, with a pause wherever another may get ahead of it."""
         self._begin()
         self.ledger.read()
-        for i in self._best_first():
+        for i in self.turns.walk():
             if len(self.order) >= self.trials or self._is_late():
                 self.finished = False
                 break
@@ -174,35 +160,19 @@ class OuterSearch:
         Not where the search ends before it is done: which candidates it came to would depend on timing.
         """
         if len(self.pool) <= self.trials and len(self.pool) >= self.crew.many:
-            self.crew.fork(dict.fromkeys(self._split(i) for i in range(len(self.pool))))
-        whole: dict[tuple[int, int], list[int]] = {}
-        for i, candidate in enumerate(self.pool):
-            whole.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
-        mine = sorted(i for own in self.crew.share(list(whole.values()), len) for i in own)
-        bounds = self.evaluator.ideal_bounds_s([self.pool[i] for i in mine])
-        first: dict[int, float] = {}
-        for found, options in self.crew.gather((dict(zip(mine, bounds, strict=True)), self.evaluator.layouts.wholes)):
-            first |= found
-            self.evaluator.layouts.know(options)
-        self.bounds = {candidate: first[i] for i, candidate in enumerate(self.pool)}
-        alike: dict[Split, list[int]] = {}
-        for i, candidate in enumerate(self.pool):
-            if math.isfinite(self.bounds[candidate]):
-                alike.setdefault(self._split(i), []).append(i)
-        least_s = {split: min(self.bounds[self.pool[k]] for k in own) for split, own in alike.items()}
-        tells = not self.evaluator.differs  # first bounds, of what is quick
-        order = sorted(alike, key=lambda split: (not split.cp == split.tp == 1, tells * least_s[split]))
-        self._parts = {split: alike[split] for split in order}
-
-    def _split(self, index: int) -> Split:
-        """Equal for candidates that share their layouts."""
-        return split_of(self.pool[index].micro_batch_size, self.pool[index].mesh)
+            self.crew.fork(dict.fromkeys(self.turns.split(i) for i in range(len(self.pool))))
+        self.turns.begin()
 
     def _meet(self) -> None:
         """What other processes have found becomes known to all."""
         if not self.crew.is_forked:
             return
-        own = {i: self.bounds[self.pool[i]] for split in self._parts if self._owns(split) for i in self._parts[split]}
+        own = {
+            i: self.bounds[self.pool[i]]
+            for split in self.turns.parts
+            if self._owns(split)
+            for i in self.turns.parts[split]
+        }
         index = self._chosen()
         best = {index: self._plans[index]} if index in self._plans else {}
         orders: list[int] = []
@@ -222,78 +192,6 @@ class OuterSearch:
     def open(self) -> list[Candidate]:
         """Candidates that may have a plan."""
         return [c for c in self.pool if math.isfinite(self.bounds[c])]
-
-    def _best_first(self) -> Iterator[int]:
-        """Candidates that may be faster than the best plan, in order of their bounds and then of the pool.
-
-        The first bound of a candidate needs no layout, the second the quickest one of each block, the third those that
-        the prices of memory make best: each is asked for only when the one before it is the least of all. A search
-        that is alone also tries the best of those that share their layouts as soon as it has their last bounds: the
-        sooner there is a good plan, the fewer bounds are asked for. What is chosen in the end is the same.
-        """
-        heap = [(self.bounds[c], 0, i) for i, c in enumerate(self.pool) if math.isfinite(self.bounds[c])]
-        heapq.heapify(heap)
-        level = {i: 0 for _, _, i in heap}
-        given = set[int]()
-        far_s = FAR * min((bound for bound, _, _ in heap), default=0.0)
-        for split, own in self._parts.items():
-            near = split.cp == split.tp == 1 and min(self.bounds[self.pool[k]] for k in own) < far_s
-            # nothing to solve: a first plan to be faster than costs little; where ranks differ, first bounds tell too
-            # little, and the pipelines with the most micro-batches give a good one
-            first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
-            if first and self.crew.takes(split):
-                self._raise(own, 0, level, heap)
-                if self.evaluator.differs and math.isinf(
-                    self._best_s()
-                ):  # bounds cost many times less where there is a time to be below
-                    few = heapq.nsmallest(SCOUTS, own, key=lambda k: (self.bounds[self.pool[k]], k))
-                    self._raise(few, 1, level, heap)
-                    yield from self._dive(few, given)
-                self._raise(own, 1, level, heap)
-                yield from self._dive(own, given)
-                if near and math.isfinite(self._best_s()):  # the next one costs little too, and is often faster
-                    yield from self._dive([k for k in own if k not in given], given)
-        tried = 0
-        while heap:
-            bound, made, i = heapq.heappop(heap)
-            if bound >= self._best_s():
-                return
-            if made < level[i] or i in given or not self.crew.takes(self._split(i)):
-                continue
-            if made == LEVELS:
-                given.add(i)
-                yield i
-                continue
-            mine = self._parts[self._split(i)]
-            self._raise(mine, made, level, heap)
-            early = made + 1 < LEVELS and math.isinf(self._best_s()) and tried < EARLY
-            tried += early
-            if early or made + 1 == LEVELS:
-                yield from self._dive(mine, given)
-
-    def _raise(
-        self, places: Sequence[int], made: int, level: dict[int, int], heap: list[tuple[float, int, int]]
-    ) -> None:
-        """The next bound of those of these candidates that have ``made`` and may still be the best."""
-        best_s = self._best_s()
-        asked = [k for k in places if level[k] == made and self.bounds[self.pool[k]] < best_s]
-        some = [self.pool[k] for k in asked]
-        ask = self.evaluator.least_bounds_s if made == 0 else self.evaluator.bounds_s
-        found = ask(some, best_s)
-        for k, bound in zip(asked, found, strict=True):
-            level[k] = made + 1
-            self.bounds[self.pool[k]] = max(self.bounds[self.pool[k]], bound)
-            if math.isfinite(bound):
-                heapq.heappush(heap, (self.bounds[self.pool[k]], made + 1, k))
-
-    def _dive(self, places: Sequence[int], given: set[int]) -> Iterator[int]:
-        """The one that may be the best of these; not where the order is shared, in which it would depend on timing."""
-        first = min(places, key=lambda k: (self.bounds[self.pool[k]], k), default=-1)
-        if first < 0:
-            return
-        if not self.ledger.is_shared and first not in given and self.bounds[self.pool[first]] < self._best_s():
-            given.add(first)
-            yield first
 
     def _catch_up(self, patience: int) -> Iterator[None]:
         """Evaluate what was passed over and still has no outcome ``patience`` evaluations later."""
@@ -333,7 +231,7 @@ class OuterSearch:
         if math.isinf(best_s):
             return
         asked = {c: i for i in self.order if self.bounds[c := self.pool[i]] < best_s}
-        mine = [c for c, i in asked.items() if self._owns(self._split(i))]
+        mine = [c for c, i in asked.items() if self._owns(self.turns.split(i))]
         known = dict(zip(mine, self.evaluator.known_bounds_s(mine, best_s), strict=True))
         for found in self.crew.gather(known):
             self.bounds |= {c: max(self.bounds[c], bound) for c, bound in found.items()}
@@ -341,7 +239,7 @@ class OuterSearch:
 
     def _of_owner(self, index: int, ask: Callable[[], float]) -> float:
         """Asked of the process that has worked out a candidate's layouts."""
-        return self.crew.of_owner(self._split(index), ask)
+        return self.crew.of_owner(self.turns.split(index), ask)
 
     def _owns(self, split: Split) -> bool:
         return self.crew.owner(split) == self.crew.rank

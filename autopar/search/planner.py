@@ -15,7 +15,7 @@ from autopar.cost.data_parallel import is_mixed
 from autopar.cost.model import CostModel
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph.ir import Graph
-from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
+from autopar.plan import Plan
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
 from autopar.search.amounts import readable
@@ -25,24 +25,19 @@ from autopar.search.collection import seldom_collected
 from autopar.search.crew import Crew, LostProcessError
 from autopar.search.evaluate import Evaluation, Misfit, memory_of_devices
 from autopar.search.ledger import Ledger
-from autopar.search.mixed import in_orders, mixed_notes, rank_groups
-from autopar.search.notes import host_note, interrupted_note, mixing_note, precision_note
+from autopar.search.mixed import in_orders
 from autopar.search.offload import offloaded
-from autopar.search.options import expert_degree
 from autopar.search.outcome import Limits, Outcome, Progress
 from autopar.search.outer import OuterSearch
-from autopar.search.padding import padding_notes
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
+from autopar.search.plans import notes_of, plan_of, record_of
 from autopar.search.reasons import explain
 from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
-from autopar.search.shapes import measured_note
 from autopar.search.shared_evaluate import SharedEvaluator
 from autopar.search.shares import against, equally_shared, shared
 from autopar.search.task import Task
 from autopar.search.usual import usual
-from autopar.search.ways import MOVED, none_if_moved
 from autopar.search.workers import Sharing, helpers
-from autopar.search.written import block_layouts, mixtures, operators_without_rule
 
 __all__ = ["Planner", "Task"]
 
@@ -249,77 +244,11 @@ class Planner:
             misfits.append(found)
         raise self._too_large(misfits)
 
-    # --- the plan
-
     def _plan(self, best: Evaluation, outcome: Outcome, crew: Crew) -> Plan:
-        task, candidate = self.task, best.candidate
-        graph = task.graph
-        layouts, of_block = block_layouts(self.evaluator.layouts, best.option)
         reasons = explain(self.evaluator, self.pool, best, crew)
-        # a layout's bound is by the sum of its parts; what rounding leaves must not make the gap negative
-        lower = min(outcome.lower_bound_s, best.prediction.step_time_s)
-        return Plan(
-            model=ModelInfo(
-                name=graph.name,
-                fingerprint=graph.fingerprint,
-                num_parameters=graph.num_parameters,
-                flops_per_sample=self.evaluator.flops_per_sample,
-                tokens_per_sample=self.evaluator.tokens_per_sample,
-            ),
-            cluster=task.cluster.name,
-            mesh=replace(candidate.mesh, ep=expert_degree(best.option, candidate.mesh.tp)),
-            global_batch_size=task.global_batch_size,
-            micro_batch_size=candidate.micro_batch_size,
-            schedule=candidate.schedule,
-            virtual_stages=candidate.virtual_stages,
-            zero_stage=candidate.zero_stage,
-            precision=task.precision,
-            optimizer=task.optimizer,
-            prelude=self.evaluator.layouts.prelude,
-            layouts=layouts,
-            blocks=tuple(
-                BlockPlan(
-                    index=block.index,
-                    label=block.label,
-                    layout=layout,
-                    recompute=none_if_moved(mode),
-                    offload=block.index in self.evaluator.moved or mode == MOVED,
-                )
-                for block, layout, mode in zip(graph.blocks, of_block, best.modes, strict=True)
-            ),
-            stages=tuple(
-                StagePlan(index=i, start=start, stop=stop, pp_rank=i % candidate.mesh.pp)
-                for i, (start, stop) in enumerate(zip((0, *best.stops), best.stops, strict=False))
-            ),
-            predicted=best.prediction,
-            search=SearchRecord(
-                wall_time_s=time.monotonic() - self.start,
-                candidates=outcome.candidates,
-                evaluated=outcome.evaluated,
-                lower_bound_s=lower,
-                gap=best.prediction.step_time_s / lower - 1.0 if lower else 0.0,
-                reasons=reasons,
-            ),
-            padding=best.option.padding,
-            pins=task.pins.texts,
-            opaque=task.opaque,
-            groups=rank_groups(candidate, task.cluster),
-            bucket_bytes=best.bucket_bytes,
-            offload=candidate.offload,
-            data_shares=candidate.shares,
-            notes=(
-                *graph.notes,
-                *padding_notes(graph, best.option.padding, candidate.mesh.tp),
-                *operators_without_rule(graph, self.found, self.model),
-                *mixing_note(self.mixing),
-                *mixtures(self.evaluator.layouts, best.option),
-                *precision_note(task),
-                *measured_note(self.evaluator, best),
-                *mixed_notes(candidate, task.cluster),
-                *host_note(best),
-                *interrupted_note(outcome),
-            ),
-        )
+        notes = notes_of(self.task, self.evaluator, best, outcome, self.found, self.mixing)
+        record = record_of(best, outcome, reasons, time.monotonic() - self.start)
+        return plan_of(self.task, self.evaluator, best, record, notes)
 
     # --- no plan
 

@@ -58,6 +58,8 @@ def explain(
     if crew.is_forked:
         _exchange(evaluator.layouts, splits, crew)
     said: dict[int, str] = {}
+    if not crew.is_forked:
+        evaluator.ideal_bounds_s([other for _, other in others])  # quicker for all at once
     for i in sorted(range(len(others)), key=lambda i: crew.owner(splits[i]) != crew.rank):  # what is known here first
         if crew.takes(i):
             said[i] = _compare(evaluator, best, others[i][1])

@@ -73,6 +73,7 @@ class RowMaker:
         self.is_moved = [any(i in moved for i in members) for members in compact.members]
         self._lean: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
+        self._ideal: dict[tuple[int, tuple[Recompute, ...], int], tuple[BlockCost, dict[str, float]]] = {}
         self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
         self._prices: dict[tuple[object, ...], tuple[Option, list[BlockPrice], list[float]]] = {}  # likewise
 
@@ -214,49 +215,53 @@ class RowMaker:
         return self._prices[key][1]
 
     def _ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
-        ranks = mesh.cp * mesh.tp
-        # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
-        share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
-        prices = []
-        device = self.model.device
-        byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
         known: dict[tuple[int, tuple[Recompute, ...]], BlockPrice] = {}
-        for k, cost in enumerate(self.private_costs(whole)):
-            modes = self.modes[k]
-            if (id(cost), modes) in known:
-                prices.append(known[id(cost), modes])
-                continue
-            time_s = (cost.forward_s + cost.backward_s) * share
-            forward_s = cost.forward_s * share
-            # without other axes this is the layout
-            kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
-            seconds = {"none": 0.0, "selective": 0.0, "full": forward_s}
-            if "selective" in modes:
-                # what is made again is written again, whichever layout says what that is
-                written_s = byte_s * (max(kept) - kept[modes.index("selective")])
-                seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
-            own = again_prices([seconds[mode] for mode in modes], kept)
-            # a layout may need less in passing than its share of the whole: but for what backward needs, kept or made again
-            needed = cost.kept_bytes("none") / ranks
-            passing = [
-                _least_passing(cost, m) if ranks == 1 else needed - own for m, own in zip(modes, kept, strict=True)
-            ]
-            prices.append(
-                BlockPrice(
-                    time_s=time_s + (forward_s if set(modes) == {"full"} else 0.0),
-                    forward_s=forward_s,
-                    gather_s=0.0,
+        prices = []
+        for cost, modes in zip(self.private_costs(whole), self.modes, strict=True):
+            key = id(cost), modes
+            if key not in known:
+                known[key] = BlockPrice(
                     once_s=self.model.block_once_s(cost, step) / mesh.tp,
                     static_bytes=self.model.block_static_bytes(cost, step) / mesh.tp,
-                    held_bytes=max(kept),
-                    held_again_bytes=min(kept),
-                    passing_bytes=min(passing),
-                    lean_bytes=min(here + own - min(kept) for here, own in zip(passing, kept, strict=True)),
-                    **own,
+                    **self._ideal_work(cost, modes, mesh.cp * mesh.tp),
                 )
-            )
-            known[id(cost), modes] = prices[-1]
+            prices.append(known[key])
         return prices
+
+    def _ideal_work(self, cost: BlockCost, modes: tuple[Recompute, ...], ranks: int) -> dict[str, float]:
+        """What of the ideal price of a block does not depend on the data axes."""
+        key = id(cost), modes, ranks
+        if key not in self._ideal:  # the block is kept too, so that its id stays its own
+            self._ideal[key] = cost, self._ideal_work_of(cost, modes, ranks)
+        return self._ideal[key][1]
+
+    def _ideal_work_of(self, cost: BlockCost, modes: tuple[Recompute, ...], ranks: int) -> dict[str, float]:
+        # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
+        share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
+        device = self.model.device
+        byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
+        time_s = (cost.forward_s + cost.backward_s) * share
+        forward_s = cost.forward_s * share
+        # without other axes this is the layout
+        kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
+        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s}
+        if "selective" in modes:
+            # what is made again is written again, whichever layout says what that is
+            written_s = byte_s * (max(kept) - kept[modes.index("selective")])
+            seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
+        # a layout may need less in passing than its share of the whole: but for what backward needs, kept or made again
+        needed = cost.kept_bytes("none") / ranks
+        passing = [_least_passing(cost, m) if ranks == 1 else needed - own for m, own in zip(modes, kept, strict=True)]
+        return {
+            "time_s": time_s + (forward_s if set(modes) == {"full"} else 0.0),
+            "forward_s": forward_s,
+            "gather_s": 0.0,
+            "held_bytes": max(kept),
+            "held_again_bytes": min(kept),
+            "passing_bytes": min(passing),
+            "lean_bytes": min(here + own - min(kept) for here, own in zip(passing, kept, strict=True)),
+            **again_prices([seconds[mode] for mode in modes], kept),
+        }
 
     def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
         """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
@@ -287,6 +292,12 @@ class RowMaker:
         for k, (cost, n) in enumerate(zip(whole.costs, self.counts, strict=True)):
             found += n * self.model.block_once_s(self.without_shared(cost) if k else cost, step)
         return found
+
+    def last_bytes(self, whole: Option) -> int:
+        """What one rank that has all blocks whole needs in passing at the last one's peak, over the least that they keep."""
+        last, modes = whole.costs[-1], self.modes[-1]
+        least = min(_least_kept(last, mode) for mode in modes)
+        return min(_least_passing(last, mode) + _least_kept(last, mode) for mode in modes) - least
 
     def _least_held(self, whole: Option) -> float:
         """Bytes of one micro-batch between forward and backward at least, of all blocks."""

@@ -16,7 +16,7 @@ from fractions import Fraction
 from autopar import rules
 from autopar.cost.products import PRODUCTS
 from autopar.errors import InfeasibleError, RuleError
-from autopar.graph.ir import Graph, Op, Ref
+from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.layout import Type
 from autopar.rules.conversions import collective_bytes, conversion
 from autopar.rules.types import Strategy, Typing
@@ -147,7 +147,7 @@ class Ruled:
     ) -> Typing | None:
         """The same strategies at another micro-batch and degree; None where one of them is not offered there."""
         size, strategies = Fraction(split.tp), dict[str, Strategy]()
-        known: dict[tuple[object, ...], list[Strategy]] = {}
+        known: dict[tuple[object, ...], Sequence[Strategy]] = {}
         for block in graph.blocks:
             ops = graph.block_ops(block)
             if any(op.name not in typing.strategies for op in ops):
@@ -156,7 +156,7 @@ class Ruled:
             key = (block.hash, *map(id, wanted))  # the typing keeps them, so that their ids stay their own
             found = known.get(key)  # equal blocks are offered the same
             if found is None:
-                found = self._offered(graph, ops, wanted, split, size)
+                found = self._offered(graph, block, wanted, split, size)
                 if found is None:
                     return None
                 known[key] = found
@@ -167,18 +167,37 @@ class Ruled:
         return replace(typing, size=size, strategies=strategies)
 
     def _offered(
-        self, graph: Graph, ops: Sequence[Op], wanted: Sequence[Strategy], split: Split, size: Fraction
-    ) -> list[Strategy] | None:
+        self, graph: Graph, block: Block, wanted: Sequence[Strategy], split: Split, size: Fraction
+    ) -> Sequence[Strategy] | None:
         """The same strategies as operators are offered them at another size; None where one is not."""
-        found = []
-        for op, own in zip(ops, wanted, strict=True):
-            operands = tuple([graph.spec(ref) for ref in op.operands])
-            offered = rules.strategies(op, operands, axis="tp", size=size, fallback=True)
-            same = [s for s in offered if s.name == own.name and s.inputs == own.inputs and s.outputs == own.outputs]
-            if not same or not self.allowed(split, op, (same[0],)):
-                return None
-            found.append(same[0])
-        return found
+        ops, found = graph.block_ops(block), _same(graph, block, wanted, size)
+        if not all(strategy is not None for strategy in found):
+            return None
+        same = [strategy for strategy in found if strategy is not None]
+        return same if all(self.allowed(split, op, (s,)) for op, s in zip(ops, same, strict=True)) else None
+
+
+def _same(graph: Graph, block: Block, wanted: Sequence[Strategy], size: Fraction) -> Sequence[Strategy | None]:
+    """For each operator of a block the strategy that is called and typed like a wanted one; kept with the graph."""
+    key = Ruled, block.start, size, rules.default_table().version, tuple([s.name for s in wanted])
+    if key not in graph.passes:
+        graph.passes[key] = [
+            _named(graph, op, own.name, size) for op, own in zip(graph.block_ops(block), wanted, strict=True)
+        ]
+    found: Sequence[Strategy | None] = graph.passes[key]
+    return [
+        s if s is not None and s.inputs == own.inputs and s.outputs == own.outputs else None
+        for s, own in zip(found, wanted, strict=True)
+    ]
+
+
+def _named(graph: Graph, op: Op, name: str, size: Fraction) -> Strategy | None:
+    """An operator has one strategy of a name at the most."""
+    operands = tuple([graph.spec(ref) for ref in op.operands])
+    for strategy in rules.strategies(op, operands, axis="tp", size=size, fallback=True):
+        if strategy.name == name:
+            return strategy
+    return None
 
 
 def moved_s(graph: Graph, typing: Typing, time_s: Callable[[str, int], float]) -> tuple[float, ...]:

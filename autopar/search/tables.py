@@ -58,7 +58,7 @@ class Parted:
         scales = [(1.0, w.per_step_s, w.saved_byte, w.state_byte) for w in weights]
         for i, part in enumerate(self.parts[1:], 1):
             factors = np.array([scale[i] for scale in scales])
-            if factors.any() and part.any():
+            if np.count_nonzero(factors) and np.count_nonzero(part):
                 table = table + factors.reshape(-1, *(1,) * part.ndim) * part
         return table
 
@@ -96,7 +96,7 @@ def columns_of(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:
     """The parts of costs in a row, None where it forbids; those that all costs lack at the end are left out."""
     if not any(c is not None and (c.step_s or c.saved_bytes or c.state_bytes) for c in costs):
         times = np.array([np.inf if c is None else c.time_s for c in costs], dtype=np.float64)
-        return [times] if times.any() else []
+        return [times] if np.count_nonzero(times) else []
     table = np.array(
         [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in costs],
         dtype=np.float64,

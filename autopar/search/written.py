@@ -15,9 +15,10 @@ from autopar.rules.spread import AXIS as SPREAD
 from autopar.rules.spread import DISPATCH, EXPERTS, spread_parameters, strategy_names
 from autopar.search.batch import BATCH
 from autopar.search.chain import AxisSolution
-from autopar.search.layouts import TP, Layouts
+from autopar.search.layouts import Layouts
 from autopar.search.options import Option
 from autopar.search.sequence import CP
+from autopar.search.solving import TP
 
 MIXTURE_NOTE = "mixtures of experts ("
 """Begins the notes that say which strategy the solver chose for them."""

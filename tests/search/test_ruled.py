@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,7 +20,12 @@ from autopar.lower.check import typecheck
 from autopar.lower.program import lower
 from autopar.models import resolve_model
 from autopar.plan import Plan
+from autopar.rules import default_table
+from autopar.rules.table import Rule
+from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolution
+from autopar.search.classes import compact
+from autopar.search.evaluate import Evaluation
 from autopar.search.layouts import Layouts
 from autopar.search.options import Load, Option, Split
 from autopar.search.outcome import Limits
@@ -64,9 +70,9 @@ def solution_of(layouts: Layouts, micro_batch_size: int, tp: int) -> AxisSolutio
 
 
 @lru_cache
-def gpt(vocabulary: int = 250) -> Graph:
+def gpt(vocabulary: int = 250, dtype: torch.dtype = torch.float16) -> Graph:
     spec = f"gpt:layers=5,hidden=64,heads=8,vocab={vocabulary}"
-    return resolve_model(spec, sequence_length=32, dtype=torch.float16).trace()
+    return resolve_model(spec, sequence_length=32, dtype=dtype).trace()
 
 
 def test_the_rule_is_that_of_megatron(space: Space) -> None:
@@ -198,6 +204,24 @@ def test_no_plan_by_rule_is_quicker_than_that_of_the_search(
     assert any(c.mesh.tp > 1 for c in whole.fronts)
 
 
+@pytest.mark.parametrize("is_even", [False, True], ids=["any stages", "equal stages"])
+@pytest.mark.parametrize("cluster", ["h100-sxm5-80gb:1x4", "cpu:1x4?cores=2", "cpu:1x4?memory=4.26e8"])
+def test_first_bounds_are_below_every_plan(space: Space, cluster: str, is_even: bool) -> None:
+    """Those of work alone and those with the data axes, which are worked out before any row."""
+    graph = gpt(4000, torch.bfloat16)
+    evaluator = (made := planner(graph, replace(space, equal_stages=is_even), cluster=cluster, batch=16)).evaluator
+    found = [evaluator.evaluate(candidate) for candidate in made.pool]
+    times = [one.prediction.step_time_s if isinstance(one, Evaluation) else math.inf for one in found]
+    work, data = evaluator.work_bounds_s(made.pool), evaluator.data_bounds_s(made.pool)
+    assert evaluator.by_rule
+    assert all(
+        min(pair) > 0 and max(pair) <= time_s * (1 + 1e-9) for *pair, time_s in zip(work, data, times, strict=True)
+    )
+    close = [time_s for *pair, time_s in zip(work, data, times, strict=True) if max(pair) > 0.3 * time_s]
+    assert len(close) > 4 and min(times) < math.inf
+    assert (math.inf in times) == (math.inf in work) == ("memory" in cluster)
+
+
 def searched(small: Small, space: Space, memory_bytes: int | None) -> Planner:
     return Planner(
         Task(
@@ -211,6 +235,30 @@ def searched(small: Small, space: Space, memory_bytes: int | None) -> Planner:
         ),
         explains=False,
     )
+
+
+def test_what_searches_keep_with_a_graph_changes_no_plan(space: Space) -> None:
+    """Searches of another space and batch before it, and a copy of the graph, which has nothing of them."""
+    graph = gpt()
+    new = pickle.loads(pickle.dumps(graph))
+    planner(graph, load_space("quick"), batch=24).search(limits=Limits())
+    assert graph.passes and not pickle.loads(pickle.dumps(graph)).passes and not new.passes
+    plans = [planner(one, space).search(limits=Limits()) for one in (graph, graph, new)]
+    timeless = [replace(plan, search=replace(plan.search, wall_time_s=0.0)) for plan in plans]
+    assert timeless[0] == timeless[1] == timeless[2]
+
+
+def test_rules_that_change_are_asked_for_again() -> None:
+    graph = gpt()
+    typing = solve_batch(compact(graph))
+    assert compact(graph) is compact(graph) and solve_batch(compact(graph)) is typing
+    table = default_table()
+    table.put("mylib.unused.default", Rule(line="b... -> b..."))
+    try:
+        assert solve_batch(compact(graph)) is not typing
+        assert solve_batch(compact(graph)) == typing
+    finally:
+        del table.rules["mylib.unused.default"]
 
 
 def test_a_search_by_rule_is_no_better_than_one_of_layouts() -> None:
