@@ -270,9 +270,26 @@ def regathered(op: Op) -> bool:
 
 
 def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
-    """The prediction of a run on a cluster: the fastest of its structures."""
+    """The prediction of a run on a cluster: the fastest of its structures, as much slower as its site says."""
     model = CostModel(cluster, PRECISIONS[run.precision], "adamw")
-    return min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
+    found = min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
+    return slower(found, 1.0 + site.slowdown)
+
+
+def slower(prediction: Prediction, factor: float) -> Prediction:
+    """A prediction whose step takes ``factor`` times as long, each of its parts alike."""
+    if factor == 1.0:
+        return prediction
+    parts, (low, high) = prediction.breakdown, prediction.step_time_interval_s
+    return replace(
+        prediction,
+        step_time_s=prediction.step_time_s * factor,
+        step_time_interval_s=(low * factor, high * factor),
+        mfu=prediction.mfu / factor,
+        tokens_per_s=prediction.tokens_per_s / factor,
+        breakdown=replace(parts, **{name: getattr(parts, name) * factor for name in parts.__slots__}),
+        stage_times=tuple((forward * factor, backward * factor) for forward, backward in prediction.stage_times),
+    )
 
 
 def step_time_s(
@@ -280,7 +297,8 @@ def step_time_s(
 ) -> float:
     """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
     model = CostModel(cluster, PRECISIONS[run.precision], "adamw", collectives)
-    return min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
+    least = min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
+    return least * (1.0 + site.slowdown)
 
 
 def mesh_of(run: Run) -> Mesh:

@@ -31,6 +31,7 @@ class Site:
             empty: any.
         release: what tells these runs of a source from its others, where the source says that they do not compare.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
+        slowdown: by what part every step took longer, by the source's own words, than on the same machines later.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
         partitioned_sends: each rank of ``tp`` sends its part of such a message.
@@ -71,6 +72,7 @@ class Site:
     release: str = ""
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
+    slowdown: float = 0.0
     blocking_launches: bool = False
     blocking_sends: bool = False
     partitioned_sends: bool = False
@@ -113,11 +115,18 @@ def load_sites() -> tuple[Site, ...]:
         UsageError: a file is malformed; names file, line and key.
     """
     return tuple(
-        _site(item) for path in resources.files("profiles/sites").values() for item in Table.load(path).tables("site")
+        site_from(item)
+        for path in resources.files("profiles/sites").values()
+        for item in Table.load(path).tables("site")
     )
 
 
-def _site(table: Table) -> Site:
+def site_from(table: Table) -> Site:
+    """Read one ``[[site]]``.
+
+    Raises:
+        UsageError: a key is unknown or has a wrong value; names file, line and key.
+    """
     site = Site(
         source=table.text("source"),
         names=tuple(table.text("names", "").split()),
@@ -128,6 +137,7 @@ def _site(table: Table) -> Site:
         release=table.text("release", ""),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
+        slowdown=table.number("slowdown", 0.0, positive=False),
         provenance=table.text("provenance"),
         **{flag: table.flag(flag, False) for flag in FLAGS},
     )
@@ -137,6 +147,10 @@ def _site(table: Table) -> Site:
     ):  # fmt: skip
         if value and value not in known:
             raise table.fault(key, f"the key is left out or one of {', '.join(filter(None, known))}", value=repr(value))
+    if site.slowdown >= 1:
+        raise table.fault(
+            "slowdown", "a slowdown is the part by which a step takes longer, below 1", value=site.slowdown
+        )
     table.finish()
     return site
 

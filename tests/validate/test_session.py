@@ -10,14 +10,16 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.profile.store import load_profile, profile_to_dict
+from autopar.table import Table
 from autopar.validate import parameters as free
 from autopar.validate.command import calibrate, evaluate, memory_width, write_profile
+from autopar.validate.document import unslowed
 from autopar.validate.express import scaled
 from autopar.validate.report import markdown, render_html
 from autopar.validate.runs import read_runs
 from autopar.validate.score import as_read, may_fit, score
 from autopar.validate.session import Session
-from autopar.validate.sites import cluster_of, load_sites, site_of
+from autopar.validate.sites import cluster_of, load_sites, site_from, site_of
 
 OWN = Path(__file__).parent / "runs.csv"
 PUBLISHED = Path(__file__).parents[3] / "shared" / "validation" / "calibration.csv"
@@ -148,21 +150,53 @@ def test_a_site_may_know_its_own_network() -> None:
     assert nic.bandwidth_bytes_per_s == site.nic_bandwidth_bytes_per_s > 0
 
 
-def test_a_site_parts_runs_that_do_not_compare() -> None:
-    """BigScience's before and after its machines were mended: the same of everything but the release."""
+@pytest.fixture(scope="module")
+def mended() -> Session:
+    """One run before and one after BigScience's machines were mended."""
     row = replace(
         read_runs(OWN)[0], source="BigScience BLOOM A100 topology benchmarks; a page; here", name="bloom-181B#46"
     )
-    made = Session([row, replace(row, name="bloom-181B#86")])
+    return Session([row, replace(row, name="bloom-181B#86")])
+
+
+def test_a_site_parts_runs_that_do_not_compare(mended: Session) -> None:
+    """The same of everything but the release, and what the source says of it."""
+    made = mended
     before, after = made.runs
-    assert (before.publisher, before.source.split(";")[1:]) == (row.publisher, [" a page", " here"])
-    assert before.release == f"{row.publisher} (before 25 February 2022)"
-    assert after.release == f"{row.publisher} (from 25 February 2022)"
-    assert replace(made.sites[0], names=(), release="", provenance="") == replace(
+    name = "BigScience BLOOM A100 topology benchmarks"
+    assert (before.publisher, before.source.split(";")[1:]) == (name, [" a page", " here"])
+    assert before.release == f"{name} (before 25 February 2022)"
+    assert after.release == f"{name} (from 25 February 2022)"
+    assert replace(made.sites[0], names=(), release="", slowdown=0.0, provenance="") == replace(
         made.sites[1], release="", provenance=""
     )
     assert made.under({}).runs == made.runs
-    assert len(set(made.times_s(made.start, [0, 1]))) == 1
+
+
+def test_a_step_takes_as_much_longer_as_its_site_says_in_all_its_parts(mended: Session) -> None:
+    session = mended
+    factor = 1 + session.sites[0].slowdown
+    assert 1.01 <= factor <= 1.05  # the source's words
+    before, after = session.times_s(session.start, [0, 1])
+    assert before == pytest.approx(factor * after)
+    outcome = evaluate(session)
+    slow, fast = outcome.predictions
+    assert slow.step_time_s == pytest.approx(factor * fast.step_time_s)
+    assert slow.breakdown.total_s == pytest.approx(slow.step_time_s)
+    assert slow.step_time_interval_s == pytest.approx(tuple(factor * end for end in fast.step_time_interval_s))
+    assert (slow.mfu, slow.tokens_per_s) == pytest.approx((fast.mfu / factor, fast.tokens_per_s / factor))
+    assert slow.memory == fast.memory
+    shown = unslowed(session, outcome)
+    assert [found.name for found in shown] == [session.runs[0].publisher, session.runs[0].release, "all"]
+    assert shown[1].bias == pytest.approx((1 + outcome.scores[1].bias) / factor - 1)
+
+
+def test_a_slowdown_is_a_part_of_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "sites.toml"
+    file.write_text('[[site]]\nsource = "x"\nslowdown = 1.5\nprovenance = "in percent"\n')
+    (table,) = Table.load(file).tables("site")
+    with pytest.raises(UsageError, match=r"slowdown.*below 1|below 1.*slowdown"):
+        site_from(table)
 
 
 def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:
