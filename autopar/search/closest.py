@@ -82,8 +82,8 @@ class Closest:
             of_owner: has the bound of a position worked out where its layouts are known.
         """
         goal_s, raised, settled = best_s / (1 + CLOSE), set[int](), set[int]()
+        lower = [self._lower_s(i, bounds, found) for i in range(len(self.pool))]
         while math.isfinite(best_s):
-            lower = [self._lower_s(i, bounds, found) for i in range(len(self.pool))]
             before_s = min(lower)
             least = lower.index(before_s)
             if before_s >= best_s or self.pool[least] not in asked:
@@ -93,12 +93,14 @@ class Closest:
                 for i in [i for i in near if i not in settled]:
                     bounds[self.pool[i]] = of_owner(i, partial(self.evaluator.settled_s, self.pool[i], best_s))
                     settled.add(i)
+                    lower[i] = self._lower_s(i, bounds, found)
                 continue
             if before_s >= goal_s or least in raised or len(raised) == MOST:
                 return
             raised.add(least)
             closer = partial(self.evaluator.closest_s, self.pool[least], goal_s, precision=PRECISION)
             self._raise(least, of_owner(least, closer))
+            lower[least] = self._lower_s(least, bounds, found)
 
     def _raise(self, index: int, bound_s: float) -> None:
         self.known[index] = max(self.known.get(index, 0.0), bound_s)

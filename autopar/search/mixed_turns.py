@@ -27,6 +27,9 @@ STALLED = 12
 LEAST_GAIN = 1e-6
 """Of a step, below which a move is none."""
 
+MOST_KNOWN = 4_096
+"""Cuts of the blocks of one rank, up to which what it recomputes with each is worked out once."""
+
 PAIRS = 4_000
 """Moves of two blocks that are weighed at once, at most."""
 
@@ -66,6 +69,8 @@ class _Cut:
         self.least = np.ceil(self.stages.least).astype(np.int64)
         made = self.stages.each_s(side_by_side(busy(self.pp, self.v, m)))
         self.block, self.more, self.fixed = made
+        self.places = (self.stages.count + 2) ** np.arange(self.v)[::-1]
+        self.known = self._every_again()
         size = len(self.stages.rank)
         pairs = np.array([(a, b) for a in range(size) for b in range(size) if a != b]).reshape(-1, 2)
         self.gives, self.takes = pairs.T
@@ -108,16 +113,31 @@ class _Cut:
 
     def again(self, sizes: NDArray[np.int64]) -> Array:
         """Blocks that recompute on each stage of cuts [cuts, stages]: on a rank's first stages, which hold the most; nan: too few."""
+        if self.known is None:
+            return self._again(sizes)
+        own = np.maximum(sizes, 0).reshape(len(sizes), self.v, self.pp)
+        found: Array = self.known[self.places @ own, np.arange(self.pp)]
+        return found.transpose(0, 2, 1).reshape(sizes.shape)
+
+    def _every_again(self) -> Array | None:
+        """What each rank recomputes with any blocks on its stages [cuts of a rank, ranks, turns]; None where there are too many."""
+        most = self.stages.count + 2
+        if most**self.v > MOST_KNOWN:
+            return None
+        cuts = np.indices((most,) * self.v).reshape(self.v, -1).T
+        return self._again(np.repeat(cuts, self.pp, axis=1)).reshape(-1, self.v, self.pp).transpose(0, 2, 1).copy()
+
+    def _again(self, sizes: NDArray[np.int64]) -> Array:
         stages, pp = self.stages, self.pp
         held = (sizes * stages.bytes).reshape(len(sizes), self.v, pp).sum(axis=1) - stages.room
-        found = np.zeros(sizes.shape)
+        found = np.zeros((len(sizes), self.v, pp))
         for turn in range(self.v):
             own = slice(turn * pp, (turn + 1) * pp)
             freed = np.maximum(stages.freed[own], 1e-30)
-            found[:, own] = np.minimum(np.ceil(np.maximum(held, 0.0) / freed - 1e-9), sizes[:, own])
-            held = held - found[:, own] * stages.freed[own]
-        found[(held > 1e-6 * np.abs(stages.room)).any(axis=1)] = np.nan
-        return found
+            found[:, turn] = np.minimum(np.ceil(np.maximum(held, 0.0) / freed - 1e-9), sizes[:, own])
+            held = held - found[:, turn] * stages.freed[own]
+        found[np.broadcast_to((held > 1e-6 * np.abs(stages.room))[:, None], found.shape)] = np.nan
+        return found.reshape(sizes.shape)
 
     def times(self, sizes: NDArray[np.int64]) -> Array:
         """Seconds of every known chain [cuts, chains]; infinite where a cut does not fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import ne
 
 from autopar.plan import Prediction
 from autopar.search.candidates import Candidate
@@ -47,12 +48,13 @@ def explain(
     crew = Crew() if crew is None else crew
     others: list[tuple[str, Candidate]] = []
     mine = [value(best.candidate) for _, value in _CHOICES]
+    every = [[value(c) for c in pool] for _, value in _CHOICES]
+    spreads = (_spread(c, best.candidate) for c in pool)
     far = [
-        sum(value(c) != own for (_, value), own in zip(_CHOICES, mine, strict=True)) + _spread(c, best.candidate)
-        for c in pool
+        sum(map(ne, values, mine)) + spread for values, spread in zip(zip(*every, strict=True), spreads, strict=True)
     ]
-    for name, value in _CHOICES:
-        near = _neighbours(pool, far, best.candidate, value)[: MAX_REASONS - len(others)]
+    for (name, value), own, values in zip(_CHOICES, mine, every, strict=True):
+        near = _neighbours(pool, far, values, own)[: MAX_REASONS - len(others)]
         others += [(f"{name}={value(other)}", other) for other in near]
     splits = [split_of(other.micro_batch_size, other.mesh) for _, other in others]
     if crew.is_forked:
@@ -77,16 +79,14 @@ def _exchange(layouts: Layouts, splits: Sequence[Split], crew: Crew) -> None:
 
 
 def _neighbours(
-    pool: Sequence[Candidate], far: Sequence[float], best: Candidate, value: Callable[[Candidate], object]
+    pool: Sequence[Candidate], far: Sequence[float], values: Sequence[object], mine: object
 ) -> list[Candidate]:
-    """For the values below and above (or beside) that of ``best`` the candidate that differs least.
+    """For the values below and above (or beside) ``mine`` the candidate that differs least.
 
-    ``far``: how much each of the pool differs.
+    ``far``: how much each of the pool differs; ``values``: what each has of the choice.
     """
-    mine = value(best)
     nearest: dict[object, tuple[float, Candidate]] = {}
-    for candidate, differs in zip(pool, far, strict=True):
-        key = value(candidate)
+    for candidate, differs, key in zip(pool, far, values, strict=True):
         if key != mine and (key not in nearest or differs < nearest[key][0]):
             nearest[key] = (differs, candidate)
     numbers = sorted(k for k in nearest if isinstance(k, int))
