@@ -60,8 +60,8 @@ def explain(
     if crew.is_forked:
         _exchange(evaluator.layouts, splits, crew)
     said: dict[int, str] = {}
-    if not crew.is_forked:
-        evaluator.ideal_bounds_s([other for _, other in others])  # quicker for all at once
+    if evaluator.by_rule:  # nobody has asked for these: together it takes less, and is the same in every process
+        evaluator.ideal_bounds_s([other for _, other in others])
     for i in sorted(range(len(others)), key=lambda i: crew.owner(splits[i]) != crew.rank):  # what is known here first
         if crew.takes(i):
             said[i] = _compare(evaluator, best, others[i][1])

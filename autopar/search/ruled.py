@@ -49,7 +49,9 @@ class SplitWeights:
 
     def __init__(self, graph: Graph, free: Collection[str], before: Narrow) -> None:
         self.weights, self.before = _weights(graph, free), before
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[tuple[Strategy, ...], tuple[Strategy, ...]]] = {}
+        # kept with the graph: what is shared by equal strategies knows them by their ids
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[tuple[Strategy, ...], tuple[Strategy, ...]]]
+        self._known = graph.passes.setdefault(SplitWeights, {})
 
     def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         offered = self.before(op, offered)

@@ -22,9 +22,11 @@ from autopar.models import resolve_model
 from autopar.plan import Plan
 from autopar.rules import default_table
 from autopar.rules.table import Rule
+from autopar.search import planner as planning
 from autopar.search.batch import solve_batch
 from autopar.search.chain import AxisSolution
 from autopar.search.classes import compact
+from autopar.search.crew import Crew
 from autopar.search.evaluate import Evaluation
 from autopar.search.layouts import Layouts
 from autopar.search.options import Load, Option, Split
@@ -259,6 +261,16 @@ def test_rules_that_change_are_asked_for_again() -> None:
         assert solve_batch(compact(graph)) == typing
     finally:
         del table.rules["mylib.unused.default"]
+
+
+def test_several_processes_give_the_plan_and_the_bound_of_one(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = planner(gpt(), space).search(limits=Limits())
+    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    plan = planner(gpt(), space).search(limits=Limits(), processes=2)
+    neutral = {"wall_time_s": 0.0, "evaluated": 0}
+    assert replace(plan, search=replace(plan.search, **neutral)) == replace(
+        alone, search=replace(alone.search, **neutral)
+    )
 
 
 def test_a_search_by_rule_is_no_better_than_one_of_layouts() -> None:
