@@ -189,6 +189,7 @@ def test_a_step_takes_as_much_longer_as_its_site_says_in_all_its_parts(mended: S
     shown = unslowed(session, outcome)
     assert [found.name for found in shown] == [session.runs[0].publisher, session.runs[0].release, "all"]
     assert shown[1].bias == pytest.approx((1 + outcome.scores[1].bias) / factor - 1)
+    assert shown[0].bias == shown[1].bias  # the two runs are equal to the last bit again
 
 
 def test_a_slowdown_is_a_part_of_a_step(tmp_path: Path) -> None:
