@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from autopar import resources
 from autopar.cluster import Cluster
 from autopar.device import Device
-from autopar.links import CollectiveLibrary
+from autopar.links import CollectiveLibrary, Link
 from autopar.profile.store import MachineProfile, load_library
 from autopar.rates import MatmulRate
 from autopar.table import Table
@@ -31,6 +31,7 @@ class Site:
             empty: any.
         release: what tells these runs of a source from its others, where the source says that they do not compare.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
+        link_bandwidth_bytes_per_s: likewise of the links inside a node, all of which then arrives in a step.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
         partitioned_sends: each rank of ``tp`` sends its part of such a message.
@@ -44,6 +45,7 @@ class Site:
         dropout: attention and feed-forward drop some of what they add; attention that keeps its scores some of these.
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
             computation.
+        overlapped_gradients: sums of an input's gradient over the tensor axis run beside the product of its weight's gradient.
         sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
         adds_in_products: gradients of weights add to those of the micro-batches before in the products that make them.
         gathers_after_step: ranks gather parameters all at once after the optimizer (ZeRO 1 of DeepSpeed and Megatron).
@@ -71,6 +73,7 @@ class Site:
     release: str = ""
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
+    link_bandwidth_bytes_per_s: float = 0.0
     blocking_launches: bool = False
     blocking_sends: bool = False
     partitioned_sends: bool = False
@@ -84,6 +87,7 @@ class Site:
     dropout: bool = False
     overlapped_tensor_parallel: bool = False
     overlapped_reductions: bool = False
+    overlapped_gradients: bool = False
     sequence_parallel: bool = False
     gathers_after_step: bool = False
     adds_in_products: bool = False
@@ -128,6 +132,7 @@ def _site(table: Table) -> Site:
         release=table.text("release", ""),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
+        link_bandwidth_bytes_per_s=table.number("link_bandwidth_bytes_per_s", 0.0, positive=False),
         provenance=table.text("provenance"),
         **{flag: table.flag(flag, False) for flag in FLAGS},
     )
@@ -170,12 +175,12 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
     """The cluster of a run: its nodes, with the site's cards and software; ``library``: read where None."""
     num_nodes = max(run.devices // run.devices_per_node, 1)
     group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
-    nic = group.nic
-    if site.nic_bandwidth_bytes_per_s:
-        speed = site.nic_bandwidth_bytes_per_s
-        nic = replace(nic, bandwidth_bytes_per_s=speed, step_fraction=1.0, provenance=site.provenance)
     group = replace(
-        group, device=_as_run(group.device, site), nic=nic, nics_per_node=site.nics_per_node or group.nics_per_node
+        group,
+        device=_as_run(group.device, site),
+        intra_node=_reached(group.intra_node, site.link_bandwidth_bytes_per_s, site),
+        nic=_reached(group.nic, site.nic_bandwidth_bytes_per_s, site),
+        nics_per_node=site.nics_per_node or group.nics_per_node,
     )
     name = f"{run.device}:{num_nodes}x{group.devices_per_node}"
     library = library or load_library(profile.library)
@@ -183,6 +188,13 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
         rings = tuple(a for a in library.algorithms if a.name == "ring")
         library = replace(library, name=f"{library.name}, rings", algorithms=rings)
     return Cluster(name=name, groups=(group,), tiers=(), library=library)
+
+
+def _reached(link: Link, bandwidth_bytes_per_s: float, site: Site) -> Link:
+    """The link with the bandwidth that a site's collectives reached; itself where that is 0."""
+    if not bandwidth_bytes_per_s:
+        return link
+    return replace(link, bandwidth_bytes_per_s=bandwidth_bytes_per_s, step_fraction=1.0, provenance=site.provenance)
 
 
 def _as_run(device: Device, site: Site) -> Device:
