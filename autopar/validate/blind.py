@@ -114,7 +114,7 @@ _CHANGED_LAST = """
 No number was fitted to these runs, and no profile changed. What was looked for, source by source:
 
 - **The links of DGX A100.** Narayanan's and Korthikanti's runs were too slow by what their tensor parallelism takes, up to 30 %. An A100's
-  links pass 235 GB/s of a ring all-reduce in nccl-tests; the profile lets 0.48 of it arrive in a step, a number that
+  links pass 235 GB/s of a ring all-reduce in nccl-tests; the profile lets about half of it arrive in a step, a number that
   BigScience's runs gave it. Selene's nodes now have what was measured (`link_bandwidth_bytes_per_s`): Narayanan's ten runs, from 32 to
   3072 devices, are missed by 2 instead of 11 %, Korthikanti's by 7 instead of 21. MT-NLG ran on the same nodes, with
   DeepSpeed's pipeline, and is 21 % too fast now, 13 before ([blind.md](blind.md)): what held the steps of BigScience up, also DeepSpeed's, is hardly their links.
@@ -133,7 +133,7 @@ _MISSED_LAST = """
   model and devices with FSDP are 9 % too fast, and Megatron alone is met within 2 % on MT-NLG's nodes. BigScience's
   A100s, also DeepSpeed's, stand in the fitted table, where the share of the links' bandwidth takes that up. What its engine does in that time is not known.
 - Nemotron-4 340B on B200 (24 % too slow): a quarter of the predicted step are sums and gathers over data ranks, which Megatron runs beside the last
-  micro-batches and the next forwards; each second of them is priced at 0.64 s, what collectives beside computation cost the fitted runs.
+  micro-batches and the next forwards; each second of them is priced at two thirds, what collectives beside computation cost the fitted runs.
 - Nemotron-4 15B in bf16 on B200: 13 to 25 % too slow, in fp8 within 7 % but for 512 devices (11 % too fast). B200's bf16 products stand at
   an assumed share; no fitted run tells of them.
 - H200 (A3 Ultra): 16 % too fast. The software is that of A3 Mega, which is met within 8; torchtitan's H200s are 9 % too fast as well. The profile

@@ -30,8 +30,8 @@ class Site:
         layout: ``megatron``: only for rows that split layers or stages and shard at most optimizer states, as Megatron does;
             empty: any.
         release: what tells these runs of a source from its others, where the source says that they do not compare.
+        link_bandwidth_bytes_per_s: 0: as the profile says; else what links inside a node reached, all of which arrives in a step.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
-        link_bandwidth_bytes_per_s: likewise of the links inside a node, all of which then arrives in a step.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
         partitioned_sends: each rank of ``tp`` sends its part of such a message.
@@ -71,9 +71,9 @@ class Site:
     precision: str = ""
     layout: str = ""
     release: str = ""
+    link_bandwidth_bytes_per_s: float = 0.0
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
-    link_bandwidth_bytes_per_s: float = 0.0
     blocking_launches: bool = False
     blocking_sends: bool = False
     partitioned_sends: bool = False
@@ -130,9 +130,9 @@ def _site(table: Table) -> Site:
         precision=table.text("precision", ""),
         layout=table.text("layout", ""),
         release=table.text("release", ""),
+        link_bandwidth_bytes_per_s=table.number("link_bandwidth_bytes_per_s", 0.0, positive=False),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
-        link_bandwidth_bytes_per_s=table.number("link_bandwidth_bytes_per_s", 0.0, positive=False),
         provenance=table.text("provenance"),
         **{flag: table.flag(flag, False) for flag in FLAGS},
     )
