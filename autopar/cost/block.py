@@ -240,6 +240,7 @@ def price_block(
     *,
     quantized: str | None = None,
     overlapped: bool = False,
+    overlapped_gradients: bool = False,
     measured: OperatorTimes | None = None,
 ) -> BlockCost:
     """The cost of a block's work on a device and its links.
@@ -249,6 +250,7 @@ def price_block(
         overlapped: collectives of the block run beside the products that make or read their values, in as many parts as
             there are ranks, which copy engines move (Transformer Engine's user buffers): one part has no product beside
             it, and the others take nothing from the multiprocessors.
+        overlapped_gradients: sums of a gradient over ``tp`` run beside the product that makes the weight's.
         measured: times of operators that go before the roofline, unless they are fused or quantized.
     """
     times = [time_of_work(w, op, device, quantized=quantized) for w, op in zip(done.works, done.ops, strict=True)]
@@ -260,7 +262,8 @@ def price_block(
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     again_s = context_again_s = 0.0
     for message, call_s in zip(done.shape.messages, calls, strict=True):
-        exposed = 1.0 / mesh.size((message.axis,)) if overlapped else 1.0
+        beside = overlapped_gradients and message.sums_gradient and message.axis == "tp"
+        exposed = 1.0 / mesh.size((message.axis,)) if overlapped else device.interference if beside else 1.0
         time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,)) + call_s
         in_context = time_s if message.axis == "cp" else 0.0
         seconds[message.backward] += time_s

@@ -29,6 +29,11 @@ class Message:
     backward: bool
     repeated: bool = True
 
+    @property
+    def sums_gradient(self) -> bool:
+        """Whether it adds up parts of a gradient in backward."""
+        return self.backward and self.kind in ("all_reduce", "reduce_scatter")
+
 
 def messages(op: Op, graph: Graph) -> Iterator[Message]:
     """The collectives that an operator of a local graph runs, forward and backward."""

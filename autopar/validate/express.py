@@ -315,8 +315,9 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
     costs: list[BlockCost] = []
     for i, (done, count) in enumerate(zip(structure.works, structure.members, strict=True)):
         priced = price_block(
-            done, mesh, model.device, model.collectives, quantized=quantized, overlapped=site.overlapped_tensor_parallel
-        )
+            done, mesh, model.device, model.collectives, quantized=quantized,
+            overlapped=site.overlapped_tensor_parallel, overlapped_gradients=site.overlapped_gradients,
+        )  # fmt: skip
         # the checkpoints of those programs run the whole forward again; torch's stops when nothing is left to keep
         made[i] = replace(
             priced, communication_again_s=priced.communication_forward_s, context_again_s=priced.context_forward_s

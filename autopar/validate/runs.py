@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -108,6 +108,7 @@ def read_runs(path: Path) -> tuple[Run, ...]:
         raise UsageError("the file of runs can be read", value=str(error), place=str(path)) from error
     reader = csv.DictReader(text.splitlines())
     header = [name.strip() for name in reader.fieldnames or ()]
+    _check_form(header, path)
     reader.fieldnames = header
     missing = [name for name in COLUMNS if name not in header]
     if missing:
@@ -123,6 +124,25 @@ def read_runs(path: Path) -> tuple[Run, ...]:
     if not runs:
         raise UsageError("the file has at least one run", value="a header alone", place=str(path))
     return runs
+
+
+def _check_form(header: Sequence[str], path: Path) -> None:
+    """Raises UsageError unless the first row names columns, with commas between them and each one once."""
+    if not any(header):
+        raise UsageError("the first row names the columns", value="an empty one", place=f"{path}, row 1")
+    other = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None)
+    if other is not None:
+        raise UsageError(
+            "the cells of a row are separated by commas",
+            value=repr(other),
+            place=f"{path}, row 1",
+            remedy="write the table as comma-separated values",
+        )
+    twice = next((name for name in header if name in COLUMNS and header.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            "each column is there once", value=twice, place=f"{path}, row 1", remedy="leave one of them out"
+        )
 
 
 class _Row:

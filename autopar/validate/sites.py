@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from autopar import resources
 from autopar.cluster import Cluster
 from autopar.device import Device
-from autopar.links import CollectiveLibrary
+from autopar.links import CollectiveLibrary, Link
 from autopar.profile.store import MachineProfile, load_library
 from autopar.rates import MatmulRate
 from autopar.table import Table
@@ -30,6 +30,7 @@ class Site:
         layout: ``megatron``: only for rows that split layers or stages and shard at most optimizer states, as Megatron does;
             empty: any.
         release: what tells these runs of a source from its others, where the source says that they do not compare.
+        link_bandwidth_bytes_per_s: 0: as the profile says; else what links inside a node reached, all of which arrives in a step.
         nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
         slowdown: by what part every step took longer, by the source's own words, than on the same machines later.
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
@@ -45,6 +46,7 @@ class Site:
         dropout: attention and feed-forward drop some of what they add; attention that keeps its scores some of these.
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
             computation.
+        overlapped_gradients: sums of an input's gradient over the tensor axis run beside the product of its weight's gradient.
         sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
         adds_in_products: gradients of weights add to those of the micro-batches before in the products that make them.
         gathers_after_step: ranks gather parameters all at once after the optimizer (ZeRO 1 of DeepSpeed and Megatron).
@@ -70,6 +72,7 @@ class Site:
     precision: str = ""
     layout: str = ""
     release: str = ""
+    link_bandwidth_bytes_per_s: float = 0.0
     nics_per_node: int = 0
     nic_bandwidth_bytes_per_s: float = 0.0
     slowdown: float = 0.0
@@ -86,6 +89,7 @@ class Site:
     dropout: bool = False
     overlapped_tensor_parallel: bool = False
     overlapped_reductions: bool = False
+    overlapped_gradients: bool = False
     sequence_parallel: bool = False
     gathers_after_step: bool = False
     adds_in_products: bool = False
@@ -135,6 +139,7 @@ def site_from(table: Table) -> Site:
         precision=table.text("precision", ""),
         layout=table.text("layout", ""),
         release=table.text("release", ""),
+        link_bandwidth_bytes_per_s=table.number("link_bandwidth_bytes_per_s", 0.0, positive=False),
         nics_per_node=table.integer("nics_per_node", 0, positive=False),
         nic_bandwidth_bytes_per_s=table.number("nic_bandwidth_bytes_per_s", 0.0, positive=False),
         slowdown=table.number("slowdown", 0.0, positive=False),
@@ -184,12 +189,12 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
     """The cluster of a run: its nodes, with the site's cards and software; ``library``: read where None."""
     num_nodes = max(run.devices // run.devices_per_node, 1)
     group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
-    nic = group.nic
-    if site.nic_bandwidth_bytes_per_s:
-        speed = site.nic_bandwidth_bytes_per_s
-        nic = replace(nic, bandwidth_bytes_per_s=speed, step_fraction=1.0, provenance=site.provenance)
     group = replace(
-        group, device=_as_run(group.device, site), nic=nic, nics_per_node=site.nics_per_node or group.nics_per_node
+        group,
+        device=_as_run(group.device, site),
+        intra_node=_reached(group.intra_node, site.link_bandwidth_bytes_per_s, site),
+        nic=_reached(group.nic, site.nic_bandwidth_bytes_per_s, site),
+        nics_per_node=site.nics_per_node or group.nics_per_node,
     )
     name = f"{run.device}:{num_nodes}x{group.devices_per_node}"
     library = library or load_library(profile.library)
@@ -197,6 +202,13 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site, library: Collectiv
         rings = tuple(a for a in library.algorithms if a.name == "ring")
         library = replace(library, name=f"{library.name}, rings", algorithms=rings)
     return Cluster(name=name, groups=(group,), tiers=(), library=library)
+
+
+def _reached(link: Link, bandwidth_bytes_per_s: float, site: Site) -> Link:
+    """The link with the bandwidth that a site's collectives reached; itself where that is 0."""
+    if not bandwidth_bytes_per_s:
+        return link
+    return replace(link, bandwidth_bytes_per_s=bandwidth_bytes_per_s, step_fraction=1.0, provenance=site.provenance)
 
 
 def _as_run(device: Device, site: Site) -> Device:

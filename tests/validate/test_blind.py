@@ -11,7 +11,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.profile.store import known_devices, load_profile
 from autopar.validate import parameters as free
-from autopar.validate.blind import FIRST, SECOND, Words, hidden, page, read_before, words_of
+from autopar.validate.blind import TESTS, THIRD, Words, hidden, page, read_before, words_of
 from autopar.validate.command import evaluate
 from autopar.validate.express import predict
 from autopar.validate.runs import Run, read_runs
@@ -34,7 +34,12 @@ def again() -> tuple[Run, ...]:
     return read_runs(DATA / "blind_runs_2.csv")
 
 
-@pytest.mark.parametrize("words", [FIRST, SECOND], ids=["first", "second"])
+@pytest.fixture(scope="module")
+def last() -> tuple[Run, ...]:
+    return read_runs(DATA / "blind_runs_3.csv")
+
+
+@pytest.mark.parametrize("words", TESTS, ids=["first", "second", "third"])
 def test_every_blind_row_has_a_device_and_was_predicted_before(words: Words) -> None:
     runs = read_runs(ROOT / words.files[0])
     known = {name: load_profile(name) for name in {run.device for run in runs}}
@@ -57,9 +62,52 @@ def test_the_second_table_has_new_sources_and_no_row_of_the_first(
     assert {_facts(run) for run in again}.isdisjoint(_facts(run) for run in blind)
 
 
+def test_the_third_table_has_new_sources_and_no_row_of_the_others(
+    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...]
+) -> None:
+    assert len(last) >= 40
+    assert len({run.publisher for run in last}) >= 5
+    assert {run.publisher for run in last}.isdisjoint(run.publisher for run in (*blind, *again))
+    assert {_facts(run) for run in last}.isdisjoint(_facts(run) for run in (*blind, *again))
+
+
 @pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
-def test_no_blind_row_is_in_the_calibration_table(blind: tuple[Run, ...], again: tuple[Run, ...]) -> None:
-    assert {_facts(run) for run in (*blind, *again)}.isdisjoint(_facts(run) for run in read_runs(CALIBRATION))
+def test_no_blind_row_is_in_the_calibration_table(
+    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...]
+) -> None:
+    known = read_runs(CALIBRATION)
+    assert {_facts(run) for run in (*blind, *again, *last)}.isdisjoint(_facts(run) for run in known)
+    assert {run.publisher for run in last}.isdisjoint(run.publisher for run in known)
+
+
+def test_names_of_sites_are_those_of_rows(last: tuple[Run, ...]) -> None:
+    """A name that no row has would leave a site's facts unused."""
+    for site in load_sites():
+        rows = {run.name for run in last if site.source and site.source.lower() in run.source.lower()}
+        assert not rows or rows.issuperset(site.names)
+
+
+def test_a_site_states_the_bandwidth_of_links_and_of_cards() -> None:
+    run, profile = read_runs(OWN)[3], load_profile("a100-sxm4-80gb")
+    own = cluster_of(run, profile, PLAIN).groups[0]
+    site = replace(PLAIN, link_bandwidth_bytes_per_s=2e11, nic_bandwidth_bytes_per_s=2e10, provenance="measured")
+    stated = cluster_of(run, profile, site).groups[0]
+    assert (stated.intra_node.bandwidth_bytes_per_s, stated.nic.bandwidth_bytes_per_s) == (2e11, 2e10)
+    assert stated.intra_node.step_fraction == stated.nic.step_fraction == 1.0
+    assert own.intra_node.step_fraction < 1.0
+    assert own.intra_node.latency_s == stated.intra_node.latency_s
+
+
+def test_sums_of_gradients_over_the_tensor_axis_beside_products_cost_less() -> None:
+    run = replace(read_runs(OWN)[0], source="x")
+    plain = replace(PLAIN, source="x")
+    session = Session([run], sites=[plain])
+    cluster = cluster_of(run, session.profiles[run.device], plain)
+    spent = [
+        predict(run, session.structures[0], cluster, site).breakdown.tensor_parallel_s
+        for site in (plain, replace(plain, overlapped_gradients=True), replace(plain, overlapped_tensor_parallel=True))
+    ]
+    assert spent[0] > spent[1] > spent[2]
 
 
 def _facts(run: Run) -> tuple[object, ...]:
@@ -150,8 +198,10 @@ def test_the_page_has_both_tables_and_one_with_names_hidden() -> None:
     text = page(session, outcome, read_before(DATA / "blind_before.json"))
     assert text.count("## ") == 5
     assert text.startswith("# Blind test")
-    second = words_of(DATA / "blind_before_2.json")
-    assert second.title in page(session, outcome, read_before(DATA / "blind_before_2.json"), words=second)
+    third = words_of(DATA / "blind_before_3.json")
+    assert third is THIRD
+    assert third.title in page(session, outcome, read_before(DATA / "blind_before_3.json"), words=third)
+    assert [words_of(Path(words.files[1])) for words in TESTS] == list(TESTS)
     assert "| all, names hidden" in text
     assert [run.source for run in hidden([*runs, runs[0]])] == [
         "unnamed 1",

@@ -71,6 +71,24 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     assert f"{path}, row 1" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("mark", "law"), [(";", "separated by commas"), ("\t", "separated by commas"), ("", "names the columns")]
+)
+def test_a_table_of_another_form_is_named(tmp_path: Path, mark: str, law: str) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text(OWN.read_text().replace(",", mark) if mark else "")
+    with pytest.raises(UsageError, match=rf"other\.csv, row 1: .*{law}"):
+        read_runs(path)
+
+
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "twice.csv"
+    lines = OWN.read_text().splitlines()
+    path.write_text("\n".join([f"{lines[0]},layers", *(f"{line},5" for line in lines[1:])]))
+    with pytest.raises(UsageError, match=r"twice\.csv, row 1: each column is there once, but found layers"):
+        read_runs(path)
+
+
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="can be read"):
         read_runs(tmp_path / "none.csv")
