@@ -42,7 +42,7 @@ from autopar.search.task import Task
 from autopar.search.usual import usual
 from autopar.search.ways import MOVED, none_if_moved
 from autopar.search.workers import Sharing, helpers
-from autopar.search.written import block_layouts, mixtures, operators_without_rule
+from autopar.search.written import block_layouts, mixtures, operators_without_rule, repeated
 
 __all__ = ["Planner", "Task"]
 
@@ -313,6 +313,7 @@ class Planner:
                 *operators_without_rule(graph, self.found, self.model),
                 *mixing_note(self.mixing),
                 *mixtures(self.evaluator.layouts, best.option),
+                *repeated(self.evaluator.layouts, best.option),
                 *precision_note(task),
                 *measured_note(self.evaluator, best),
                 *mixed_notes(candidate, task.cluster),
