@@ -106,7 +106,6 @@ WRITTEN: dict[str, tuple[str, int | None]] = {
     "DiT by hand": ("tests.campaigns.written:diffusion", None),
     "Edges": ("tests.campaigns.written:edges", None),
     "Bags": ("tests.campaigns.written:bags", None),
-    "Seeing": ("tests.campaigns.written:seeing", None),
     "Depths": ("tests.campaigns.written:depths", None),
     "Tagger": ("tests.campaigns.written:tagger", None),
 }

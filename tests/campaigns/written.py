@@ -137,36 +137,6 @@ def bags() -> Made:
     return Bags(), batch | more
 
 
-class Seeing(nn.Module):
-    """An image's parts take the places of its tokens in a text (masked_scatter)."""
-
-    def __init__(self, rows: int = 64, width: int = 32) -> None:
-        super().__init__()
-        self.image = rows - 1
-        self.words, self.patches = nn.Embedding(rows, width), nn.Conv2d(3, 16, 4, 4)
-        self.tower = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
-        self.bridge = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width))
-        layers = (nn.TransformerEncoderLayer(width, 4, 64, 0.0, batch_first=True, norm_first=True) for _ in range(2))
-        self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, rows)
-
-    def forward(self, ids: Tensor, pixels: Tensor, labels: Tensor) -> Tensor:
-        seen = self.bridge(self.tower(self.patches(pixels).flatten(2).transpose(1, 2)))
-        x = self.words(ids.clamp(max=self.image - 1))
-        x = x.masked_scatter((ids == self.image)[..., None].expand_as(x), seen.to(x.dtype))
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=True)
-        return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def seeing() -> Made:
-    """Four tokens of each text are an image; they are no labels."""
-    ids = _ids(60, 8, 12)
-    labels = ids.clone()
-    ids[:, 2:6], labels[:, 2:6] = 63, -100
-    return Seeing(), {"ids": ids, "pixels": _reals(8, 3, 8, 8), "labels": labels}
-
-
 class Depths(nn.Module):
     """A block for the four tokens of a text that a router chooses (mixture of depths)."""
 
