@@ -130,8 +130,22 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
         config = load(**given)
     except Exception as error:  # a configuration checks itself, with errors of its library
         raise _unfit(error, where) from error
+    _check_sizes(config, given, where)
     _mend(config, given)
     return config
+
+
+def _check_sizes(config: Any, given: Mapping[str, Any], where: str) -> None:
+    """What makes a model without layers, or one that cannot run, and that no configuration looks at."""
+    layers, heads, shared = (
+        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    )
+    if given and isinstance(layers, int) and layers < 1:
+        raise UsageError("a model has at least one layer", value=layers, place=where, remedy=_UNFIT_REMEDY)
+    if given and isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise UsageError(
+            "heads of keys and values divide the heads", value=f"{shared} of {heads}", place=where, remedy=_UNFIT_REMEDY
+        )
 
 
 def _mend(config: Any, given: Mapping[str, Any]) -> None:

@@ -172,6 +172,8 @@ def test_model_that_cannot_be_traced_names_the_line(run: Run, user_models: str) 
         ("gpt:layers=2,hidden=30,heads=4,vocab=64", "the heads divide the hidden size"),
         ("gpt:layers=-1", "gpt:layers is at least one, but found -1"),
         ("gpt:seq=0", "gpt:seq is at least one, but found 0"),
+        ("hf:gpt2?n_layer=-2", "a model has at least one layer, but found -2"),
+        ("llama:kv_heads=3", "heads of keys and values divide the heads, but found 3 of 32"),
         ("gpt:dropout=nan", "the settings describe a model"),
         ("hf:gpt2?n_layer=x", "Field 'n_layer' expected int, got str"),
     ],
