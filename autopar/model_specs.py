@@ -128,10 +128,24 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
         )
     try:
         config = load(**given)
-    except _UNFIT as error:
+    except Exception as error:  # a configuration checks itself, with errors of its library
         raise _unfit(error, where) from error
+    _check_sizes(config, given, where)
     _mend(config, given)
     return config
+
+
+def _check_sizes(config: Any, given: Mapping[str, Any], where: str) -> None:
+    """What makes a model without layers, or one that cannot run, and that no configuration looks at."""
+    layers, heads, shared = (
+        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    )
+    if given and isinstance(layers, int) and layers < 1:
+        raise UsageError("a model has at least one layer", value=layers, place=where, remedy=_UNFIT_REMEDY)
+    if given and isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise UsageError(
+            "heads of keys and values divide the heads", value=f"{shared} of {heads}", place=where, remedy=_UNFIT_REMEDY
+        )
 
 
 def _mend(config: Any, given: Mapping[str, Any]) -> None:
@@ -160,7 +174,8 @@ _UNFIT_REMEDY = "mend the keys after `?`, or give a factory `package.module:fact
 
 def _unfit(error: BaseException, where: str) -> UsageError:
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    value = f"{type(error).__name__}: {lines[0][:200]}"
+    first = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
+    value = f"{type(error).__name__}: {first[:200]}"
     if isinstance(error, ImportError):
         return UsageError(
             "the packages that a model needs are installed", value=value, place=where, remedy="install what it names"
@@ -317,6 +332,8 @@ def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Cal
             raise UsageError(f"{name}: has the keys that are set", value=key, remedy=f"{hint}known: {', '.join(known)}")
         if key != "dropout" and not isinstance(value, int):
             raise UsageError(f"{name}:{key} is a whole number", value=repr(value), remedy=f"write {key}=8")
+        if key not in ("dropout", "tied") and value < 1:
+            raise UsageError(f"{name}:{key} is at least one", value=value, remedy=f"write {key}=8")
     hidden, heads = given.get("hidden"), given.get("heads")
     if hidden and heads and hidden % heads:
         raise UsageError("the heads divide the hidden size", value=f"hidden={hidden}, heads={heads}", place=name)

@@ -42,6 +42,80 @@ def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: in
     return _pending(torch.where(mine.unsqueeze(-1), found, 0.0), pg)
 
 
+def embedding_bag(
+    weight: Tensor,
+    ids: Tensor,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+) -> Tensor:
+    """The sum, mean or maximum of a table's rows for each bag, in one kernel.
+
+    Args:
+        weight: [rows, width].
+        ids: [bags, length], row numbers.
+        weights: [bags, length]: factors of the rows, under ``sum``.
+        mode: ``sum``, ``mean``, ``max``.
+        padding_idx: ids that count nothing, from the table's start; -1: none.
+        scale_grad_by_freq: divides a row's gradient by how often it stands in ``ids``.
+
+    Returns:
+        [bags, width].
+    """
+    padding = None if padding_idx < 0 else padding_idx
+    factors = None if weights is None else weights.to(weight.dtype)
+    return F.embedding_bag(ids, weight, None, None, 2.0, scale_grad_by_freq, mode, False, factors, padding_idx=padding)
+
+
+def embedding_bag_ragged(
+    weight: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    include_last_offset: bool = False,
+) -> Tensor:
+    """As :func:`embedding_bag` for bags of different lengths: ``ids`` and ``weights`` are [count], bags begin at ``offsets``."""
+    padding = None if padding_idx < 0 else padding_idx
+    factors = None if weights is None else weights.to(weight.dtype)
+    return F.embedding_bag(
+        ids, weight, offsets, None, 2.0, scale_grad_by_freq, mode, False, factors, include_last_offset, padding
+    )
+
+
+def embedding_bag_vocabulary(
+    weight: Tensor,
+    ids: Tensor,
+    axis: str,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    padding_idx: int = -1,
+) -> Tensor:
+    """:func:`embedding_bag` of a table that is split over ``axis`` by rows; rows of other ranks count nothing.
+
+    Args:
+        weight: this rank's rows, S(0).
+        ids: row numbers of the whole table, [bags, length], the same on all ranks; so ``weights``.
+        mode: ``sum`` or ``mean``, which divides by the ids of the whole bag.
+
+    Returns:
+        [bags, width], P: a pending sum.
+    """
+    pg = group(axis)
+    rows = weight.shape[0]
+    start = pg.rank() * rows
+    counted = ids != padding_idx
+    mine = (ids >= start) & (ids < start + rows) & counted
+    factors = mine.to(weight.dtype) if weights is None else torch.where(mine, weights.to(weight.dtype), 0.0)
+    found = F.embedding_bag(torch.where(mine, ids - start, 0), weight, mode="sum", per_sample_weights=factors)
+    if mode == "mean":
+        found = found / counted.sum(-1, keepdim=True).clamp(min=1).to(found.dtype)
+    return _pending(found, pg)
+
+
 def cross_entropy_vocabulary(
     logits: Tensor,
     target: Tensor,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autopar.graph.failures import FAILURES, not_copied
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction, trace
 from autopar.plan import Precision
@@ -110,4 +111,11 @@ def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     for buffer in model.buffers():
         if buffer.dtype in own and buffer.dtype != dtype:
             memo[id(buffer)] = buffer.detach().to(dtype)
-    return copy.deepcopy(model, memo)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # made of parameters: a normed weight
+                memo[id(value)] = value.detach().to(dtype if value.dtype in own else value.dtype)
+    try:
+        return copy.deepcopy(model, memo)
+    except FAILURES as error:
+        raise not_copied(error, model) from error

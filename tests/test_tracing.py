@@ -43,3 +43,22 @@ def test_a_model_is_traced_in_the_dtype_of_the_plan(own: torch.dtype) -> None:
     assert {p.dtype for p in model.parameters()} == {own}, "the model itself stays as it is"
     low = trace_model(model, {"x": X.to(own)}, BF16)
     assert {one.spec.dtype for one in (*low.inputs, *low.parameters)} == {torch.bfloat16}
+
+
+class Normed(nn.Module):
+    """Its weight is no parameter, but made of two, and was made when it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x).square().mean()
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
+    graph = trace_model(Normed(), {"x": X}, BF16)
+    assert {p.fqn for p in graph.parameters} == {"linear.weight_g", "linear.weight_v", "linear.bias"}
+    assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}

@@ -8,6 +8,7 @@ from math import prod
 from typing import cast
 
 from autopar.cost.amounts import FLOAT, Product, Specs, Work, argument, total, with_grad
+from autopar.cost.recurrent import recurrent
 from autopar.device import Kind
 from autopar.graph.ir import Op
 
@@ -176,39 +177,6 @@ def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _recurrent(op: Op, operands: Specs, kind: Kind) -> Work:
-    """LSTM, GRU and plain networks: every row of the input meets each matrix of each layer and direction once.
-
-    What meets the state does so one step of time after the other: a product of the samples and a kernel for the gates.
-    Kept: the input, the weights, and for each row gates, state and output.
-    """
-    x = operands[0]
-    matrices = [spec for spec in operands[3 if "lstm" in op.target else 2 :] if len(spec.shape) == 2]
-    networks = cast("int", argument(op, 4, "num_layers", 1)) * (2 if argument(op, 7, "bidirectional", False) else 1)
-    states = matrices[1 :: len(matrices) // networks]  # each has a matrix for its input, then one for its state
-    rows = x.numel // max(x.shape[-1], 1)
-    steps = x.shape[-2] if len(x.shape) == 2 or argument(op, 8, "batch_first", False) else x.shape[0]
-    flops = 2.0 * rows * sum(spec.numel for spec in matrices)
-    products = 1 + sum(spec.requires_grad for spec in matrices) / max(
-        len(matrices), 1
-    )  # of the rows, and of the weights
-    kept = rows * sum(spec.shape[0] + 2 * spec.shape[1] for spec in states) * x.dtype.itemsize
-    moved = total(operands) + sum(spec.num_bytes for spec in op.outputs) + kept
-    return Work(
-        flops=flops,
-        backward_flops=flops * products,
-        matmuls=steps * len(states),
-        backward_matmuls=int(steps * len(states) * products),
-        smallest_dim=max(min([rows // max(steps, 1), *(spec.shape[1] for spec in matrices)]), 1),
-        num_bytes=moved,
-        backward_bytes=moved + kept + total(with_grad(operands)),
-        launches=2 * steps * len(states),
-        backward_launches=2 * steps * len(states),
-        saved=tuple(range(len(operands))),
-        saved_bytes=kept,
-    )
-
-
 PRODUCTS: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(("aten.linear.default", "autopar.linear_t"), _linear),
     **dict.fromkeys(
@@ -228,6 +196,6 @@ PRODUCTS: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(
         ("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"), _experts
     ),
-    **dict.fromkeys((f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), _recurrent),
+    **dict.fromkeys((f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
 }  # fmt: skip
 """By target."""

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
+import torch
+
 from autopar.cost.amounts import FLOAT, Product, Specs, Work, total, with_grad
 from autopar.cost.products import PRODUCTS
 from autopar.device import Kind
@@ -235,6 +237,28 @@ def _embedding(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
+def _bag(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Rows are read and added in one kernel; backward fills a gradient of the whole table and adds the rows.
+
+    Kept: ids, and for each the number of its bag; under a maximum the row that each value is of; factors of rows.
+    """
+    table, ids = operands[0], operands[1]
+    read = ids.numel * table.shape[-1] * table.dtype.itemsize
+    rows = ids.numel * torch.int64.itemsize
+    is_split = op.target == "autopar.embedding_bag_vocabulary"
+    masks = rows + 2 * ids.numel * (1 + table.dtype.itemsize) if is_split else 0
+    chosen = op.spec.numel * torch.int64.itemsize if "max" in op.args else 0
+    saved = tuple(i for i in range(1, len(operands)))
+    return Work(
+        num_bytes=ids.num_bytes + read + op.spec.num_bytes + 2 * masks,
+        backward_bytes=table.num_bytes + 2 * read + op.spec.num_bytes + rows,
+        launches=8 if is_split else 2,
+        backward_launches=2,
+        saved=saved,
+        saved_bytes=rows + masks + chosen,
+    )
+
+
 def _over_data(op: Op, operands: Specs, kind: Kind) -> Work:
     """A change of type over the data axes: a copy into or out of rank order."""
     whole = max(operands[0].num_bytes, op.spec.num_bytes)
@@ -297,6 +321,7 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
         ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "autopar.batch_norm", "autopar.batch_norm_running"), _norm
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
+    **dict.fromkeys(("autopar.embedding_bag", "autopar.embedding_bag_ragged", "autopar.embedding_bag_vocabulary"), _bag),
     "autopar.opaque": _opaque,
     "autopar.change_over_data": _over_data,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),

@@ -150,6 +150,18 @@ def _expand(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "aten.expand.default", (source, call.spec.shape))
 
 
+def _broadcast(builder: Builder, call: Call) -> Value:
+    """broadcast_tensors: an expansion of each tensor that is not as large already."""
+    made: list[Argument] = []
+    given = call.bound()["tensors"]
+    assert isinstance(given, tuple)
+    for source, spec in zip(given, call.outputs, strict=True):
+        assert isinstance(source, Ref) and spec is not None
+        same = builder.shape(source) == spec.shape
+        made.append(source if same else builder.emit(call, "aten.expand.default", (source, spec.shape), spec))
+    return tuple(made)
+
+
 def _repeat(builder: Builder, call: Call) -> Value:
     """A repetition of dims of size one is an expansion (a parameter for every sample of the batch)."""
     source, repeats = call.args
@@ -351,6 +363,8 @@ HANDLERS: dict[str, Handler] = {
     "aten.clone.default": _clone,
     "aten.contiguous.default": _clone,
     "aten.expand.default": _expand,
+    "aten.broadcast_to.default": _expand,
+    "aten.broadcast_tensors.default": _broadcast,
     "aten.repeat.default": _repeat,
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,

@@ -24,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
-
+_CHECKED = tuple(str(Path(_TORCH) / part) for part in ("nn", "distributions"))
+"""Where torch checks the values that it is given: a loss its variances, a distribution its parameters."""
 
 _BETWEEN = frozenset(
     ("_asking", "guard", "bool_", "__bool__", "int_", "__int__", "__index__", "__float__", "__torch_function__")
@@ -60,7 +61,7 @@ def taken_to_hold() -> Iterator[Held]:
                 frame, is_direct = _asking()
                 if frame is None or threading.get_ident() != owner:
                     raise
-                answer = _answer(frame) if name == "guard_bool" else None
+                answer = _answer(_checking() or frame) if name == "guard_bool" else None
                 if answer is None:
                     held.refused = held.refused or (error if is_direct else None)
                     raise
@@ -90,6 +91,17 @@ def _asking() -> tuple[FrameType | None, bool]:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     return frame, names <= _BETWEEN
+
+
+def _checking() -> FrameType | None:
+    """The frame of torch's own functions, modules or distributions that asks by itself; None where another does."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_OWN)
+        or (frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BETWEEN)
+    ):
+        frame = frame.f_back
+    return frame if frame is not None and frame.f_code.co_filename.startswith(_CHECKED) else None
 
 
 def _answer(frame: FrameType) -> bool | None:

@@ -17,6 +17,7 @@ from autopar.graph.failures import FAILURES, first_line
 from autopar.graph.fold import fold, hint
 from autopar.graph.indexing import INDEXING
 from autopar.graph.ir import Argument, Ref, TensorSpec
+from autopar.graph.layers import LAYERS
 from autopar.graph.losses import LOSSES
 from autopar.graph.moe import experts_of
 from autopar.graph.opaque import opaque_of
@@ -24,7 +25,7 @@ from autopar.graph.products import PRODUCTS
 from autopar.graph.random import draws_random, random_call
 from autopar.graph.sums import SUMS
 
-_ALL_HANDLERS = HANDLERS | INDEXING | PRODUCTS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
+_ALL_HANDLERS = HANDLERS | LAYERS | INDEXING | PRODUCTS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."

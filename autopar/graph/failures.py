@@ -32,6 +32,16 @@ _DEPENDENT = (
 _FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
 
 
+def not_copied(error: BaseException, model: torch.nn.Module) -> TraceError:
+    """Why a model cannot be traced that cannot be copied."""
+    return TraceError(
+        "the model can be copied (copy.deepcopy) without its weights",
+        value=f"{type(error).__name__}: {first_line(error)}",
+        place=type(model).__name__,
+        remedy="keep open files, locks and tensors with history out of the model",
+    )
+
+
 def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     """The failure by the user's line, reason and remedy."""
     text = str(error)
@@ -46,7 +56,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
             place=place,
             remedy="write it with torch.where or a mask, or decide it outside forward",
         )
-    if isinstance(error, TypeError) and "argument" in text:
+    if isinstance(error, TypeError) and "argument" in text and "FakeTensor" not in text:
         return TraceError(
             "example inputs fit the model's forward",
             value=reason,

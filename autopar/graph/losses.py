@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from autopar.graph.builder import Builder, Call, Value, broadcast
-from autopar.graph.canonical import Handler, generic
+from autopar.graph.canonical import Handler, generic, view_to
 from autopar.graph.ir import Argument, Ref, TensorSpec
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -18,11 +18,60 @@ def _cross_entropy(builder: Builder, call: Call) -> Value:
     given = call.bound()
     target = given["target"]
     assert isinstance(target, Ref)
-    by_class = not builder.specs[target].dtype.is_floating_point
-    if not by_class or given["weight"] is not None or given["reduction"] == _NONE:
+    if builder.specs[target].dtype.is_floating_point:
+        return _soft(builder, call, given)
+    if given["reduction"] == _NONE:
         return generic(builder, call)
+    if isinstance(given["weight"], Ref):
+        return _weighted(builder, call, given, target, given["weight"])
     ignore, smoothing = given["ignore_index"], given["label_smoothing"]
     return _token_loss(builder, call, given["self"], target, ignore, smoothing, given["reduction"])
+
+
+def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
+    """A cross entropy with probabilities of classes: what log_softmax gives, weighted by them; a mean is over its rows."""
+    logits, target, weight, smoothing = (given[key] for key in ("self", "target", "weight", "label_smoothing"))
+    assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(smoothing, float)
+    spec, wanted = builder.specs[logits], builder.specs[target]
+    dim, shape = min(1, len(spec.shape) - 1), spec.shape
+    rows = TensorSpec(shape=(*shape[:dim], *shape[dim + 1 :]), dtype=spec.dtype)
+    scalar = TensorSpec(shape=(), dtype=spec.dtype)
+    if smoothing:
+        kept = builder.emit(call, "aten.mul.Scalar", (target, 1 - smoothing), wanted)
+        target = builder.emit(call, "aten.add.Scalar", (kept, smoothing / shape[dim]), wanted)
+    logs = builder.emit(call, "aten.log_softmax.int", (logits, dim), spec)
+    if isinstance(weight, Ref):
+        factors = view_to(builder, call, weight, (shape[dim], *(1,) * (len(shape) - dim - 1)))
+        logs = builder.emit(call, "aten.mul.Tensor", (logs, factors), spec)
+    terms = builder.emit(call, "aten.mul.Tensor", (logs, target), spec)
+    each = builder.emit(call, "aten.sum.dim_IntList", (terms, (dim,)), rows)
+    each = builder.emit(call, "aten.neg.default", (each,), rows, name="each_loss")
+    if given["reduction"] == _NONE:
+        return each
+    reduction = "aten.mean.default" if given["reduction"] == _MEAN else "aten.sum.default"
+    return builder.emit(call, reduction, (each,), scalar, name="loss")
+
+
+def _weighted(builder: Builder, call: Call, given: dict[str, Argument], target: Ref, weight: Ref) -> Value:
+    """Classes have weights: the summed loss, divided for a mean by the weights of all targets that count."""
+    position = [argument.name for argument in call.overload._schema.arguments].index("reduction")
+    values = tuple(_SUM if i == position else value for i, value in enumerate(given.values()))
+    spec = TensorSpec(shape=(), dtype=call.spec.dtype)
+    total = builder.emit(call, call.target, values, spec)
+    if given["reduction"] == _SUM:
+        return total
+    targets = builder.specs[target]
+    counts = TensorSpec(shape=targets.shape, dtype=torch.bool)
+    per_target = TensorSpec(shape=targets.shape, dtype=builder.specs[weight].dtype)
+    valid = builder.emit(call, "aten.ne.Scalar", (target, given["ignore_index"]), counts, name="valid")
+    nothing = builder.emit(call, "aten.zeros_like.default", (target,), targets)
+    known = builder.emit(call, "aten.where.self", (valid, target, nothing), targets)
+    table = view_to(builder, call, weight, (builder.shape(weight)[0], 1))
+    column = TensorSpec(shape=(*targets.shape, 1), dtype=per_target.dtype)
+    found = view_to(builder, call, builder.emit(call, "aten.embedding.default", (table, known), column), targets.shape)
+    counted = builder.emit(call, "aten.mul.Tensor", (found, valid), per_target)
+    count = builder.emit(call, "aten.sum.default", (counted,), spec, name="count")
+    return builder.emit(call, "aten.div.Tensor", (total, count), spec, name="loss")
 
 
 def _nll(builder: Builder, call: Call) -> Value:
@@ -30,17 +79,29 @@ def _nll(builder: Builder, call: Call) -> Value:
     given = call.bound()
     source, target = given["self"], given["target"]
     assert isinstance(source, Ref) and isinstance(target, Ref)
-    producer = builder.producers.get(source.name)
-    if (
-        producer is None
-        or producer.target not in ("aten.log_softmax.int", "aten._log_softmax.default")
-        or given["weight"] is not None
-        or given["reduction"] == _NONE
-        or producer.args[1] != min(1, len(builder.shape(source)) - 1)
-    ):
+    logits = _logits(builder, call, source)
+    if logits is None or given["weight"] is not None or given["reduction"] == _NONE:
         return generic(builder, call)
-    loss = _token_loss(builder, call, producer.args[0], target, given["ignore_index"], 0.0, given["reduction"])
+    loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
     return (loss, None) if len(call.outputs) > 1 else loss
+
+
+def _logits(builder: Builder, call: Call, source: Ref) -> Ref | None:
+    """What ``source`` is the log_softmax of, over classes; rows may have been flattened between."""
+    shape = builder.shape(source)
+    dim = min(1, len(shape) - 1)
+    producer = builder.producers.get(source.name)
+    is_flat = producer is not None and producer.target == "aten.view.default"
+    if producer is not None and is_flat and dim == len(shape) - 1:
+        inner = producer.operands[0]
+        if builder.shape(inner)[-1] != shape[-1]:
+            return None
+        producer, dim = builder.producers.get(inner.name), len(builder.shape(inner)) - 1
+    if producer is None or producer.target not in ("aten.log_softmax.int", "aten._log_softmax.default"):
+        return None
+    if producer.args[1] != dim:
+        return None
+    return view_to(builder, call, producer.operands[0], shape) if is_flat else producer.operands[0]
 
 
 def _token_loss(

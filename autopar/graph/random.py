@@ -16,12 +16,14 @@ from autopar.ops import resolve
 _BY_ARGUMENT = "aten.scaled_dot_product_attention.default"
 """Random where an argument says so: the pass that emits code looks at it."""
 
+_TAKEN_APART = frozenset(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+"""Recurrent networks: in a graph the dropout between their layers is an operator of its own."""
+
 _SAMPLERS = frozenset(
     ["bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal_functional",
      "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform"]
 )  # fmt: skip
-"""Operators that draw from a distribution whose gradient torch takes as zero; others (recurrent networks with dropout
-between their layers, rrelu) pass gradients on."""
+"""Operators that draw from a distribution whose gradient torch takes as zero; others (rrelu) pass gradients on."""
 
 
 @cache
@@ -31,6 +33,8 @@ def draws_random(target: str) -> bool:
     >>> draws_random("aten.bernoulli.p"), draws_random("autopar.dropout"), draws_random("aten.add.Tensor")
     (True, True, False)
     """
+    if target in _TAKEN_APART:
+        return False
     if target in ("autopar.dropout", _BY_ARGUMENT):
         return target != _BY_ARGUMENT
     try:

@@ -22,7 +22,7 @@ from autopar.graph import checks, counts, memory, steps
 from autopar.graph.builder import Builder
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import Converter, needs_decomposition, source_of
-from autopar.graph.failures import FAILURES, explained, first_line, module_of_failure
+from autopar.graph.failures import FAILURES, explained, module_of_failure, not_copied
 from autopar.graph.gradient_off import cut_off
 from autopar.graph.ir import Graph, Input, TensorSpec
 from autopar.graph.leaves import declare, loss_output
@@ -195,9 +195,14 @@ def _traced(job: _Job, times: int = 1) -> Graph:
 
 
 def _within(error: TraceError, path: str) -> TraceError:
-    """The same error, known to come from a module."""
-    if not path or isinstance(error, RegionError):
+    """The same error, known to come from a module; the model itself is none that could run as it is written."""
+    if isinstance(error, RegionError):
         return error
+    if not path:
+        if not error.law.startswith(("torch.export can trace", "control flow, shapes")):
+            return error
+        remedy = f"{error.remedy}; or move the line into a module of its own, which runs as it is written"
+        return TraceError(error.law, value=error.value, place=error.place, remedy=remedy)
     found = _UntraceableError(error.law, value=error.value, place=error.place, remedy=error.remedy)
     found.path = path
     return found
@@ -348,12 +353,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
     try:
         copied = copy.deepcopy(model, memo).train()
     except FAILURES as error:
-        raise TraceError(
-            "the model can be copied (copy.deepcopy) without its weights",
-            value=f"{type(error).__name__}: {first_line(error)}",
-            place=type(model).__name__,
-            remedy="keep open files, locks and tensors with history out of the model",
-        ) from error
+        raise not_copied(error, model) from error
     swap_experts(copied)
     return copied
 

@@ -138,6 +138,33 @@ def embedding(op: Op, operands: Specs) -> Pattern:
     return bind(line, tuple(spec.shape for spec in operands), (op.spec.shape,))
 
 
+def embedding_bag(op: Op, operands: Specs) -> Pattern:
+    """Sum, mean or maximum of a table's rows for each bag: bags and width are split, and under a sum the bag's length.
+
+    Gradients scaled by how often an id stands in the batch need the whole batch.
+    """
+    weighted, mode, frequencies = op.args[2] is not None, op.args[3], bool(op.args[5])
+    bags, length = "b^" if frequencies else "b", "k+" if mode == "sum" and not frequencies else "k^"
+    ids = f"{bags} {length}"
+    line = f"v^ n, {ids}{f', {ids}' if weighted else ''} -> {bags} n"
+    linear = {"max": "", "sum": "; linear 0, 2" if weighted else "; linear 0"}.get(str(mode), "; linear 0")
+    return bind(parse(line + linear), tuple(spec.shape for spec in operands), (op.spec.shape,))
+
+
+def bag_vocabulary(op: Op, operands: Specs) -> Pattern:
+    """Bags of a table whose rows another axis has split: bags and width are split further."""
+    line = "v^ n, b k^, b k^ -> b n; linear 0" if op.args[3] is not None else "v^ n, b k^ -> b n; linear 0"
+    return bind(parse(line), tuple(spec.shape for spec in operands), (op.spec.shape,))
+
+
+def embedding_bag_ragged(op: Op, operands: Specs) -> Pattern:
+    """Bags of different lengths: where one begins tells its place among all ids, so that only the width is split."""
+    weighted, mode = op.args[3] is not None, op.args[4]
+    line = f"v^ n, i^, o^{', i^' if weighted else ''} -> b^ n"
+    linear = {"max": "", "sum": "; linear 0, 3" if weighted else "; linear 0"}.get(str(mode), "; linear 0")
+    return bind(parse(line + linear), tuple(spec.shape for spec in operands), (op.spec.shape,))
+
+
 # --- norms ---------------------------------------------------------------------------------------
 
 
@@ -177,6 +204,7 @@ _WHOLE_NAMES = (
     "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default"
     " any.default any.dim any.dims all.default all.dim all.dims prod.default prod.dim_int logsumexp.default"
     " var.correction var.dim std.correction std.dim var_mean.correction median.default norm.ScalarOpt_dim"
+    " linalg_vector_norm.default"
 )
 _WHOLE_REDUCTIONS = tuple(f"aten.{name}" for name in _WHOLE_NAMES.split())
 REDUCTION_TARGETS = (*_REDUCTIONS, *_WHOLE_REDUCTIONS)
@@ -186,9 +214,10 @@ def reduction(op: Op, operands: Specs) -> Pattern:
     """sum(x, dims, keepdim), mean, amax and their like: a sum over a split dim is partial, the others whole."""
     kind = _REDUCTIONS.get(op.target, "")
     rank = len(operands[0].shape)
-    position = 2 if op.target == "aten.norm.ScalarOpt_dim" else 1
+    position = 2 if op.target in ("aten.norm.ScalarOpt_dim", "aten.linalg_vector_norm.default") else 1
     listed = op.target.endswith((".default",)) and op.target not in (
         "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default",
+        "aten.linalg_vector_norm.default",
     )  # fmt: skip
     dims = tuple(range(rank)) if listed else dims_of(op, position, "dim", rank)
     labels = NAMES[:rank]

@@ -88,6 +88,13 @@ def _embedding_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, target=strategy.target, args=(op.args[0], op.args[1], local.axis, padding), kwargs=())
 
 
+def _bag_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
+    if not strategy.target:
+        return op
+    weight, ids, weights, mode, padding = op.args[:5]
+    return replace(op, target=strategy.target, args=(weight, ids, local.axis, weights, mode, padding), kwargs=())
+
+
 def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     if not strategy.target:
         return op
@@ -169,6 +176,7 @@ LOCALIZERS: dict[str, Localizer] = {
     "aten.flatten.using_ints": _as_view,
     "aten.unflatten.int": _as_view,
     "autopar.embedding_vocabulary": _embedding_vocabulary,
+    "autopar.embedding_bag_vocabulary": _bag_vocabulary,
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
     "autopar.batch_norm": _batch_norm,

@@ -44,6 +44,15 @@ def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> 
     )
 
 
+def bag_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """embedding_bag(weight, ids, weights) with the rows of the table split: foreign ids count nothing, the sum is pending."""
+    if axis == BATCH_AXIS or not divides(operands[0].shape[0], size) or op.args[3] == "max" or op.args[5]:
+        return
+    others = (R,) * (len(operands) - 1)
+    target = "autopar.embedding_bag_vocabulary"
+    yield Strategy(name="vocabulary", inputs=(S(0), *others), outputs=(P,), work=1 / size, target=target)
+
+
 def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """cross_entropy_sum(logits, target) with the classes split: Megatron's vocabulary-parallel loss.
 

@@ -108,10 +108,10 @@ def repeat_interleave(op: Op, operands: Specs) -> Pattern:
 def recurrent(op: Op, operands: Specs) -> Pattern:
     """LSTM, GRU and plain networks: every sample by itself; time, widths and layers stay whole.
 
-    Without dropout between the layers, which would draw other numbers for parts of a batch.
+    A graph has the dropout between layers as operators of its own.
     """
     states = 2 if "lstm" in op.target else 1
-    batched = len(operands[0].shape) == 3 and argument(op, 5, "dropout", 0.0) == 0.0
+    batched = len(operands[0].shape) == 3
     sample = "b" if batched else ""
     across: Labels = (sample, "", "") if argument(op, 8, "batch_first", False) else ("", sample, "")
     x: Labels = across if batched else ("",) * len(operands[0].shape)
@@ -225,7 +225,6 @@ _WHOLE_DIM = {
     "aten.sort.stable": (2, "dim"),
     "aten.argsort.default": (1, "dim"),
     "aten.diff.default": (2, "dim"),
-    "aten.linalg_vector_norm.default": (2, "dim"),
     "aten.fft_fftn.default": (2, "dim"),
     "aten.fft_ifftn.default": (2, "dim"),
 }

@@ -283,6 +283,9 @@ def _functions() -> dict[str, PatternMaker]:
         compute.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
         compute.histogram: "histc",
         compute.embedding: "embedding",
+        compute.embedding_bag: "autopar.embedding_bag",
+        compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
+        compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
         compute.layer_norm: "layer_norm native_layer_norm rms_norm",
         compute.group_norm: "group_norm",
         images.instance_norm: "instance_norm",
@@ -309,6 +312,7 @@ def _functions() -> dict[str, PatternMaker]:
 
 _MORE: dict[str, MoreStrategies] = {
     "aten.embedding.default": sharded.embedding_vocabulary,
+    "autopar.embedding_bag": sharded.bag_vocabulary,
     "autopar.cross_entropy_sum": sharded.cross_entropy_vocabulary,
     "autopar.experts": sharded.experts,
     "autopar.experts_dispatch": sharded.experts,

@@ -60,7 +60,6 @@ __all__ = [
 _DROPOUT_ARGUMENT = {
     "autopar.dropout": 1,
     "aten.scaled_dot_product_attention.default": 4,
-    **{f"aten.{name}.input": 5 for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
 """Position of the probability among the arguments."""
 

@@ -17,7 +17,7 @@ from math import prod
 from typing import Literal
 
 from autopar import rules
-from autopar.errors import RuleError
+from autopar.errors import RuleError, TraceError
 from autopar.graph.counts import CountError
 from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
 from autopar.graph.opaque import reason_of
@@ -253,7 +253,7 @@ def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -
         TraceError: of ``trace_at``.
     """
     try:
-        graph = trace_at(None)
+        graph = _at_any_size(trace_at, global_batch_size)
         complete(graph)
         solve_batch(compact(graph))
     except (CountError, RuleError):
@@ -272,6 +272,23 @@ def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -
         )
         return replace(graph, mixing=error.place, notes=(*graph.notes, note))
     return graph
+
+
+def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A trace at two samples; at the global batch where operators do not run on as few (the ten largest losses, say).
+
+    Raises:
+        TraceError: of the first one, where no batch can be traced.
+    """
+    try:
+        return trace_at(None)
+    except TraceError as error:
+        if global_batch_size <= 2 or "torch.export can trace the model" not in error.law:
+            raise
+        try:
+            return trace_at(global_batch_size)
+        except TraceError:
+            raise error from None
 
 
 def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:

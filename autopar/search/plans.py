@@ -17,7 +17,7 @@ from autopar.search.padding import padding_notes
 from autopar.search.shapes import measured_note
 from autopar.search.task import Task
 from autopar.search.ways import MOVED, none_if_moved
-from autopar.search.written import block_layouts, mixtures, operators_without_rule
+from autopar.search.written import block_layouts, mixtures, operators_without_rule, repeated
 
 
 def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRecord, notes: Sequence[str]) -> Plan:
@@ -88,6 +88,7 @@ def notes_of(
         *operators_without_rule(graph, found, evaluator.model),
         *mixing_note(mixing),
         *mixtures(evaluator.layouts, best.option),
+        *repeated(evaluator.layouts, best.option),
         *precision_note(task),
         *measured_note(evaluator, best),
         *mixed_notes(candidate, task.cluster),

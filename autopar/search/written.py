@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.model import CostModel
+from autopar.cost.work import operand_specs, work
 from autopar.graph.ir import Graph
 from autopar.layout import I, S
 from autopar.plan import AxisTyping, BlockLayout
@@ -20,6 +21,8 @@ from autopar.search.options import Option
 from autopar.search.sequence import CP
 from autopar.search.solving import TP
 
+LEAST_REPEATED = 0.1
+"""Part of the FLOPs that a plan says it repeats; below lie routers and small heads."""
 MIXTURE_NOTE = "mixtures of experts ("
 """Begins the notes that say which strategy the solver chose for them."""
 
@@ -52,6 +55,31 @@ def mixtures(layouts: Layouts, option: Option) -> tuple[str, ...]:
                     parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
             ways[", ".join(parts) or "whole, on each rank's samples"] += len(members)
     return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
+
+
+def repeated(layouts: Layouts, option: Option) -> tuple[str, ...]:
+    """A note for each axis whose ranks all do a good part of the products of matrices over again, whole."""
+    graph, notes = layouts.compact.graph, []
+    for axis, found in ((CP, option.sequence), (TP, option.solution)):
+        if found is None or found.typing.size == 1:
+            continue
+        whole, everything = dict[str, float](), 0.0
+        for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+            for op in graph.block_ops(block):
+                flops = work(op, operand_specs(op, graph.spec)).flops * len(members)
+                everything += flops
+                if found.typing.strategies[op.name].work == 1:
+                    name = op.module or op.source or op.name
+                    whole[name] = whole.get(name, 0.0) + flops
+        share = sum(whole.values()) / everything if everything else 0.0
+        if share >= LEAST_REPEATED:
+            names = sorted((name for name, flops in whole.items() if flops), key=lambda name: -whole[name])
+            named, more = ", ".join(names[:3]), " ..." * (len(names) > 3)
+            notes.append(
+                f"{share:.0%} of the FLOPs are repeated on each of the {found.typing.size} ranks of {axis} ({named}{more}): "
+                "splitting them is not possible there, or is predicted to take longer"
+            )
+    return tuple(notes)
 
 
 def _batch_layout(layouts: Layouts, index: int) -> AxisTyping:

@@ -102,6 +102,14 @@ FAMILIES: dict[str, tuple[str, int | None]] = {
     "MoE by hand": ("tests.campaigns.handmade:mixture", None),
 }
 """Description and tokens of a sample."""
+WRITTEN: dict[str, tuple[str, int | None]] = {
+    "DiT by hand": ("tests.campaigns.written:diffusion", None),
+    "Edges": ("tests.campaigns.written:edges", None),
+    "Bags": ("tests.campaigns.written:bags", None),
+    "Depths": ("tests.campaigns.written:depths", None),
+    "Tagger": ("tests.campaigns.written:tagger", None),
+}
+"""Run by name, and not in the published table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +211,7 @@ def _three(errors: Result | RankErrors) -> str:
 
 def run_family(name: str, pool: WorkerPool, layouts: Sequence[str] = (), row: Row | None = None) -> Row:
     """The layouts of one family that are named, all of them when none is; added to ``row``."""
-    spec, length = FAMILIES[name]
+    spec, length = (FAMILIES | WRITTEN)[name]
     start = time.perf_counter()
     row = Row(spec) if row is None else row
     try:
@@ -242,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
     known = LAYOUTS | EXPERT_LAYOUTS | SEQUENCE_LAYOUTS
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", action="append", default=[], choices=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--family", action="append", default=[], choices=list(FAMILIES | WRITTEN), metavar="NAME")
     parser.add_argument("--layout", action="append", default=[], choices=list(known), metavar="NAME")
     parser.add_argument("--results", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)

@@ -142,6 +142,59 @@ def test_more_rows_never_take_less_time(rows: int, width: int, depth: int, facto
     assert seconds(rows * factor) >= 0.99 * seconds(rows)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LSTM", {}),
+        ("LSTM", {"num_layers": 2, "bidirectional": True}),
+        ("LSTM", {"num_layers": 2, "proj_size": 32}),
+        ("GRU", {"num_layers": 2}),
+        ("GRU", {"bidirectional": True}),
+        ("RNN", {"num_layers": 2, "bidirectional": True}),
+    ],
+)
+def test_recurrent_networks_on_cpu_keep_what_is_predicted(
+    kind: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Every storage that backward is given, the weights aside; oneDNN, in fp32, pads rows of its own."""
+    net = getattr(torch.nn, kind)(48, 64, batch_first=True, dtype=dtype, **options)
+    x = torch.randn(8, 32, 48, dtype=dtype, requires_grad=True)
+
+    made, ends = net(x)
+    ends = ends if isinstance(ends, tuple) else (ends,)
+    tensors = (x, *ends, *net.parameters())
+    operands = [TensorSpec(shape=tuple(t.shape), dtype=dtype, requires_grad=True) for t in tensors]
+    refs = tuple(Ref(str(i)) for i in range(len(tensors)))
+    states, held = refs[1 : 1 + len(ends)], refs[1 + len(ends) :]
+    literals = (True, net.num_layers, 0.0, True, net.bidirectional, True)
+    name = "rnn_tanh" if kind == "RNN" else kind.lower()
+    out = TensorSpec(shape=tuple(made.shape), dtype=dtype, requires_grad=True)
+    call = Op(
+        name="y",
+        target=f"aten.{name}.input",
+        args=(refs[0], states if len(states) > 1 else states[0], held, *literals),
+        outputs=(out, *operands[1 : 1 + len(ends)]),
+    )
+    done = work(call, operands, "cpu")
+    predicted = operands[0].num_bytes + done.saved_bytes + done.saves_output * call.spec.num_bytes
+    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made, _ = net(x)
+    found = sum(size for place, (size, _) in kept.items() if place not in weights)
+    assert made.requires_grad
+    is_exact = dtype == torch.float64 or kind != "LSTM" or "proj_size" in options
+    assert predicted == (found if is_exact else pytest.approx(found, rel=0.05))
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("LSTM", {}), ("LSTM", {"proj_size": 8}), ("GRU", {"bidirectional": True}), ("RNN", {"num_layers": 3})],

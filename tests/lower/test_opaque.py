@@ -90,7 +90,7 @@ def test_a_region_is_tried_where_what_it_gives_is_finite(inner: type[nn.Module],
 
 def test_a_backward_that_is_the_usual_one_is_traced() -> None:
     plan = check(u.Around(partial(u.Applies, u.Square)), u.batch(), ["tp=2"], ranks=2)
-    assert plan.notes == ()
+    assert not any("opaque" in note for note in plan.notes)
 
 
 def test_modules_are_named_and_a_plan_keeps_the_names(tmp_path: Path) -> None:

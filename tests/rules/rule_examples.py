@@ -228,6 +228,8 @@ def whole(make: Maker) -> Iterator[Example]:
     yield c("aten.diff.default", r(4, 8))
     yield c("aten.diff.default", w(4, 8), 1, -1, w(4, 1))
     yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,), True)
+    yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,))
+    yield c("aten.linalg_vector_norm.default", r(4, 8))
     yield c("aten.copy.default", w(4, 4, 8), w(4, 8))
     yield c("aten.type_as.default", r(4, 8), w(8))
     yield c("aten.native_dropout.default", r(4, 8), 0.5, True)
@@ -382,6 +384,18 @@ def losses(make: Maker) -> Iterator[Example]:
         yield c("aten.embedding.default", r(8, 4), w(4, 8, high=8), padding)
     yield c("aten.embedding.default", r(8, 4), w(4, 8, high=8), -1, True, False)
     yield c("autopar.embedding_vocabulary", r(8, 4), w(4, 8, high=8), "other")
+    ids, factors = w(4, 8, high=8), r(4, 8)
+    for mode in ("sum", "mean", "max"):
+        for padding in (-1, 0, 3, 7):
+            yield c("autopar.embedding_bag", r(8, 4), ids, None, mode, padding, False)
+        yield c("autopar.embedding_bag_ragged", r(8, 4), ids.view(-1), torch.tensor([0, 5, 5, 20]), None, mode, 3)
+    for padding in (-1, 3):
+        yield c("autopar.embedding_bag", r(8, 4), ids, factors, "sum", padding, False)
+    yield c("autopar.embedding_bag", r(8, 4), ids, None, "sum", -1, True)
+    starts = torch.tensor([0, 0, 9, 30, 32])
+    yield c("autopar.embedding_bag_ragged", r(8, 4), ids.view(-1), starts, r(32), "sum", -1, False, True)
+    for mode, given in (("sum", None), ("mean", None), ("sum", factors)):
+        yield c("autopar.embedding_bag_vocabulary", r(8, 4), ids, "other", given, mode, 3)
     labels = w(4, 8, high=12)
     labels[0, :] = -100
     labels[1, 2:5] = -100

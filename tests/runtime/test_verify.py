@@ -20,7 +20,7 @@ from autopar.plan import Plan
 from autopar.runtime.double import DoubleSubject, traced_in_double
 from autopar.runtime.trained import worst
 from autopar.runtime.verdict import NUDGES
-from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _Run, _without_dropout, verify
+from autopar.runtime.verify import Confirmation, RankErrors, VerifyReport, _Run, verify
 from autopar.runtime.workers import WorkerPool
 
 
@@ -291,17 +291,3 @@ def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
     assert not judged(2e-7).agrees
     assert judged(2e-7).nudged_double == ()  # no rounding is as large: nothing is run
     assert judged(9e-10).agrees
-
-
-def test_a_recurrent_network_is_compared_without_the_dropout_between_its_layers() -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.GRU(4, 4, num_layers=2, dropout=0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.net(x)[0]
-            return made.square().mean()
-
-    (op,) = [op for op in _without_dropout(trace(Net(), (torch.zeros(3, 2, 4),))).ops if "gru" in op.target]
-    assert op.args[5] == 0.0
