@@ -344,7 +344,7 @@ class Bounding:
     def _least_first(self, candidate: Candidate) -> list[Draft]:
         """Its layouts by their first bounds."""
         drafts = self._drafts(candidate)
-        self._price([(candidate, draft) for draft in drafts], 0.0)
+        self._open([(candidate, draft) for draft in drafts], 0.0)
         return sorted(drafts, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
     def _test_free(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
@@ -375,6 +375,8 @@ class Bounding:
         asked = []
         for candidate, draft in self._open(pairs, at_most_s):
             asked.append((candidate, draft, self.layouts.option(draft)))
+        if not asked:
+            return
         makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
         mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
