@@ -45,26 +45,26 @@ def longest_chains(
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations, sends = durations_of(stages), sends_of(stages)
     ends: list[float] = []
-    before: list[int] = []
-    waited: list[int] = []  # messages
-    free, last = [0.0] * pp, [-1] * pp
+    free = [0.0] * pp
     columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
-    for i, (rank, need, duration, message) in enumerate(columns):
-        start, behind, sent = free[rank], last[rank], -1
-        if need >= 0 and ends[need] + sends[message] > start:
-            behind, sent = need, message
-            start = ends[need] + sends[message]
-        ends.append(start + durations[duration])
-        before.append(behind)
-        waited.append(sent)
-        free[rank], last[rank] = ends[i], i
+    for rank, need, duration, message in columns:
+        end = free[rank]
+        if need >= 0 and (arrives := ends[need] + sends[message]) > end:
+            end = arrives
+        end += durations[duration]
+        ends.append(end)
+        free[rank] = end
     found = []
     for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
-        own, sent_on, i = [], [], last[rank]
+        own, sent_on, i = [], [], actions.last[rank]
         while i >= 0:
             own.append(actions.duration[i])
-            sent_on.append(waited[i])
-            i = before[i]
+            before, need, message = actions.before[i], actions.need[i], actions.message[i]
+            if need >= 0 and ends[need] + sends[message] > (ends[before] if before >= 0 else 0.0):
+                sent_on.append(message)
+                i = need
+            else:
+                i = before
         count = np.bincount(own, minlength=3 * len(stages)).reshape(-1, 3)
         messages = [message for message in sent_on if message >= 0]
         sent_count = np.bincount(messages, minlength=2 * len(stages)).reshape(-1, 2)

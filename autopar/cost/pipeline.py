@@ -72,12 +72,16 @@ class Compiled:
         need: position of the action on which it depends; -1 for none.
         duration: index into (forward, backward, first forward of stage 0, of stage 1, ...).
         message: index into (send forward 0, send backward 0, ...) for the message it waits for, -1 for none.
+        before: position of the action before it on its rank, -1 for none.
+        last: position of each rank's last action.
     """
 
     rank: tuple[int, ...]
     need: tuple[int, ...]
     duration: tuple[int, ...]
     message: tuple[int, ...]
+    before: tuple[int, ...]
+    last: tuple[int, ...]
 
 
 @lru_cache(maxsize=64)
@@ -117,7 +121,12 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
     duration = 3 * stage + np.where(rest == 0, 2, is_backward)
     columns = (stage % pp, positions[needs], duration, message)
-    return Compiled(*(tuple(column[took].tolist()) for column in columns))
+    ranks, *others = (tuple(column[took].tolist()) for column in columns)
+    before, last = [], [-1] * pp
+    for i, rank in enumerate(ranks):
+        before.append(last[rank])
+        last[rank] = i
+    return Compiled(ranks, *others, before=tuple(before), last=tuple(last))
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
