@@ -121,12 +121,12 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
     duration = 3 * stage + np.where(rest == 0, 2, is_backward)
     columns = (stage % pp, positions[needs], duration, message)
-    ranks, *others = (tuple(column[took].tolist()) for column in columns)
-    before, last = [], [-1] * pp
+    ranks, need, durations, messages = (tuple[int, ...](column[took].tolist()) for column in columns)
+    before, latest = [], [-1] * pp
     for i, rank in enumerate(ranks):
-        before.append(last[rank])
-        last[rank] = i
-    return Compiled(ranks, *others, before=tuple(before), last=tuple(last))
+        before.append(latest[rank])
+        latest[rank] = i
+    return Compiled(ranks, need, durations, messages, tuple(before), tuple(latest))
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
