@@ -342,18 +342,7 @@ def block_work(
             for i, op in enumerate(ops)
             for message in messages(op, graph)
         ),
-        parameters=tuple(
-            ParameterCost(
-                name=p.name,
-                shape=p.spec.shape,
-                num_bytes=p.spec.num_bytes,
-                gradient_sum_axes=p.gradient_sum_axes,
-                trained=p.spec.requires_grad,
-                spread=any(axis == "ep_data" for axis, _ in p.layout),
-                shared=not all(block.start <= user < block.stop for user in graph.users(Ref(p.name))),
-            )
-            for p in graph.block_parameters(block)
-        ),
+        parameters=_parameters(graph, block),
     )
     if fused:
         works = fuse(graph, ops, works)
@@ -368,6 +357,22 @@ def block_work(
         ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
         remade=frozenset() if remade is None else remade.remade,
     )  # fmt: skip
+
+
+def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
+    """The parameters that a block reads."""
+    return tuple(
+        ParameterCost(
+            name=p.name,
+            shape=p.spec.shape,
+            num_bytes=p.spec.num_bytes,
+            gradient_sum_axes=p.gradient_sum_axes,
+            trained=p.spec.requires_grad,
+            spread=any(axis == "ep_data" for axis, _ in p.layout),
+            shared=not all(block.start <= user < block.stop for user in graph.users(Ref(p.name))),
+        )
+        for p in graph.block_parameters(block)
+    )
 
 
 def _kept(storages: Storages, inputs: Mapping[Ref, int]) -> Remade:

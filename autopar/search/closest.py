@@ -29,7 +29,7 @@ PRECISION = 0.02
 
 
 class HasCloser(Protocol):
-    """What :class:`autopar.search.bounding.Bounding` has for it."""
+    """What :class:`autopar.search.closer.Closer` has for it."""
 
     @property
     def differs(self) -> bool: ...

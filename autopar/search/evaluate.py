@@ -16,8 +16,9 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import BUCKET_BYTES, Memory, Prediction
 from autopar.search.amounts import readable
-from autopar.search.bounding import ROUNDING, Bounding, load_of
+from autopar.search.bounding import load_of
 from autopar.search.candidates import Candidate
+from autopar.search.closer import ROUNDING, Closer
 from autopar.search.cuts import Failure
 from autopar.search.every import every_cut
 from autopar.search.fitting import Fitting, busy_s
@@ -61,7 +62,7 @@ class Misfit:
     needs_bytes: int = 0
 
 
-class Evaluator(Bounding):
+class Evaluator(Closer):
     """Evaluates candidates for one model, cluster and batch."""
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:

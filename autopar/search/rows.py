@@ -3,79 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
-
-import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost.block import ParameterCost
 from autopar.cost.block_model import Beside
-from autopar.cost.model import BlockCost, CostModel, Step
-from autopar.cost.stages import own_times
-from autopar.mesh import Mesh
+from autopar.cost.model import BlockCost, Step
 from autopar.plan import Recompute
-from autopar.search.bound_rows import BlockPrice, Row, forwards_done
+from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Candidate
-from autopar.search.classes import Compact
-from autopar.search.every import count_plans
-from autopar.search.flow import least_flow_s
+from autopar.search.least_prices import LeastPrices
 from autopar.search.lines import NOTHING, again_prices, least_of, moving_price
 from autopar.search.once import at_both_ends, least_sums_s, tie_s
-from autopar.search.options import Draft, Option
-
-LATE = 6
-"""Parts of the pipeline's ranks, of which some have short first stages."""
+from autopar.search.options import Option
 
 
-class RowMaker:
-    """Rows of one model on one cluster.
+class RowMaker(LeastPrices):
+    """Rows of one model on one cluster."""
 
-    Args:
-        compact: the compact graph.
-        model: the cost model.
-        modes: of recompute that the space allows.
-        pinned: modes of blocks of the original graph.
-        limit_bytes: of a device, reserves included.
-        moved: blocks of the original graph whose activations live on the host.
-        is_pinned: pins say which stage holds some block.
-        every: see ``Space.every``.
-    """
-
-    def __init__(
-        self,
-        compact: Compact,
-        model: CostModel,
-        *,
-        modes: Sequence[Recompute],
-        pinned: Mapping[int, Recompute],
-        limit_bytes: int,
-        is_pinned: bool = False,
-        moved: frozenset[int] = frozenset(),
-        every: int = 0,
-    ) -> None:
-        self.is_pinned, self.every = is_pinned, every
-        self.moves = False
-        """Whether blocks may keep on the host what their backward needs, beside their modes of recompute."""
-        self.compact, self.model = compact, model
-        self.class_of = compact.class_of
-        device = model.device
-        self.limit_bytes = (limit_bytes - device.reserved_bytes) / (1 + device.fragmentation)
-        self.modes = [
-            tuple({m for i in members for m in ((pinned[i],) if i in pinned else modes)}) for members in compact.members
-        ]
-        self.counts = [len(members) for members in compact.members]
-        ends = [-1, *self.class_of, -1]  # -1: there is none
-        self.neighbours: list[set[tuple[int, int]]] = [set() for _ in self.counts]
+    @cached_property
+    def neighbours(self) -> list[set[tuple[int, int]]]:
+        """Of each block of the compact graph those before and after the blocks that it stands for; -1: there is none."""
+        ends = [-1, *self.class_of, -1]
+        found: list[set[tuple[int, int]]] = [set() for _ in self.counts]
         for before, k, after in zip(ends, self.class_of, ends[2:], strict=False):
-            self.neighbours[k].add((before, after))
-        self.is_moved = [any(i in moved for i in members) for members in compact.members]
-        self._lean: dict[int, tuple[BlockCost, BlockCost]] = {}
-        self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
-        self._ideal: dict[tuple[int, tuple[Recompute, ...], int], tuple[BlockCost, dict[str, float]]] = {}
-        self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
-        self._prices: dict[tuple[object, ...], tuple[Option, list[BlockPrice], list[float]]] = {}  # likewise
+            found[k].add((before, after))
+        return found
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
         """A candidate in a layout."""
@@ -190,125 +145,6 @@ class RowMaker:
         found = ((None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in self.neighbours[k])
         return [*{(id(before), id(after)): (before, after) for before, after in found}.values()]
 
-    def private_costs(self, option: Option, *, is_lean: bool = True) -> list[BlockCost]:
-        costs = self._lean_costs(option) if is_lean else option.costs
-        return [costs[0], *(self.without_shared(cost) for cost in costs[1:])]
-
-    def _lean_costs(self, option: Option) -> list[BlockCost]:
-        """As if blocks kept nothing where what some of their class keep lives on the host."""
-        found = []
-        for cost, moved in zip(option.costs, self.is_moved, strict=True):
-            if moved and id(cost) not in self._lean:  # the block is kept too, so that its id stays its own
-                self._lean[id(cost)] = (cost, replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0))
-            found.append(self._lean[id(cost)][1] if moved else cost)
-        return found
-
-    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
-        """Prices of the blocks of the compact graph if ``cp`` and ``tp`` divided everything and sent nothing.
-
-        Args:
-            whole: the layout of the same micro-batch with neither axis.
-        """
-        key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.offload)
-        if key not in self._prices:  # whatever the schedule
-            self._prices[key] = (whole, self._ideal_prices(mesh, whole, step), [])
-        return self._prices[key][1]
-
-    def _ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
-        known: dict[tuple[int, tuple[Recompute, ...]], BlockPrice] = {}
-        prices = []
-        for cost, modes in zip(self.private_costs(whole), self.modes, strict=True):
-            key = id(cost), modes
-            if key not in known:
-                known[key] = BlockPrice(
-                    once_s=self.model.block_once_s(cost, step) / mesh.tp,
-                    static_bytes=self.model.block_static_bytes(cost, step) / mesh.tp,
-                    **self._ideal_work(cost, modes, mesh.cp * mesh.tp),
-                )
-            prices.append(known[key])
-        return prices
-
-    def _ideal_work(self, cost: BlockCost, modes: tuple[Recompute, ...], ranks: int) -> dict[str, float]:
-        """What of the ideal price of a block does not depend on the data axes."""
-        key = id(cost), modes, ranks
-        if key not in self._ideal:  # the block is kept too, so that its id stays its own
-            self._ideal[key] = cost, self._ideal_work_of(cost, modes, ranks)
-        return self._ideal[key][1]
-
-    def _ideal_work_of(self, cost: BlockCost, modes: tuple[Recompute, ...], ranks: int) -> dict[str, float]:
-        # a measured part may be quicker than its share of the whole (caches): then only 'least_s' bounds it from below
-        share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
-        device = self.model.device
-        byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)
-        time_s = (cost.forward_s + cost.backward_s) * share
-        forward_s = cost.forward_s * share
-        # without other axes this is the layout
-        kept = [(cost.kept_bytes(mode) if ranks == 1 else _least_kept(cost, mode)) / ranks for mode in modes]
-        seconds = {"none": 0.0, "selective": 0.0, "full": forward_s}
-        if "selective" in modes:
-            # what is made again is written again, whichever layout says what that is
-            written_s = byte_s * (max(kept) - kept[modes.index("selective")])
-            seconds["selective"] = cost.remade.time_s if ranks == 1 else written_s
-        # a layout may need less in passing than its share of the whole: but for what backward needs, kept or made again
-        needed = cost.kept_bytes("none") / ranks
-        passing = [_least_passing(cost, m) if ranks == 1 else needed - own for m, own in zip(modes, kept, strict=True)]
-        return {
-            "time_s": time_s + (forward_s if set(modes) == {"full"} else 0.0),
-            "forward_s": forward_s,
-            "gather_s": 0.0,
-            "held_bytes": max(kept),
-            "held_again_bytes": min(kept),
-            "passing_bytes": min(passing),
-            "lean_bytes": min(here + own - min(kept) for here, own in zip(passing, kept, strict=True)),
-            **again_prices([seconds[mode] for mode in modes], kept),
-        }
-
-    def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
-        """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
-
-        Collectives of data axes are left out, and the memory of all pipeline ranks is taken together.
-
-        Args:
-            whole: the layout of the same micro-batch with neither ``cp`` nor ``tp``.
-        """
-        mesh = candidate.mesh
-        if self.draft_bytes(candidate, draft, whole, step) > self.limit_bytes * mesh.pp:
-            return float("inf")
-        stages, m = mesh.pp * candidate.virtual_stages, candidate.num_micro_batches
-        once_s = self.once_s(whole, step) / mesh.tp
-        return max(least_flow_s(draft.time_s, m, mesh.pp, stages), (m * draft.time_s + once_s) / mesh.pp)
-
-    def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
-        """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
-        return self.model.state_bytes_per_element(step) * draft.numel + self.least_held_bytes(candidate, whole)
-
-    def least_held_bytes(self, candidate: Candidate, whole: Option) -> float:
-        """The least that all pipeline ranks keep together between forwards and backwards."""
-        return self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
-
-    def once_s(self, whole: Option, step: Step) -> float:
-        """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""
-        found = 0.0
-        for k, (cost, n) in enumerate(zip(whole.costs, self.counts, strict=True)):
-            found += n * self.model.block_once_s(self.without_shared(cost) if k else cost, step)
-        return found
-
-    def last_bytes(self, whole: Option) -> int:
-        """What one rank that has all blocks whole needs in passing at the last one's peak, over the least that they keep."""
-        last, modes = whole.costs[-1], self.modes[-1]
-        least = min(_least_kept(last, mode) for mode in modes)
-        return min(_least_passing(last, mode) + _least_kept(last, mode) for mode in modes) - least
-
-    def _least_held(self, whole: Option) -> float:
-        """Bytes of one micro-batch between forward and backward at least, of all blocks."""
-        if id(whole) not in self._held:
-            kept = [
-                min(_least_kept(cost, mode) for mode in own)
-                for cost, own in zip(self._lean_costs(whole), self.modes, strict=True)
-            ]
-            self._held[id(whole)] = (whole, float(sum(n * size for n, size in zip(self.counts, kept, strict=True))))
-        return self._held[id(whole)][1]
-
     def _price(
         self, cost: BlockCost, step: Step, modes: Sequence[Recompute], longest_s: float, beside: Sequence[Beside]
     ) -> tuple[BlockPrice, float]:
@@ -397,107 +233,7 @@ class RowMaker:
         every = sorted((time_s, n) for time_s, n in zip(alone_s, self.counts, strict=True))
         return _sums([time_s for time_s, n in every for _ in range(n)][:stages])
 
-    def largest(self, option: Option) -> tuple[int, ...]:
-        """The blocks of the compact graph that are the group of equal operators that takes longest.
-
-        The first and the last block of all are no part of it, unless they stand for others too.
-        """
-        groups, inner = self.groups()
-        times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
-        return tuple(max(groups, key=lambda own: sum(inner[k] * times[k] for k in own), default=()))
-
-    def groups(self) -> tuple[list[list[int]], list[int]]:
-        """Blocks of the compact graph by equal operators; and how many each stands for, the first and last of all left out."""
-        inner = [*self.counts]
-        inner[0] -= 1
-        inner[-1] -= 1
-        found: dict[str, list[int]] = {}
-        for k, block in enumerate(self.compact.graph.blocks):
-            if inner[k] > 0:
-                found.setdefault(block.hash, []).append(k)
-        return list(found.values()), inner
-
-    def most_blocks(self, option: Option, stages: int) -> float:
-        """How many blocks of the largest group a virtual stage may hold: the model's time in whole blocks, split evenly.
-
-        No law with one stage a rank, where pins say what stages hold, or where all cuts are tried.
-        """
-        places = self.largest(option)
-        if self.is_pinned or not places or self.tries_all(stages):
-            return math.inf
-        times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
-        total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
-        return math.ceil(math.floor(total_s / min(times[k] for k in places) + 1e-9) / stages)
-
-    def tries_all(self, stages: int) -> bool:
-        """Whether all cuts into so many stages with every choice of recompute are few enough to be priced."""
-        choices = [len(self.modes[k]) + self.moves for k in self.class_of]
-        return count_plans(len(self.class_of), stages, choices) <= self.every
-
-    def even_stages(self, option: Option, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
-        """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.
-
-        Where blocks do not divide evenly, the first ways give those that are left to the middle of a rank's stages: the
-        first and the last of them stand in the fill and the drain of the pipeline. A rank's first stages hold the most
-        micro-batches, and the first ranks' more than others': theirs may go to their last stages. Of two stages a rank, the
-        first ranks' first ones may be those that are short.
-        """
-        stages = pp * virtual_stages
-        most = self.most_blocks(option, stages)
-        if most == math.inf:
-            return []
-        places = set(self.largest(option))
-        counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
-        held = counted[None, :] - counted[:, None]
-        each, rest = divmod(int(counted[-1]), stages)
-        even = [held <= most] * stages
-        if not rest:
-            return [even]
-        count, fewer, larger = -(-rest // pp), held <= each, held <= each + 1
-        if virtual_stages == 2:  # the pipeline fills sooner where the first stages are short
-            shares = sorted({pp * k // LATE for k in range(1, LATE)} - {0})
-            return [even, *([fewer if s < late else larger for s in range(stages)] for late in shares)]
-        middle = set(sorted(range(virtual_stages), key=lambda turn: (abs(2 * turn - virtual_stages + 1), turn))[:count])
-        last = set(range(virtual_stages - count, virtual_stages))
-        ways = [
-            [larger if s // pp in (last if s % pp < late else middle) else fewer for s in range(stages)]
-            for late in sorted({0, 1, pp // 4}, reverse=True)
-        ]
-        return [*ways, even]
-
-    def equal_stages(self, option: Option, stages: int) -> list[list[NDArray[np.bool_]]]:
-        """The way to cut stages that hold equal numbers of blocks of the largest group, or one more; as in :meth:`even_stages`."""
-        places = set(self.largest(option))
-        counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])
-        each, rest = divmod(int(counted[-1]), stages)
-        held = counted[None, :] - counted[:, None]
-        return [[(held >= each) & (held <= each + (rest > 0))] * stages]
-
-    def without_shared(self, cost: BlockCost) -> BlockCost:
-        """A block without parameters that others read too: a rank that holds several of those has them once."""
-        found = self._private.get(id(cost))
-        if found is None:  # the block is kept too, so that its id stays its own
-            own = tuple(p for p in cost.parameters if not p.shared)
-            found = (cost, cost if len(own) == len(cost.parameters) else replace(cost, parameters=own))
-            self._private[id(cost)] = found
-        return found[1]
-
-
-def _least_kept(cost: BlockCost, mode: Recompute) -> int:
-    """Bytes that a block keeps at least in any layout, over its ranks: what is made again may be other operators there."""
-    return cost.remade.least_bytes if mode == "selective" else cost.kept_bytes(mode)
-
-
-def _least_passing(cost: BlockCost, mode: Recompute) -> int:
-    return 0 if mode == "selective" else cost.passing_bytes(mode)
-
 
 def _sums(times: Iterable[float]) -> tuple[float, ...]:
     """Of the first 0, 1, ... all of these."""
     return tuple(accumulate(times, initial=0.0))
-
-
-def least_held(candidate: Candidate) -> int:
-    """Micro-batches that each pipeline rank holds at some moment on every one of its stages, at least."""
-    degrees = (candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
-    return int(forwards_done(candidate.schedule, *degrees).min())

@@ -15,8 +15,8 @@ from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.shares import predict_shares, shared_memory, shared_step_s
 from autopar.graph.ir import Graph
 from autopar.plan import RECOMPUTES, Memory, Recompute
-from autopar.search.bounding import ROUNDING
 from autopar.search.candidates import Candidate
+from autopar.search.closer import ROUNDING
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
 from autopar.search.fitting import MAX_CUTS
 from autopar.search.options import Option

@@ -17,8 +17,8 @@ from autopar.schedule import live_peaks, schedule_actions
 from autopar.search.bound_rows import BlockPrice, Row, forwards_done
 from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
+from autopar.search.least_prices import least_held
 from autopar.search.lines import again_prices, least_of
-from autopar.search.rows import least_held
 
 _MODES: dict[BlockPrice, tuple[float, float]] = {}
 """Seconds and bytes of the selective mode of the prices that have one."""

@@ -1,0 +1,142 @@
+"""Closer bounds of one candidate, for those that decide how far from the best a plan may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from autopar.cost.model import CostModel, Step
+from autopar.graph.ir import Graph
+from autopar.plan import Recompute
+from autopar.search.bounding import Bounding
+from autopar.search.candidates import Candidate
+from autopar.search.mixed_whole import whole_bound_s
+from autopar.search.options import Draft, Option
+from autopar.search.pins import Pins
+from autopar.search.programs import program
+from autopar.search.row_bounds import row_bounds
+from autopar.search.space import Space
+from autopar.search.unstaged import unstaged
+
+ROUNDING = 1e-9
+"""A bound of a cut is below its time up to this part of it."""
+
+FINER = 0.2
+"""Of the precision asked for, that of the programs of pipelines whose ranks differ, which cost little."""
+
+AGAIN = (1.0, 1.02, 1.1)
+"""Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
+
+
+class Closer(Bounding):
+    """Bounds as of :class:`Bounding`, and closer ones for one candidate at a time."""
+
+    def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
+        super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+        self._closest: dict[tuple[Candidate, int], tuple[float, float]] = {}
+        """Closest bounds, and the time that they were asked to be above."""
+
+    def settled_s(self, candidate: Candidate, best_s: float) -> float:
+        """The bound of a candidate that was evaluated, found for it alone: the same whatever was found before."""
+        found = math.inf
+        maker = self.placed if self.placed.has(candidate) else self.rows_of(candidate)
+        for draft in self._drafts(candidate):
+            bound_s = self._draft_s(candidate, draft)
+            slow_s, is_priced = self._bounds.get((candidate, id(draft)), (0.0, True))
+            if not is_priced and slow_s >= best_s:
+                bound_s = slow_s
+            elif bound_s < best_s:
+                option = self.layouts.option(draft)
+                row = maker.exact(candidate, option, self.step(candidate, option))
+                mixed = partial(self._mixed_bounds, at_most_s=best_s)
+                bound_s = max(bound_s, *row_bounds([row], best_s, mixed=mixed))
+                self._bounds[candidate, id(draft)] = bound_s, True
+            found = min(found, self._shared_s(candidate, bound_s, draft.time_s))
+        return found if math.isfinite(found) else 0.0
+
+    def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
+        """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
+
+        By a linear program, or with all of the step where there is one stage. As it is known where ranks differ or share cores,
+        or where pins or the space say what stages hold. Likewise not remembered.
+        """
+        remembered = dict(self._bounds)
+        known_s = self.known_bounds_s([candidate], goal_s, remembers=True)[0]
+        drafts = sorted(self._drafts(candidate), key=lambda draft: self._bounds[candidate, id(draft)][0])
+        bounds_s = [self._bounds[candidate, id(draft)][0] for draft in drafts]
+        self._bounds = remembered
+        is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
+        if not is_alike or self.stages or self.moved or candidate.moves or self.space.equal_stages:
+            return known_s
+        found = math.inf
+        for draft, bound_s in zip(drafts, bounds_s, strict=True):
+            if bound_s < min(goal_s, found):
+                sharper = self._unstaged_bound_s if candidate.mesh.pp == 1 else self._program_s
+                bound_s = sharper(candidate, self.layouts.option(draft), bound_s, goal_s, min(goal_s, found))
+            found = min(found, bound_s)
+        return max(found, known_s)
+
+    def _program_s(self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float) -> float:
+        made = program(self.rows, candidate, option, self.step(candidate, option))
+        for share in AGAIN:
+            bound_s = max(bound_s, row_bounds([made.row], share * goal_s)[0])
+        return made.bound_s(bound_s, goal_s) if bound_s < most_s else bound_s
+
+    def _unstaged_bound_s(
+        self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float
+    ) -> float:
+        step = self.step(candidate, option)
+
+        def step_s(modes: Sequence[Recompute]) -> float:
+            (stage,) = self.cuts.stages((len(modes),), modes, option, 1)
+            return self.model.breakdown([stage], step).total_s
+
+        row = unstaged(self.rows, candidate, option, step, step_s)
+        return max(bound_s, *(row_bounds([row], share * goal_s)[0] * (1 - ROUNDING) for share in AGAIN))
+
+    def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
+        """The closest bound that is known.
+
+        Where devices differ: without stages the step itself, whatever memory it needs, with stages that of
+        :mod:`autopar.search.mixed_chains`. Elsewhere :meth:`sharper_bound_s` where a precision is asked, else 0.
+
+        Args:
+            at_most_s: layouts are looked at until one is found that may take less.
+            precision: of the bound, if it is to be found whether a layout takes less or not.
+        """
+        if not self.differs:
+            return 0.0 if precision is None else self.sharper_bound_s(candidate, at_most_s)
+        speed = self._speed(candidate)
+        drafts, at_most_s = self._least_first(candidate), at_most_s / speed
+        found = [self._bounds[candidate, id(draft)][0] for draft in drafts]
+        for i, draft in enumerate(drafts):
+            found[i] = self._closest_s(candidate, draft, at_most_s, precision)
+            if found[i] < at_most_s and precision is None:
+                break
+        return speed * min(found, default=0.0)
+
+    def _closest_s(self, candidate: Candidate, draft: Draft, at_most_s: float, precision: float | None) -> float:
+        """Of stated times in one layout."""
+        bound = self._bound(candidate, draft, at_most_s)[0]
+        key = candidate, id(draft)
+        found, asked_s = self._closest.get(key, (0.0, math.inf))
+        if self.differs and max(bound, found) < at_most_s and (precision or at_most_s < asked_s):
+            option = self.layouts.option(draft)
+            step = self.step(candidate, option)
+            if candidate.mesh.pp == 1:
+                found = self._unstaged_s(option, step)
+            else:
+                row = self.placed.exact(candidate, option, step)
+                finer = precision and precision * FINER
+                found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=finer))
+                if precision is not None:
+                    found = whole_bound_s(row, self.placed.chains.of(row), max(bound, found), at_most_s)
+            self._closest[key] = found, at_most_s
+        return max(bound, found)
+
+    def _unstaged_s(self, option: Option, step: Step) -> float:
+        """Without a pipeline: the step with as little recompute as there may be."""
+        modes = self.cuts.fastest_modes()
+        (stage,) = self.cuts.stages((len(modes),), modes, option, 1)
+        return self.model.breakdown([stage], step).total_s * (1 - ROUNDING)
