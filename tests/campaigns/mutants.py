@@ -173,7 +173,11 @@ _MEAN = (
     "it divides by the count of what it gets times the ranks: equal parts of the mean of a whole tensor add up to it"
 )
 _ROWS = "of a whole table the first rank finds every row that there is and the others none, so that the sum is right"
-RIGHT = {"autopar.partial_mean": _MEAN, "autopar.embedding_vocabulary": _ROWS}
+RIGHT = {
+    "autopar.partial_mean": _MEAN,
+    "autopar.embedding_vocabulary": _ROWS,
+    "autopar.embedding_bag_vocabulary": _ROWS,
+}
 """By what the strategy calls: mutants that take a split operand whole and are right, by what the operator does."""
 
 
