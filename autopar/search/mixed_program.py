@@ -31,6 +31,9 @@ BROKEN = 1e-7
 NEVER = 1e-6
 """Of what is expected of 1 / T, which is none."""
 
+FREE = 0.01
+"""Of a block, what the stages share freely at least: where all of them are bound to a stage, each is bound to that much less."""
+
 _PIVOT = 1e-9
 _COUNTS = tuple(field.name for field in fields(Chain) if field.name != "byte_s")
 
@@ -54,7 +57,9 @@ class Program:
     def __init__(self, stages: Stages, chains: Sequence[Chain], scale_s: float) -> None:
         self.stages, self.scale_s = stages, scale_s
         n, pp = len(stages.rank), stages.pp
-        self.free = stages.count - float(stages.least.sum())
+        free = stages.count - float(stages.least.sum())
+        self.least = stages.least - max(FREE - free, 0.0) / n
+        self.free = max(free, FREE)
         self.tableau = _Tableau(np.concatenate([np.full(n, 1.0), np.zeros(n)]))
         self.chains: list[Chain] = []
         self.is_impossible = False
@@ -70,7 +75,7 @@ class Program:
 
     def _laws(self, blocks: Array, again: Array, fixed: Array) -> Array:
         """What blocks, recomputed ones and the step say of each law, as rows over the variables of the program."""
-        alone = (fixed + blocks @ self.stages.least) / self.free if self.free else fixed
+        alone = (fixed + blocks @ self.least) / self.free
         return np.concatenate([blocks + alone[:, None], again], axis=1)
 
     def add(self, chains: Sequence[Chain]) -> None:
@@ -113,8 +118,6 @@ class Program:
 
     def solve(self) -> Solution | None:
         """The shortest step by all that is known; None where there is none, or it is not found."""
-        if self.free <= 0:
-            return None
         if not self.tableau.size:
             for i in np.flatnonzero(self.limits)[: self.stages.pp].tolist():
                 self.tableau.add(self.laws[i], self.limits[i], int(self.names[i]))
@@ -148,7 +151,7 @@ class Program:
         every = side_by_side([self.chains[i] for i in some])
         weighed = {name: weights[some] / total @ getattr(every, name) for name in _COUNTS}
         byte_s *= self.scale_s / total / np.maximum(np.abs(stages.room), 1.0)
-        return Solution(stages.least + values[:n] / share, values[n:] / share, Chain(**weighed, byte_s=byte_s))
+        return Solution(self.least + values[:n] / share, values[n:] / share, Chain(**weighed, byte_s=byte_s))
 
 
 class _Tableau:

@@ -92,6 +92,21 @@ def test_the_shortest_step_is_that_of_a_general_solver_and_the_weighed_chains_pr
             assert best_s * (1 - CLOSE) <= bound_s <= best_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_where_every_block_is_bound_to_a_stage_the_bound_is_close_below_that_cut(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stages = some_stages(rng, int(rng.integers(1, 5)), int(rng.integers(1, 4)))
+    stages.least = rng.integers(1, 4, len(stages.rank)).astype(float)
+    stages.count = int(stages.least.sum())
+    stages.room = stages.count * rng.uniform(2.0, 4.0, stages.pp)
+    chains = some_chains(rng, stages, 6)
+    program = Program(stages, chains, 10.0)
+    found, best_s = program.solve(), least_step_s(stages, chains, [])
+    assert found is not None
+    for bound_s in (stages.least_s(found.weighed), program.least_s()):
+        assert best_s * 0.98 <= bound_s <= best_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_branch_has_fewer_or_more_blocks_and_its_bound_is_that_of_a_general_solver(seed: int) -> None:
     rng = np.random.default_rng(seed)
