@@ -26,9 +26,8 @@ def recurrent(op: Op, operands: Specs, kind: Kind) -> Work:
     rows = x.numel // max(x.shape[-1], 1)
     steps = x.shape[-2] if len(x.shape) == 2 or argument(op, 8, "batch_first", False) else x.shape[0]
     flops = 2.0 * rows * sum(spec.numel for spec in matrices)
-    products = 1 + sum(spec.requires_grad for spec in matrices) / max(
-        len(matrices), 1
-    )  # of the rows, and of the weights
+    trained = sum(spec.requires_grad for spec in matrices)
+    products = 1 + trained / max(len(matrices), 1)  # of the rows, and of the weights
     if kind == "cpu":
         kept, keeps_output = _kept_on_cpu(op, x, matrices, networks, directions, rows, steps)
     else:  # the library's own reserve: gates, state and output of each row
@@ -59,16 +58,13 @@ def _kept_on_cpu(
     An LSTM without projections in a type of at most four bytes runs in oneDNN, any other as one call for each step.
     """
     each = len(matrices) // networks
-    later = (
-        networks // directions - 1
-    )  # layers that read another's output, which is joined where there are two directions
+    later = networks // directions - 1  # layers that read another's output, joined where there are two directions
     width = matrices[1].shape[1]
     size = x.dtype.itemsize
     joined = later * directions * width
     if "lstm" in op.target and each == 2 and x.dtype != torch.float64:
-        found = sum(
-            _one_dnn_bytes(spec.shape[1], spec.shape[0] // 4, rows, steps, size) for spec in matrices[::2]
-        )  # by the input's matrix
+        inputs = matrices[::2]  # by whose matrices the states' are known
+        found = sum(_one_dnn_bytes(spec.shape[1], spec.shape[0] // 4, rows, steps, size) for spec in inputs)
         own = networks if directions == 2 else networks - 1  # outputs of single networks; the last is the operator's
         return found + rows * size * (own * width + (joined if directions == 2 else 0)), directions == 1
     gates = {"lstm": 4, "gru": 3}.get(op.target.split(".")[1], 1)

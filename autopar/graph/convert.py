@@ -13,7 +13,7 @@ from torch import fx
 from autopar.errors import TraceError
 from autopar.graph.builder import Builder, Call, Value
 from autopar.graph.canonical import COMPOSITES, HANDLERS, generic
-from autopar.graph.failures import FAILURES, first_line
+from autopar.graph.failures import FAILURES, NO_VALUES, first_line
 from autopar.graph.fold import fold, hint
 from autopar.graph.indexing import INDEXING
 from autopar.graph.ir import Argument, Ref, TensorSpec
@@ -244,7 +244,7 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
         number = True
     if number:
         raise TraceError(
-            "control flow, shapes and Python numbers do not depend on the values of tensors",
+            NO_VALUES,
             value=f"{node.target} that does",
             place=source_of(node),
             remedy="write it with torch.where or a mask, or keep the number in a tensor",

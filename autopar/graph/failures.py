@@ -25,6 +25,10 @@ FAILURES = (
 )
 """What user code and torch.export raise."""
 
+EXPORTS = "torch.export can trace the model"
+NO_VALUES = "control flow, shapes and Python numbers do not depend on the values of tensors"
+"""Laws that others ask an error for: the lines that break them may be mended by another batch, or in a module of their own."""
+
 _DEPENDENT = (
     *("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0"),
     *("SymInt", "SymFloat", "SymBool"),  # which no size is here: a number that code formats or hands on
@@ -51,7 +55,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         reason += f" at `{line}`"
     if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT):
         return TraceError(
-            "control flow, shapes and Python numbers do not depend on the values of tensors",
+            NO_VALUES,
             value=f"one that does at `{line}`" if line else reason,
             place=place,
             remedy="write it with torch.where or a mask, or decide it outside forward",
@@ -71,7 +75,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
             remedy=f"mend that line, or give inputs that it takes: {_FACTORY}",
         )
     return TraceError(
-        "torch.export can trace the model",
+        EXPORTS,
         value=reason,
         place=place,
         remedy="mend that line; `torch.export.export(model, args, kwargs, strict=False)` must work",

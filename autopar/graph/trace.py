@@ -22,7 +22,7 @@ from autopar.graph import checks, counts, memory, steps
 from autopar.graph.builder import Builder
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import Converter, needs_decomposition, source_of
-from autopar.graph.failures import FAILURES, explained, module_of_failure, not_copied
+from autopar.graph.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.graph.gradient_off import cut_off
 from autopar.graph.ir import Graph, Input, TensorSpec
 from autopar.graph.leaves import declare, loss_output
@@ -199,7 +199,7 @@ def _within(error: TraceError, path: str) -> TraceError:
     if isinstance(error, RegionError):
         return error
     if not path:
-        if not error.law.startswith(("torch.export can trace", "control flow, shapes")):
+        if not error.law.startswith((EXPORTS, NO_VALUES)):
             return error
         remedy = f"{error.remedy}; or move the line into a module of its own, which runs as it is written"
         return TraceError(error.law, value=error.value, place=error.place, remedy=remedy)

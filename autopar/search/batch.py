@@ -19,6 +19,7 @@ from typing import Literal
 from autopar import rules
 from autopar.errors import RuleError, TraceError
 from autopar.graph.counts import CountError
+from autopar.graph.failures import EXPORTS
 from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
 from autopar.graph.opaque import reason_of
 from autopar.layout import I, P, R, S, Type
@@ -283,7 +284,7 @@ def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int
     try:
         return trace_at(None)
     except TraceError as error:
-        if global_batch_size <= 2 or "torch.export can trace the model" not in error.law:
+        if global_batch_size <= 2 or EXPORTS not in error.law:
             raise
         try:
             return trace_at(global_batch_size)
