@@ -2,7 +2,8 @@
 
 Keys are ``model.KEY`` and ``optimizer.KEY.STATE`` with ``Parameter.key``, which is the same in all
 plans; values are DTensors, so every rank writes and reads its own elements alone. Buffers that
-training changes are ``buffer.FQN``, whole.
+training changes are ``buffer.FQN``, whole. Hyperparameters are ``optimizer.KEY.group``, those of the
+parameter's group: ranks of a pipeline number the groups of their own parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def load(
     for name, value in buffers.items():
         value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
-        _put_groups(optimizer, state)
+        _put_groups(held, optimizer, state)
 
 
 def _state(
@@ -85,11 +86,23 @@ def _state(
         for name, value in optimizer.state.get(h.parameter, {}).items():
             if isinstance(value, Tensor) and f"optimizer.{h.key}.{name}" not in state:
                 state[f"optimizer.{h.key}.{name}"] = value
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if isinstance(value, float | int | bool | tuple):
-                state[f"optimizer.group{number}.{name}"] = value
-    return state
+    return state | {f"optimizer.{h.key}.group": _settings(group) for h, group in _groups(held, optimizer)}
+
+
+def _groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, dict[str, Any]]]:
+    """Each parameter that the optimizer steps, with its group."""
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return [(h, of[id(h.parameter)]) for h in held if id(h.parameter) in of]
+
+
+def _settings(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The hyperparameters of a group: numbers, switches and tuples of them, by name."""
+    plain = {name: value.item() if _is_number(value) else value for name, value in group.items()}
+    return tuple((name, value) for name, value in plain.items() if isinstance(value, float | int | bool | tuple))
+
+
+def _is_number(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _padded(held: Sequence[Held], optimizer: Optimizer | None) -> dict[str, tuple[Tensor, Padding]]:
@@ -126,11 +139,15 @@ def _put_whole(target: Tensor, padding: Padding, whole: Tensor) -> None:
     target._local_tensor.copy_(local)
 
 
-def _put_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Hyperparameters are Python values: read beside, then put in."""
-    for number, group in enumerate(optimizer.param_groups):
-        for name in tuple(group):
-            group[name] = state.get(f"optimizer.group{number}.{name}", group[name])
+def _put_groups(held: Sequence[Held], optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Hyperparameters are Python values: read beside, then put in; a learning rate in a tensor stays in it."""
+    for h, group in _groups(held, optimizer):
+        for name, value in state[f"optimizer.{h.key}.group"]:
+            old = group.get(name)
+            if _is_number(old):
+                old.fill_(value)
+            elif name in group:
+                group[name] = value
 
 
 def _make_state(optimizer: Optimizer) -> None:

@@ -76,6 +76,7 @@ class Parallel:
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
+        self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
         self._tied = self._assembly.tied
         leaves = [h for h in held if h.leaf is not None]
         self._leaf_sums = BucketedSums(leaves, bucket_bytes=self.plan.bucket_bytes) if leaves else None
@@ -184,7 +185,11 @@ class Parallel:
         return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm."""
+        """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm.
+
+        Torch's function of this name takes what one rank holds for the whole: with pipeline stages, or experts over data
+        ranks, ranks would scale by different norms.
+        """
         norm = self._norm()
         clip(self._assembly.held, norm, max_norm)
         return norm
@@ -215,10 +220,26 @@ class Parallel:
 
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
+        self._check_frozen()
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             stage.totals, stage.seed = totals, base
+
+    def _check_frozen(self) -> None:
+        """Parameters may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
+
+        Raises:
+            UsageError: names those that shall learn now.
+        """
+        thawed = [held.key for held in self._frozen if held.parameter.requires_grad]
+        if thawed:
+            raise UsageError(
+                "parameters that are frozen when a plan is made stay frozen: the program has no backward for them",
+                value=f"requires_grad of {', '.join(thawed[:3])}" + (" and others" if len(thawed) > 3 else ""),
+                remedy="set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they "
+                "are to learn",
+            )
 
     def _begin_backward(self, num_backwards: int) -> None:
         """Gradients of this step are kept apart until they are summed."""

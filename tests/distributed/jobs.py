@@ -116,6 +116,22 @@ def load_run(
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
 
 
+def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, float]:
+    """Learning rates of a checkpoint's parameters, each in a group of its own: ``rate_of`` its name when it was saved."""
+    parallel = build(subject, plan, graph)
+    named = list(parallel.named_parameters())
+    saved = torch.optim.SGD([{"params": [p], "lr": rate_of(name)} for name, p in named])
+    parallel.save(Path(folder), saved)
+    loaded = torch.optim.SGD([{"params": [p], "lr": 1.0} for _, p in named])
+    parallel.load(Path(folder), loaded)
+    return {name: group["lr"] for (name, _), group in zip(named, loaded.param_groups, strict=True)}
+
+
+def rate_of(name: str) -> float:
+    """Another one for each parameter."""
+    return sum(name.encode()) / 1e6
+
+
 def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
     """The loss of a launched job."""
     return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()

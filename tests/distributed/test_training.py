@@ -172,6 +172,12 @@ def test_checkpoint_goes_on_under_another_plan(
         assert losses == pytest.approx(saved[0], rel=1e-5)
 
 
+def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("pp2 x dp2", "gpt2")
+    for found in pool.run(jobs.rates_after_load, subject, plan, graph, str(tmp_path), timeout_s=60.0):
+        assert found == {name: jobs.rate_of(name) for name in found}
+
+
 def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("dp4", "gpt2")
     pool.run(jobs.save_run, subject, plan, graph, batches(subject, 1), str(tmp_path), timeout_s=60.0)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import PlanError, RuntimeMismatchError, UsageError
+from autopar.graph.trace import trace
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16
@@ -74,8 +75,6 @@ def test_names_are_those_of_checkpoints() -> None:
 
 
 def test_bf16_computes_low_and_stores_high() -> None:
-    from autopar.graph.trace import trace
-
     low = trace(SUBJECT.build().bfloat16(), kwargs=SUBJECT.make_batch(2, seed=0))
     plan = make_plan(low, Mesh(), global_batch_size=8, micro_batch_size=4, precision=BF16)
     parallel = Parallel(lower(plan, low), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
@@ -134,6 +133,37 @@ def test_gradients_of_several_steps_add_up() -> None:
     parallel.train_step(batch)
     for name, tensor in parallel.full_gradients().items():
         assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+
+
+def test_parameters_may_be_frozen_after_the_plan_was_made_and_not_thawed() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    name, frozen = next((n, p) for n, p in parallel.named_parameters() if n.endswith("c_attn.weight[0:32]"))
+    frozen.requires_grad_(False)
+    parallel.train_step(batch)
+    assert frozen.grad is None, name
+    assert all(p.grad is not None for p in parallel.parameters() if p is not frozen)
+    frozen.requires_grad_(True)
+    parallel.train_step(batch)
+    assert frozen.grad is not None, name
+
+    model = SUBJECT.build()
+    model.transformer.wpe.weight.requires_grad_(False)
+    known = trace(model, kwargs=SUBJECT.make_batch(2, seed=0), name=graph().name)
+    plan = make_plan(known, Mesh(), global_batch_size=8, micro_batch_size=2)
+    parallel = Parallel(lower(plan, known), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel.train_step(batch)
+    dict(parallel.named_parameters())["transformer.wpe.weight"].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"stay frozen.* found requires_grad of transformer\.wpe\.weight; set requires_grad"):
+        parallel.train_step(batch)
+
+
+def test_a_learning_rate_in_a_tensor_is_kept(tmp_path: Path) -> None:
+    parallel = build()
+    parallel.save(tmp_path, torch.optim.SGD(parallel.parameters(), lr=torch.tensor(0.25)))
+    fresh = torch.optim.SGD(parallel.parameters(), lr=torch.tensor(1.0))
+    rate = fresh.param_groups[0]["lr"]
+    parallel.load(tmp_path, fresh)
+    assert (fresh.param_groups[0]["lr"] is rate, rate.item()) == (True, 0.25)
 
 
 def test_buckets_leave_after_the_last_backward() -> None:
