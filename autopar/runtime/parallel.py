@@ -22,6 +22,7 @@ from autopar.plan import Plan, Precision
 from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
@@ -224,6 +225,7 @@ class Parallel:
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
+            forget_gathered(stage)
             stage.totals, stage.seed = totals, base
 
     def _check_frozen(self) -> None:

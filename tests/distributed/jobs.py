@@ -74,6 +74,19 @@ def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Bat
     }
 
 
+def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """The loss after a step before which somebody has evaluated, without gradients and by :meth:`Parallel.train_step`."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    with torch.no_grad():
+        parallel(**batch)
+    optimizer.step()
+    with torch.no_grad():
+        silent = parallel(**batch).item()
+    return silent, parallel.train_step(batch).item()
+
+
 def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
     """The loss from the global batch on every rank, and from each rank's own samples."""
     parallel = build(subject, plan, graph)

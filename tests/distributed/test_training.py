@@ -78,6 +78,18 @@ def test_call_and_backward_equal_a_train_step(pool: WorkerPool, layout: str) -> 
         close(rank["twice"], {name: 2 * tensor for name, tensor in rank["step"].items()}, 1e-5)
 
 
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 2", "dp4 ZeRO 3", "tp2 x dp2"])
+def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "gpt2")
+    (batch,) = batches(subject, 1)
+    model = subject.build()
+    loss_of(model(**batch)).backward()
+    adamw(model.parameters()).step()
+    wanted = loss_of(model(**batch)).item()
+    for found in pool.run(jobs.losses_after_looking, subject, plan, graph, batch, timeout_s=60.0):
+        assert found == pytest.approx((wanted, wanted), rel=1e-5)
+
+
 def test_call_is_refused_with_pipeline_stages(pool: WorkerPool) -> None:
     subject, plan, graph = planned("pp2 GPipe", "gpt2")
     (batch,) = batches(subject, 1)
