@@ -87,6 +87,22 @@ def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Ba
     return silent, parallel.train_step(batch).item()
 
 
+def evaluated(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, Any]:
+    """Losses of evaluations before, between and after steps; whether these left the gradients as they were."""
+    parallel = build(subject, plan, graph)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.0)
+    losses = [parallel.evaluate(batch).item()]
+    trained = [parallel.train_step(batch).item()]
+    before = parallel.full_gradients()
+    losses.append(parallel.evaluate(batch).item())
+    after = parallel.full_gradients()
+    optimizer.step()
+    trained.append(parallel.train_step(batch).item())
+    losses.append(parallel.evaluate(batch).item())
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    return {"losses": losses, "trained": trained, "same": same, "steps": parallel.step_count}
+
+
 def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
     """The loss from the global batch on every rank, and from each rank's own samples."""
     parallel = build(subject, plan, graph)

@@ -78,7 +78,7 @@ def test_call_and_backward_equal_a_train_step(pool: WorkerPool, layout: str) -> 
         close(rank["twice"], {name: 2 * tensor for name, tensor in rank["step"].items()}, 1e-5)
 
 
-@pytest.mark.parametrize("layout", ["dp4 ZeRO 2", "dp4 ZeRO 3", "tp2 x dp2"])
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 2", "dp4 ZeRO 3"])
 def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
     (batch,) = batches(subject, 1)
@@ -159,6 +159,18 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
         for recompute in modes:
             assert found[recompute][rank]["losses"] == pytest.approx(found["none"][rank]["losses"], rel=1e-6)
         close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"])
+def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layout: str) -> None:
+    subject, (batch,) = HfSubject("gpt2", dropout=0.2), batches(HfSubject("gpt2"), 1)
+    graph, (mesh, options) = subject.trace(), LAYOUTS[layout]
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=16 // (4 * mesh.data), **options)
+    wanted = loss_of(HfSubject("gpt2").build()(**batch)).item()
+    for found in pool.run(jobs.evaluated, subject, plan, graph, batch, size=mesh.world_size, timeout_s=60.0):
+        assert found["losses"] == pytest.approx([wanted] * 3, rel=1e-5)
+        assert abs(found["trained"][0] - wanted) > 1e-4 * wanted
+        assert (len(set(found["trained"])), found["same"], found["steps"]) == (2, True, 2)
 
 
 MOVES = [

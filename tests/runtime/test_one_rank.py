@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from autopar.errors import PlanError, RuntimeMismatchError, UsageError
 from autopar.graph.trace import trace
@@ -153,7 +154,9 @@ def test_parameters_may_be_frozen_after_the_plan_was_made_and_not_thawed() -> No
     parallel = Parallel(lower(plan, known), World(plan.mesh, "cpu"), ModelWeights(model, 0))
     parallel.train_step(batch)
     dict(parallel.named_parameters())["transformer.wpe.weight"].requires_grad_(True)
-    with pytest.raises(UsageError, match=r"stay frozen.* found requires_grad of transformer\.wpe\.weight; set requires_grad"):
+    with pytest.raises(
+        UsageError, match=r"stay frozen.* found requires_grad of transformer\.wpe\.weight; set requires_grad"
+    ):
         parallel.train_step(batch)
 
 
@@ -218,3 +221,47 @@ def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, pre
         parallel.train_step(batch)
     found = parallel.train_step({"sides": batch["sides"]})
     assert found.item() == pytest.approx(model(**batch).item(), rel=2e-2 if "bf" in own + precision else 1e-6)
+
+
+class Noisy(nn.Module):
+    """Dropout, or else what an evaluation does not know."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.drop = kind, nn.Linear(8, 8), nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(8) if kind == "statistics" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(x) if self.kind == "inputs" else x
+        x = self.drop(self.norm(self.first(x)))
+        if self.kind == "noise":
+            x = x + torch.rand_like(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "opaque", "value"),
+    [
+        ("dropout", (), ""),
+        ("dropout", ("drop",), ""),
+        ("inputs", (), ""),
+        ("noise", (), "aten.rand_like"),
+        ("statistics", (), "buffers norm.running_mean, norm.running_var"),
+    ],
+)
+def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
+    kind: str, opaque: tuple[str, ...], value: str
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
+    traced = trace_model(model, batch, PRECISIONS["fp32"], opaque=opaque, global_batch_size=4)
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
+    parallel = Parallel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    if value:
+        with pytest.raises(UsageError, match=f"training without dropout.*but found {value}.*; put par.full_state_dict"):
+            parallel.evaluate(batch)
+        return
+    wanted = model.eval()(**batch).item()
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
+    assert parallel.train_step(batch).item() != pytest.approx(wanted, rel=1e-3)
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
