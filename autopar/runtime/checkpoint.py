@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
@@ -24,12 +26,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from autopar.errors import PlanError
+from autopar.graph.failures import first_line
 from autopar.graph.ir import Padding
 from autopar.lower.program import Program
 from autopar.runtime.gradients import Held, lengthened
 from autopar.runtime.world import World
 
 Values = Mapping[str, Tensor]
+
+_SAME = "a checkpoint is of the same model and optimizer"
 
 
 def save(
@@ -53,16 +58,21 @@ def load(
     """Reads a folder in place; all ranks call it.
 
     Raises:
-        PlanError: the folder lacks a parameter or state, or has it in another shape.
+        PlanError: the folder is none that :func:`save` wrote, lacks a parameter or state, or has it in another shape; on
+            all ranks alike.
     """
     if optimizer is not None:
         _make_state(optimizer)
     state = _state(held, progress, optimizer, buffers)
     padded = _padded(held, optimizer)
+    _check_holds(Path(path), state)
     try:
         load_state(state, checkpoint_id=str(path))
-    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
-        raise PlanError("a checkpoint is of the same model and optimizer", value=str(error), place=str(path)) from error
+    except CheckpointException as error:
+        reasons = sorted({first_line(cause) for cause, _ in error.failures.values()})
+        raise PlanError(_SAME, value="; ".join(reasons[:2]), place=str(path)) from error
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise PlanError(_SAME, value=first_line(error), place=str(path)) from error
     for name in progress:
         progress[name] = state[f"progress.{name}"]
     for name, (target, padding) in padded.items():
@@ -71,6 +81,33 @@ def load(
         value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
         _put_groups(held, optimizer, state)
+
+
+def _check_holds(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuses a folder without a checkpoint, or one that lacks entries of some rank's ``state``; all ranks call it."""
+    missing: list[str] = []
+    try:
+        known = FileSystemReader(path).read_metadata().state_dict_metadata
+        missing, error = sorted(key for key in state if key not in known), ""
+    except (OSError, EOFError, UnpicklingError) as failure:
+        error = first_line(failure)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (error, missing))
+    if errors := [error for error, _ in said if error]:
+        raise PlanError(
+            "a checkpoint is a folder that par.save(...) wrote, which every rank can read",
+            value=errors[0],
+            place=str(path),
+            remedy="name the folder, on a file system that all nodes share",
+        )
+    if lacking := sorted({key for _, keys in said for key in keys}):
+        is_optimizers = all(key.startswith("optimizer.") for key in lacking)
+        raise PlanError(
+            _SAME,
+            value=f"no {lacking[0]}" + (f" and {len(lacking) - 1} more that are missing" if len(lacking) > 1 else ""),
+            place=str(path),
+            remedy="give the kind of optimizer that was saved, or load without one" if is_optimizers else "",
+        )
 
 
 def _state(

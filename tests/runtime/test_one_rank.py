@@ -102,6 +102,21 @@ def test_checkpoint_round_trip(tmp_path: Path) -> None:
         assert torch.equal(optimizer.state[mine]["exp_avg"].full_tensor(), fresh.state[theirs]["exp_avg"].full_tensor())
 
 
+def test_a_checkpoint_that_lacks_something_is_refused_in_one_line(tmp_path: Path) -> None:
+    parallel = build()
+    with pytest.raises(
+        PlanError, match=r"nowhere: a checkpoint is a folder that par.save.* every rank can read, but found"
+    ) as caught:
+        parallel.load(tmp_path / "nowhere")
+    assert "\n" not in str(caught.value)
+    parallel.save(tmp_path, torch.optim.SGD(parallel.parameters(), lr=0.1))
+    with pytest.raises(
+        PlanError, match=r"found no optimizer\.\S+\.exp_avg and \d+ more.*the kind of optimizer that was saved"
+    ) as caught:
+        parallel.load(tmp_path, adamw(parallel.parameters()))
+    assert "\n" not in str(caught.value)
+
+
 def test_batches_that_do_not_fit_are_refused() -> None:
     parallel = build()
     batch = SUBJECT.make_batch(8, seed=0)
