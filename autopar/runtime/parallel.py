@@ -91,7 +91,11 @@ class Parallel:
         self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
         self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor)
-        self._local_steps = LocalSteps((h.parameter for h in held), on_host="optimizer" in self.plan.offload)
+        self._local_steps = LocalSteps(
+            (h.parameter for h in held),
+            on_host="optimizer" in self.plan.offload,
+            parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
+        )
         weakref.finalize(self, self._local_steps.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 

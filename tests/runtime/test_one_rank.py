@@ -184,6 +184,24 @@ def test_a_learning_rate_in_a_tensor_is_kept(tmp_path: Path) -> None:
     assert (fresh.param_groups[0]["lr"] is rate, rate.item()) == (True, 0.25)
 
 
+def test_an_optimizer_of_whole_parameters_is_told_of_parts(caplog: pytest.LogCaptureFixture) -> None:
+    parallel = build()
+    named = dict(parallel.named_parameters())
+    parallel.train_step(SUBJECT.make_batch(8, seed=0))
+    whole = [named["transformer.h.0.mlp.c_fc.weight"]]
+    for kind, parameters in (
+        (torch.optim.AdamW, list(named.values())),
+        (torch.optim.Adafactor, whole),
+        (torch.optim.Rprop, list(named.values())),
+        (torch.optim.Rprop, list(named.values())),
+    ):
+        kind(parameters).step()
+    told = [record.getMessage() for record in caplog.records if record.name == "autopar"]
+    assert len(told) == 1
+    assert "Rprop is not known to step element by element, and gets parts" in told[0]
+    assert "attn.c_attn.weight[0:32]" in told[0]
+
+
 def test_buckets_leave_after_the_last_backward() -> None:
     held = []
     for i in range(3):
