@@ -308,7 +308,8 @@ def _job_size(cluster: Cluster | None) -> int:
         raise RuntimeMismatchError(
             f"the job has as many ranks as the cluster ({cluster.name}: {cluster.world_size})",
             value=size,
-            remedy=f"start {cluster.world_size} ranks or describe a cluster of {size}",
+            remedy=f"start {cluster.world_size} ranks with torchrun (another launcher: call torch.distributed."
+            f"init_process_group before), or describe a cluster of {size}",
         )
     return size
 

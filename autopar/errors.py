@@ -64,6 +64,12 @@ class PlanError(AutoparError):
     """A plan file is corrupt, newer than this autopar, or for another model or cluster."""
 
 
+class PlanFileError(PlanError):
+    """A plan file that the user named cannot be read, or holds no plan."""
+
+    exit_code = 2
+
+
 class RuntimeMismatchError(AutoparError):
     """The running job is not the one that the plan was made for."""
 

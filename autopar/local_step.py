@@ -8,6 +8,7 @@ memory. Before and after it all of them are DTensors. Where states live on the h
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -37,6 +38,8 @@ ELEMENTWISE = frozenset(
 )
 """Whose steps have no sum over elements; classes derived from them may have one."""
 
+_LOGGER = logging.getLogger("autopar")
+
 _COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States that belong to a parameter, not to its elements: plain tensors, even those of a parameter of one element."""
 
@@ -49,9 +52,19 @@ class LocalSteps:
 
     Args:
         on_host: states live in host memory, and optimizers step there; those that would be left as they are then fail.
+        parts: parameters that are a part of one of the model's, with their names: an optimizer that looks at whole
+            parameters does something else with parts, which is a warning of the logger ``autopar``.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        on_host: bool = False,
+        parts: Iterable[tuple[Tensor, str]] = (),
+    ) -> None:
+        self._parts = {id(p): name for p, name in parts}
+        self._told: set[type[Optimizer]] = set()
         self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
         self._on_host = on_host
         self._hosts: dict[int, HostCopy] = {}
@@ -89,6 +102,7 @@ class LocalSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
             self._refuse_on_host(optimizer)
+            self._tell_of_parts(optimizer)
             return
         self.restore()
         self._copies.wait()
@@ -134,6 +148,20 @@ class LocalSteps:
                 "without a closure, hooks of its own, differentiable or compiled",
                 value=type(optimizer).__name__,
                 remedy="pin offload=none, or step with one of torch.optim's elementwise optimizers",
+            )
+
+    def _tell_of_parts(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer)
+        if kind in ELEMENTWISE or kind in self._told:
+            return
+        self._told.add(kind)
+        part = next((p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parts), None)
+        if part is not None:
+            _LOGGER.warning(
+                "%s is not known to step element by element, and gets parts of parameters as parameters of their own, such as "
+                "%s: if it looks at whole matrices, its steps are not those of one device",
+                kind.__name__,
+                self._parts[id(part)],
             )
 
     def _changes(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -121,6 +121,14 @@ class Holder(nn.Module):
         if self.kind == MODULE:
             self._call = (stateless(model.get_submodule(self.name), device),)
 
+    def train(self, mode: bool = True) -> Holder:
+        """As of every module; the user's code follows."""
+        super().train(mode)
+        for call in self._call:
+            if isinstance(call, Stateless):
+                call.module.train(mode)
+        return self
+
     def call(self) -> Callable[..., Any]:
         """``call(state, args, kwargs)``.
 

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, PlanError, PlanFileError
 from autopar.layout import Type, parse_type
 from autopar.plan import FORMAT_VERSION, Plan
 from autopar.plan_check import check_plan
@@ -77,11 +77,18 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan file.
 
     Raises:
-        PlanError: the file is missing, cut off, not JSON, of a newer format, or inconsistent; says where.
+        PlanFileError: the file is missing, cut off, not JSON, of a newer format, or inconsistent; says where.
     """
+    try:
+        return _read_plan(Path(path))
+    except PlanError as error:
+        raise PlanFileError(error.law, value=error.value, place=error.place, remedy=error.remedy) from error
+
+
+def _read_plan(path: Path) -> Plan:
     place = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         remedy = "make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _MAKE_ANEW
         raise PlanError("the plan file can be read as UTF-8 text", value=error, place=place, remedy=remedy) from error

@@ -158,7 +158,7 @@ def test_bad_plan_file_gives_one_message(command: str, name: str, run: Run, tmp_
     path = tmp_path / "plan.json"
     path.write_text(change(dumps(plan_to_dict(llama_plan()))))
     done = run(command, path, *([path] if command == "compare" else []))
-    assert done.code == 1
+    assert done.code == 2
     assert done.error.startswith(str(path))
     assert expected in done.error
 
@@ -184,7 +184,7 @@ def test_wrong_usage_exits_with_2(run: Run, arguments: list[str], expected: str)
 
 def test_absent_plan_file(run: Run, tmp_path: Path) -> None:
     done = run("show", tmp_path / "none.json")
-    assert done.code == 1
+    assert done.code == 2
     assert "the plan file can be read" in done.error
 
 

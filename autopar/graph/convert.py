@@ -23,9 +23,12 @@ from autopar.graph.moe import experts_of
 from autopar.graph.opaque import opaque_of
 from autopar.graph.products import PRODUCTS
 from autopar.graph.random import draws_random, random_call
+from autopar.graph.shifts import SHIFTS
 from autopar.graph.sums import SUMS
 
-_ALL_HANDLERS = HANDLERS | LAYERS | INDEXING | PRODUCTS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
+_ALL_HANDLERS = (
+    HANDLERS | LAYERS | INDEXING | PRODUCTS | LOSSES | SUMS | SHIFTS | {"autopar.experts.default": experts_of}
+)
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."

@@ -117,7 +117,10 @@ def first_line(error: BaseException) -> str:
 
 def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
-    home = inspect.getsourcefile(type(model)) or ""
+    try:
+        home = inspect.getsourcefile(type(model)) or ""
+    except (OSError, TypeError):  # a class of a notebook, or of a module that is not imported by its name
+        home = ""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     own = str(Path(__file__).resolve().parents[1])
     torch_home = str(Path(torch.__file__).resolve().parent)

@@ -23,7 +23,7 @@ def _cross_entropy(builder: Builder, call: Call) -> Value:
     if given["reduction"] == _NONE:
         return generic(builder, call)
     if isinstance(given["weight"], Ref):
-        return _weighted(builder, call, given, target, given["weight"])
+        return _weighted(builder, call, call.target, given, target, given["weight"])
     ignore, smoothing = given["ignore_index"], given["label_smoothing"]
     return _token_loss(builder, call, given["self"], target, ignore, smoothing, given["reduction"])
 
@@ -52,12 +52,14 @@ def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
     return builder.emit(call, reduction, (each,), scalar, name="loss")
 
 
-def _weighted(builder: Builder, call: Call, given: dict[str, Argument], target: Ref, weight: Ref) -> Value:
-    """Classes have weights: the summed loss, divided for a mean by the weights of all targets that count."""
-    position = [argument.name for argument in call.overload._schema.arguments].index("reduction")
-    values = tuple(_SUM if i == position else value for i, value in enumerate(given.values()))
+def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argument], target: Ref, weight: Ref) -> Ref:
+    """Classes have weights: the summed loss, divided for a mean by the weights of all targets that count.
+
+    ``function``: of the loss, ``given`` its arguments in order.
+    """
+    values = tuple(_SUM if name == "reduction" else value for name, value in given.items())
     spec = TensorSpec(shape=(), dtype=call.spec.dtype)
-    total = builder.emit(call, call.target, values, spec)
+    total = builder.emit(call, function, values, spec)
     if given["reduction"] == _SUM:
         return total
     targets = builder.specs[target]
@@ -75,13 +77,18 @@ def _weighted(builder: Builder, call: Call, given: dict[str, Argument], target: 
 
 
 def _nll(builder: Builder, call: Call) -> Value:
-    """nll_loss of log_softmax is the cross entropy of what the log_softmax was taken of."""
+    """nll_loss of log_softmax is the cross entropy of what the log_softmax was taken of, with weights of classes too."""
     given = call.bound()
     source, target = given["self"], given["target"]
     assert isinstance(source, Ref) and isinstance(target, Ref)
     logits = _logits(builder, call, source)
-    if logits is None or given["weight"] is not None or given["reduction"] == _NONE:
+    if logits is None or given["reduction"] == _NONE:
         return generic(builder, call)
+    if isinstance(given["weight"], Ref):
+        names = ("self", "target", "weight", "reduction", "ignore_index")
+        wanted: dict[str, Argument] = {name: given[name] for name in names} | {"self": logits, "label_smoothing": 0.0}
+        loss = _weighted(builder, call, "aten.cross_entropy_loss.default", wanted, target, given["weight"])
+        return (loss, None) if len(call.outputs) > 1 else loss
     loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
     return (loss, None) if len(call.outputs) > 1 else loss
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.graph.builder import Builder, Call, Value
 from autopar.graph.canonical import Handler, generic
 from autopar.graph.ir import Argument, Ref
+from autopar.graph.shifts import shifted
 
 
 def _add(builder: Builder, call: Call) -> Value:
@@ -16,7 +17,7 @@ def _add(builder: Builder, call: Call) -> Value:
                 spec = builder.specs[other]
                 if (spec.shape, spec.dtype) == (call.spec.shape, call.spec.dtype):
                     return other
-    return generic(builder, call)
+    return shifted(builder, call)
 
 
 def _scatter_add(builder: Builder, call: Call) -> Value:

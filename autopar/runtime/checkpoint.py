@@ -2,20 +2,23 @@
 
 Keys are ``model.KEY`` and ``optimizer.KEY.STATE`` with ``Parameter.key``, which is the same in all
 plans; values are DTensors, so every rank writes and reads its own elements alone. Buffers that
-training changes are ``buffer.FQN``, whole.
+training changes are ``buffer.FQN``, whole. Hyperparameters are ``optimizer.KEY.group``, those of the
+parameter's group: ranks of a pipeline number the groups of their own parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
@@ -23,12 +26,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from autopar.errors import PlanError
+from autopar.graph.failures import first_line
 from autopar.graph.ir import Padding
 from autopar.lower.program import Program
 from autopar.runtime.gradients import Held, lengthened
 from autopar.runtime.world import World
 
 Values = Mapping[str, Tensor]
+
+_SAME = "a checkpoint is of the same model and optimizer"
 
 
 def save(
@@ -52,16 +58,21 @@ def load(
     """Reads a folder in place; all ranks call it.
 
     Raises:
-        PlanError: the folder lacks a parameter or state, or has it in another shape.
+        PlanError: the folder is none that :func:`save` wrote, lacks a parameter or state, or has it in another shape; on
+            all ranks alike.
     """
     if optimizer is not None:
         _make_state(optimizer)
     state = _state(held, progress, optimizer, buffers)
     padded = _padded(held, optimizer)
+    _check_holds(Path(path), state)
     try:
         load_state(state, checkpoint_id=str(path))
-    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
-        raise PlanError("a checkpoint is of the same model and optimizer", value=str(error), place=str(path)) from error
+    except CheckpointException as error:
+        reasons = sorted({first_line(cause) for cause, _ in error.failures.values()})
+        raise PlanError(_SAME, value="; ".join(reasons[:2]), place=str(path)) from error
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise PlanError(_SAME, value=first_line(error), place=str(path)) from error
     for name in progress:
         progress[name] = state[f"progress.{name}"]
     for name, (target, padding) in padded.items():
@@ -69,7 +80,34 @@ def load(
     for name, value in buffers.items():
         value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
-        _put_groups(optimizer, state)
+        _put_groups(held, optimizer, state)
+
+
+def _check_holds(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuses a folder without a checkpoint, or one that lacks entries of some rank's ``state``; all ranks call it."""
+    missing: list[str] = []
+    try:
+        known = FileSystemReader(path).read_metadata().state_dict_metadata
+        missing, error = sorted(key for key in state if key not in known), ""
+    except (OSError, EOFError, UnpicklingError) as failure:
+        error = first_line(failure)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (error, missing))
+    if errors := [error for error, _ in said if error]:
+        raise PlanError(
+            "a checkpoint is a folder that par.save(...) wrote, which every rank can read",
+            value=errors[0],
+            place=str(path),
+            remedy="name the folder, on a file system that all nodes share",
+        )
+    if lacking := sorted({key for _, keys in said for key in keys}):
+        is_optimizers = all(key.startswith("optimizer.") for key in lacking)
+        raise PlanError(
+            _SAME,
+            value=f"no {lacking[0]}" + (f" and {len(lacking) - 1} more that are missing" if len(lacking) > 1 else ""),
+            place=str(path),
+            remedy="give the kind of optimizer that was saved, or load without one" if is_optimizers else "",
+        )
 
 
 def _state(
@@ -85,11 +123,23 @@ def _state(
         for name, value in optimizer.state.get(h.parameter, {}).items():
             if isinstance(value, Tensor) and f"optimizer.{h.key}.{name}" not in state:
                 state[f"optimizer.{h.key}.{name}"] = value
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if isinstance(value, float | int | bool | tuple):
-                state[f"optimizer.group{number}.{name}"] = value
-    return state
+    return state | {f"optimizer.{h.key}.group": _settings(group) for h, group in _groups(held, optimizer)}
+
+
+def _groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, dict[str, Any]]]:
+    """Each parameter that the optimizer steps, with its group."""
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return [(h, of[id(h.parameter)]) for h in held if id(h.parameter) in of]
+
+
+def _settings(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The hyperparameters of a group: numbers, switches and tuples of them, by name."""
+    plain = {name: value.item() if _is_number(value) else value for name, value in group.items()}
+    return tuple((name, value) for name, value in plain.items() if isinstance(value, float | int | bool | tuple))
+
+
+def _is_number(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _padded(held: Sequence[Held], optimizer: Optimizer | None) -> dict[str, tuple[Tensor, Padding]]:
@@ -126,11 +176,15 @@ def _put_whole(target: Tensor, padding: Padding, whole: Tensor) -> None:
     target._local_tensor.copy_(local)
 
 
-def _put_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Hyperparameters are Python values: read beside, then put in."""
-    for number, group in enumerate(optimizer.param_groups):
-        for name in tuple(group):
-            group[name] = state.get(f"optimizer.group{number}.{name}", group[name])
+def _put_groups(held: Sequence[Held], optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Hyperparameters are Python values: read beside, then put in; a learning rate in a tensor stays in it."""
+    for h, group in _groups(held, optimizer):
+        for name, value in state[f"optimizer.{h.key}.group"]:
+            old = group.get(name)
+            if _is_number(old):
+                old.fill_(value)
+            elif name in group:
+                group[name] = value
 
 
 def _make_state(optimizer: Optimizer) -> None:

@@ -93,6 +93,16 @@ def fsdp_modules(stage: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in stage.modules() if isinstance(module, FSDPModule))
 
 
+def forget_gathered(stage: StageModule) -> None:
+    """Frees gathered parameters, so that a forward pass gathers them anew.
+
+    Backward frees them. A forward pass without one leaves them there, where an optimizer's step or a checkpoint that is
+    loaded later would not reach them.
+    """
+    for module in fsdp_modules(stage):
+        module.reshard()
+
+
 def before_backward(stage: StageModule, plan: Plan, *, is_last: bool) -> None:
     """Sets what FSDP does in the backward of one micro-batch; ``is_last`` of the step."""
     if not isinstance(stage, FSDPModule):

@@ -98,7 +98,8 @@ class BucketedSums:
         for held in self._held:
             assert held.leaf is not None
             if held.leaf.grad is not None:
-                hand_over(held.parameter, held.leaf.grad)
+                if held.parameter.requires_grad:  # it may have been frozen since
+                    hand_over(held.parameter, held.leaf.grad)
                 held.leaf.grad = None
 
     def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:

@@ -16,16 +16,19 @@ from torch.optim import Optimizer
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.trace import named_inputs
 from autopar.local_step import LocalSteps
+from autopar.lower.emit import is_random
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
 from autopar.plan import Plan, Precision
 from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
+from autopar.runtime.quiet import noise
 from autopar.runtime.state import State
 from autopar.runtime.world import World
 
@@ -76,6 +79,7 @@ class Parallel:
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
+        self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
         self._tied = self._assembly.tied
         leaves = [h for h in held if h.leaf is not None]
         self._leaf_sums = BucketedSums(leaves, bucket_bytes=self.plan.bucket_bytes) if leaves else None
@@ -87,7 +91,11 @@ class Parallel:
         self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
         self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor)
-        self._local_steps = LocalSteps((h.parameter for h in held), on_host="optimizer" in self.plan.offload)
+        self._local_steps = LocalSteps(
+            (h.parameter for h in held),
+            on_host="optimizer" in self.plan.offload,
+            parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
+        )
         weakref.finalize(self, self._local_steps.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 
@@ -113,7 +121,8 @@ class Parallel:
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters whole, under all of the model's names, and the buffers that training changes, on every rank's CPU.
 
-        All ranks call it.
+        All ranks call it. What training leaves alone (buffers that no step changes, parameters without influence on the loss,
+        which the plan's notes name) is not in it: ``model.load_state_dict(..., strict=False)``.
 
         For models that fit one rank; others are saved by :meth:`save`.
         """
@@ -149,17 +158,38 @@ class Parallel:
         self._finish()
         self._state.commit()
         self.step_count += 1
-        dtype = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
-        if loss is None:
-            loss = torch.zeros((), device=self._world.device)
-        total = self._global_loss(loss.to(dtype))
+        total = self._reported(loss)
         self.monitor.end_step()
         return total
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
+
+        Parameters, gradients and counters stay as they are. Modules that run as they are written (opaque regions) are in
+        their ``eval()``; what else a model does only in ``eval()`` a plan does not know, as it has been traced in training.
+
+        Raises:
+            UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
+                training changes (BatchNorm reads them only in ``eval()``).
+        """
+        self._check_evaluates()
+        self._local_steps.restore()
+        local, stages = self._local(batch), self._assembly.stages
+        try:
+            for stage in stages:
+                stage.eval()
+            self._begin_forward(local)
+            loss = self._runner.evaluate(local)
+        finally:
+            for stage in stages:
+                stage.train()
+        return self._reported(loss)
 
     def __call__(self, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
 
-        Micro-batches of the plan are kept all at once until backward; :meth:`train_step` does not.
+        Micro-batches of the plan are kept all at once until backward; :meth:`train_step` does not. Dropout is on under
+        ``torch.no_grad()`` too: :meth:`evaluate` has none.
 
         Raises:
             UsageError: the plan has pipeline stages, or the batch does not fit the plan.
@@ -184,7 +214,11 @@ class Parallel:
         return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm."""
+        """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm.
+
+        Torch's function of this name takes what one rank holds for the whole: with pipeline stages, or experts over data
+        ranks, ranks would scale by different norms.
+        """
         norm = self._norm()
         clip(self._assembly.held, norm, max_norm)
         return norm
@@ -215,10 +249,46 @@ class Parallel:
 
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
+        self._check_frozen()
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
+            forget_gathered(stage)
             stage.totals, stage.seed = totals, base
+
+    def _check_evaluates(self) -> None:
+        """Nothing, where a step without dropout is what the model computes in ``eval()``, as far as a plan can tell.
+
+        Raises:
+            UsageError: it is not.
+        """
+        graph = self._program.graph
+        drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
+        changed = [buffer.fqn for buffer in self._program.state]
+        if drawn is None and not changed:
+            return
+        raise UsageError(
+            "an evaluation is the step of training without dropout: the model has no buffers that training changes, and draws "
+            "no random numbers besides",
+            value=f"buffers {', '.join(changed[:3])}" if drawn is None else drawn.target,
+            place="" if drawn is None else drawn.source or drawn.module or drawn.name,
+            remedy="put par.full_state_dict() into the model itself, and evaluate that in eval()",
+        )
+
+    def _check_frozen(self) -> None:
+        """Parameters may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
+
+        Raises:
+            UsageError: names those that shall learn now.
+        """
+        thawed = [held.key for held in self._frozen if held.parameter.requires_grad]
+        if thawed:
+            raise UsageError(
+                "parameters that are frozen when a plan is made stay frozen: the program has no backward for them",
+                value=f"requires_grad of {', '.join(thawed[:3])}" + (" and others" if len(thawed) > 3 else ""),
+                remedy="set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they "
+                "are to learn",
+            )
 
     def _begin_backward(self, num_backwards: int) -> None:
         """Gradients of this step are kept apart until they are summed."""
@@ -264,6 +334,13 @@ class Parallel:
                 totals[i] = total.contiguous().clone()
                 dist.all_reduce(totals[i], group=self._data_group)
         return dict(zip(sums.outputs, totals, strict=True))
+
+    def _reported(self, loss: Tensor | None) -> Tensor:
+        """The loss of the global batch from this rank's part, if it has one."""
+        dtype = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
+        return self._global_loss(
+            torch.zeros((), device=self._world.device, dtype=dtype) if loss is None else loss.to(dtype)
+        )
 
     def _global_loss(self, loss: Tensor) -> Tensor:
         if self._loss_group is not None:

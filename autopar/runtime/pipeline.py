@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
@@ -22,6 +23,7 @@ from autopar.runtime.stage import INPUT, MICRO_BATCH, StageModule
 from autopar.runtime.world import World
 
 Batch = Mapping[str, Tensor]
+_Sent: TypeAlias = tuple[Tensor, dist.Work]
 
 
 class Runner(Protocol):
@@ -29,6 +31,9 @@ class Runner(Protocol):
 
     def run(self, batch: Batch) -> Tensor | None:
         """From this rank's samples to its part of the loss; None where the loss is made elsewhere."""
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """Forward alone, without gradients."""
 
 
 def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
@@ -62,6 +67,12 @@ class Accumulation:
         assert total is not None
         return total
 
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See :class:`Runner`."""
+        parts = micro_batches(batch, self._inputs, self._plan.num_micro_batches)
+        with torch.no_grad():
+            return torch.stack([self.forward(part, number) for number, part in enumerate(parts)]).sum()
+
     def forward(self, micro_batch: dict[str, Tensor], number: int) -> Tensor:
         """The loss of one micro-batch, with its autograd graph."""
         loss: Tensor = self.stage(**micro_batch, **{MICRO_BATCH: number})
@@ -78,6 +89,9 @@ class Pipeline:
         by_index = {stage.index: stage for stage in program.stages}
         specs = _Specs(program)
         group = world.device_mesh.get_group("pp")
+        self._group, self._device = group, world.device
+        self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
+        self._received = {module.index: specs.tensors(by_index[module.index].receives) for module in stages}
         wrapped = [
             _Stage(
                 monitor,
@@ -126,6 +140,36 @@ class Pipeline:
         with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
             self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """See :class:`Runner`. One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate."""
+        count, losses, sent = self._program.plan.num_micro_batches, list[Tensor](), list[_Sent]()
+        with torch.no_grad(), self._monitor.part(PIPELINE):
+            for number, part in enumerate(micro_batches(batch, self._program.graph.inputs, count)):
+                here: dict[int, tuple[Tensor, ...]] = {0: ()}
+                for stage in self._stages:
+                    given = here[stage.index] if stage.index in here else self._receive(stage.index)
+                    made = stage(*given, **part, **{MICRO_BATCH: number})
+                    if stage.is_last:
+                        losses.append(made)
+                    elif self._rank_of[stage.index + 1] == self._rank_of[stage.index]:
+                        here[stage.index + 1] = made
+                    else:
+                        sent += self._send(stage.index + 1, made)
+        for _, work in sent:
+            work.wait()
+        return torch.stack(losses).sum() if losses else None
+
+    def _receive(self, index: int) -> tuple[Tensor, ...]:
+        tensors = tuple(torch.empty_like(spec, device=self._device) for spec in self._received[index])
+        for tensor in tensors:
+            dist.recv(tensor, self._rank_of[index - 1], group=self._group)
+        return tensors
+
+    def _send(self, index: int, tensors: Sequence[Tensor]) -> list[_Sent]:
+        """To the stage ``index``, while this rank goes on; the tensors live as long as what is returned."""
+        works = [(tensor, dist.isend(tensor, self._rank_of[index], group=self._group)) for tensor in tensors]
+        return [(tensor, work) for tensor, work in works if work is not None]
 
 
 class _Stage(PipelineStage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from autopar.lower.emit import SEED
 from autopar.lower.program import BlockProgram, PreludeProgram, StageProgram
 from autopar.ops import on_meshes
 from autopar.runtime.host_saved import Mover
+from autopar.runtime.quiet import without_dropout
 from autopar.runtime.selective import Tape, with_tape
 
 MICRO_BATCH = "autopar_micro_batch"
@@ -25,7 +26,7 @@ INPUT = "autopar_input_"
 
 
 class BlockModule(nn.Module):
-    """A block's emitted code with its parameters; the unit of FSDP and of recompute."""
+    """A block's emitted code with its parameters; the unit of FSDP and of recompute. After ``eval()`` it drops nothing."""
 
     def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
@@ -35,6 +36,8 @@ class BlockModule(nn.Module):
         self._meshes = meshes
         self._mover: Mover | None = None
         self._tape: Tape | None = None
+        self._code = program.module.graph
+        self._quiet: Callable[..., Any] | None = None
         if self.recompute == "selective":
             self.body = with_tape(program.module, program.again, lambda: self._tape)
 
@@ -50,6 +53,10 @@ class BlockModule(nn.Module):
         self._mover = mover
 
     def _run(self, *values: Any) -> tuple[Tensor, ...]:
+        if not self.training:
+            if self._quiet is None:
+                self._quiet = without_dropout(self.body, self._code)
+            return cast("tuple[Tensor, ...]", self._quiet(*values))
         if self.recompute == "full" and torch.is_grad_enabled():
             return cast("tuple[Tensor, ...]", checkpoint(self._with_mesh, *values, use_reentrant=False))
         if self.recompute == "selective" and torch.is_grad_enabled():

@@ -74,6 +74,35 @@ def gradients_both_ways(subject: HfSubject, plan: Plan, graph: Graph, batch: Bat
     }
 
 
+def losses_after_looking(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """The loss after a step before which somebody has evaluated, without gradients and by :meth:`Parallel.train_step`."""
+    parallel = build(subject, plan, graph)
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    with torch.no_grad():
+        parallel(**batch)
+    optimizer.step()
+    with torch.no_grad():
+        silent = parallel(**batch).item()
+    return silent, parallel.train_step(batch).item()
+
+
+def evaluated(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> dict[str, Any]:
+    """Losses of evaluations before, between and after steps; whether these left the gradients as they were."""
+    parallel = build(subject, plan, graph)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.0)
+    losses = [parallel.evaluate(batch).item()]
+    trained = [parallel.train_step(batch).item()]
+    before = parallel.full_gradients()
+    losses.append(parallel.evaluate(batch).item())
+    after = parallel.full_gradients()
+    optimizer.step()
+    trained.append(parallel.train_step(batch).item())
+    losses.append(parallel.evaluate(batch).item())
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    return {"losses": losses, "trained": trained, "same": same, "steps": parallel.step_count}
+
+
 def local_batches(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
     """The loss from the global batch on every rank, and from each rank's own samples."""
     parallel = build(subject, plan, graph)
@@ -114,6 +143,22 @@ def load_run(
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
+
+
+def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, float]:
+    """Learning rates of a checkpoint's parameters, each in a group of its own: ``rate_of`` its name when it was saved."""
+    parallel = build(subject, plan, graph)
+    named = list(parallel.named_parameters())
+    saved = torch.optim.SGD([{"params": [p], "lr": rate_of(name)} for name, p in named])
+    parallel.save(Path(folder), saved)
+    loaded = torch.optim.SGD([{"params": [p], "lr": 1.0} for _, p in named])
+    parallel.load(Path(folder), loaded)
+    return {name: group["lr"] for (name, _), group in zip(named, loaded.param_groups, strict=True)}
+
+
+def rate_of(name: str) -> float:
+    """Another one for each parameter."""
+    return sum(name.encode()) / 1e6
 
 
 def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:

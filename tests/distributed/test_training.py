@@ -78,6 +78,18 @@ def test_call_and_backward_equal_a_train_step(pool: WorkerPool, layout: str) -> 
         close(rank["twice"], {name: 2 * tensor for name, tensor in rank["step"].items()}, 1e-5)
 
 
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 2", "dp4 ZeRO 3"])
+def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "gpt2")
+    (batch,) = batches(subject, 1)
+    model = subject.build()
+    loss_of(model(**batch)).backward()
+    adamw(model.parameters()).step()
+    wanted = loss_of(model(**batch)).item()
+    for found in pool.run(jobs.losses_after_looking, subject, plan, graph, batch, timeout_s=60.0):
+        assert found == pytest.approx((wanted, wanted), rel=1e-5)
+
+
 def test_call_is_refused_with_pipeline_stages(pool: WorkerPool) -> None:
     subject, plan, graph = planned("pp2 GPipe", "gpt2")
     (batch,) = batches(subject, 1)
@@ -149,6 +161,18 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
         close(found["full"][rank]["parameters"], found["none"][0]["parameters"], 1e-5)
 
 
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"])
+def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layout: str) -> None:
+    subject, (batch,) = HfSubject("gpt2", dropout=0.2), batches(HfSubject("gpt2"), 1)
+    graph, (mesh, options) = subject.trace(), LAYOUTS[layout]
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=16 // (4 * mesh.data), **options)
+    wanted = loss_of(HfSubject("gpt2").build()(**batch)).item()
+    for found in pool.run(jobs.evaluated, subject, plan, graph, batch, size=mesh.world_size, timeout_s=60.0):
+        assert found["losses"] == pytest.approx([wanted] * 3, rel=1e-5)
+        assert abs(found["trained"][0] - wanted) > 1e-4 * wanted
+        assert (len(set(found["trained"])), found["same"], found["steps"]) == (2, True, 2)
+
+
 MOVES = [
     ("tp2 x dp2", "tp4"),
     ("tp2 x dp2", "dp4"),
@@ -170,6 +194,12 @@ def test_checkpoint_goes_on_under_another_plan(
     for count, losses in pool.run(jobs.load_run, subject, other, graph, data, str(tmp_path), timeout_s=60.0):
         assert count == 1
         assert losses == pytest.approx(saved[0], rel=1e-5)
+
+
+def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("pp2 x dp2", "gpt2")
+    for found in pool.run(jobs.rates_after_load, subject, plan, graph, str(tmp_path), timeout_s=60.0):
+        assert found == {name: jobs.rate_of(name) for name in found}
 
 
 def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:

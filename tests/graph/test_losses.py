@@ -55,6 +55,12 @@ APART: dict[str, Loss] = {
     "weighted": lambda y, c, t: F.cross_entropy(y.flatten(0, 1), _ignoring(c).flatten(), WEIGHTS, label_smoothing=0.1),
     "weighted sum": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), c, WEIGHTS, reduction="sum"),
     "flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1)),
+    "weighted flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1), WEIGHTS),
+    "weighted sum of logarithms": lambda y, c, t: F.nll_loss(
+        y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"
+    ),
+    "one minus a mean": lambda y, c, t: 1 - (y.softmax(-1) * t).sum(-1).mean(),
+    "a scaled mean and numbers": lambda y, c, t: 2.0 - 2 * ((y * t).mean() / 3 - 1) + F.mse_loss(y, t),
     "variances": lambda y, c, t: F.gaussian_nll_loss(y, t, F.softplus(y) + 0.1),
     "distributions": lambda y, c, t: kl_divergence(
         Normal(y, F.softplus(y) + 0.1), Normal(torch.zeros(5), torch.ones(5))

@@ -462,3 +462,15 @@ def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
     (op,) = (o for o in trace(Repeats(), (torch.zeros(2, 8),)).ops if "repeat_interleave" in o.target)
     x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
     assert verify_rule(op, [x], size=2) == []
+
+
+def test_an_error_in_a_class_of_no_file_is_told() -> None:
+    """As a notebook has them, and modules that are run without being imported."""
+
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean() if x.sum() > 0 else x.mean()
+
+    Branch.__module__ = "nowhere"
+    with pytest.raises(TraceError, match="control flow, shapes and Python numbers do not depend on the values"):
+        trace(Branch(), (torch.randn(2, 4),))

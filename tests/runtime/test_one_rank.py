@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from autopar.errors import PlanError, RuntimeMismatchError, UsageError
+from autopar.graph.trace import trace
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16
@@ -74,8 +76,6 @@ def test_names_are_those_of_checkpoints() -> None:
 
 
 def test_bf16_computes_low_and_stores_high() -> None:
-    from autopar.graph.trace import trace
-
     low = trace(SUBJECT.build().bfloat16(), kwargs=SUBJECT.make_batch(2, seed=0))
     plan = make_plan(low, Mesh(), global_batch_size=8, micro_batch_size=4, precision=BF16)
     parallel = Parallel(lower(plan, low), World(plan.mesh, "cpu"), ModelWeights(SUBJECT.build(), 0))
@@ -100,6 +100,21 @@ def test_checkpoint_round_trip(tmp_path: Path) -> None:
     for (name, mine), (_, theirs) in zip(parallel.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
         assert torch.equal(optimizer.state[mine]["exp_avg"].full_tensor(), fresh.state[theirs]["exp_avg"].full_tensor())
+
+
+def test_a_checkpoint_that_lacks_something_is_refused_in_one_line(tmp_path: Path) -> None:
+    parallel = build()
+    with pytest.raises(
+        PlanError, match=r"nowhere: a checkpoint is a folder that par.save.* every rank can read, but found"
+    ) as caught:
+        parallel.load(tmp_path / "nowhere")
+    assert "\n" not in str(caught.value)
+    parallel.save(tmp_path, torch.optim.SGD(parallel.parameters(), lr=0.1))
+    with pytest.raises(
+        PlanError, match=r"found no optimizer\.\S+\.exp_avg and \d+ more.*the kind of optimizer that was saved"
+    ) as caught:
+        parallel.load(tmp_path, adamw(parallel.parameters()))
+    assert "\n" not in str(caught.value)
 
 
 def test_batches_that_do_not_fit_are_refused() -> None:
@@ -134,6 +149,57 @@ def test_gradients_of_several_steps_add_up() -> None:
     parallel.train_step(batch)
     for name, tensor in parallel.full_gradients().items():
         assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+
+
+def test_parameters_may_be_frozen_after_the_plan_was_made_and_not_thawed() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    name, frozen = next((n, p) for n, p in parallel.named_parameters() if n.endswith("c_attn.weight[0:32]"))
+    frozen.requires_grad_(False)
+    parallel.train_step(batch)
+    assert frozen.grad is None, name
+    assert all(p.grad is not None for p in parallel.parameters() if p is not frozen)
+    frozen.requires_grad_(True)
+    parallel.train_step(batch)
+    assert frozen.grad is not None, name
+
+    model = SUBJECT.build()
+    model.transformer.wpe.weight.requires_grad_(False)
+    known = trace(model, kwargs=SUBJECT.make_batch(2, seed=0), name=graph().name)
+    plan = make_plan(known, Mesh(), global_batch_size=8, micro_batch_size=2)
+    parallel = Parallel(lower(plan, known), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    parallel.train_step(batch)
+    dict(parallel.named_parameters())["transformer.wpe.weight"].requires_grad_(True)
+    with pytest.raises(
+        UsageError, match=r"stay frozen.* found requires_grad of transformer\.wpe\.weight; set requires_grad"
+    ):
+        parallel.train_step(batch)
+
+
+def test_a_learning_rate_in_a_tensor_is_kept(tmp_path: Path) -> None:
+    parallel = build()
+    parallel.save(tmp_path, torch.optim.SGD(parallel.parameters(), lr=torch.tensor(0.25)))
+    fresh = torch.optim.SGD(parallel.parameters(), lr=torch.tensor(1.0))
+    rate = fresh.param_groups[0]["lr"]
+    parallel.load(tmp_path, fresh)
+    assert (fresh.param_groups[0]["lr"] is rate, rate.item()) == (True, 0.25)
+
+
+def test_an_optimizer_of_whole_parameters_is_told_of_parts(caplog: pytest.LogCaptureFixture) -> None:
+    parallel = build()
+    named = dict(parallel.named_parameters())
+    parallel.train_step(SUBJECT.make_batch(8, seed=0))
+    whole = [named["transformer.h.0.mlp.c_fc.weight"]]
+    for kind, parameters in (
+        (torch.optim.AdamW, list(named.values())),
+        (torch.optim.Adafactor, whole),
+        (torch.optim.Rprop, list(named.values())),
+        (torch.optim.Rprop, list(named.values())),
+    ):
+        kind(parameters).step()
+    told = [record.getMessage() for record in caplog.records if record.name == "autopar"]
+    assert len(told) == 1
+    assert "Rprop is not known to step element by element, and gets parts" in told[0]
+    assert "attn.c_attn.weight[0:32]" in told[0]
 
 
 def test_buckets_leave_after_the_last_backward() -> None:
@@ -188,3 +254,47 @@ def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, pre
         parallel.train_step(batch)
     found = parallel.train_step({"sides": batch["sides"]})
     assert found.item() == pytest.approx(model(**batch).item(), rel=2e-2 if "bf" in own + precision else 1e-6)
+
+
+class Noisy(nn.Module):
+    """Dropout, or else what an evaluation does not know."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.drop = kind, nn.Linear(8, 8), nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(8) if kind == "statistics" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(x) if self.kind == "inputs" else x
+        x = self.drop(self.norm(self.first(x)))
+        if self.kind == "noise":
+            x = x + torch.rand_like(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "opaque", "value"),
+    [
+        ("dropout", (), ""),
+        ("dropout", ("drop",), ""),
+        ("inputs", (), ""),
+        ("noise", (), "aten.rand_like"),
+        ("statistics", (), "buffers norm.running_mean, norm.running_var"),
+    ],
+)
+def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
+    kind: str, opaque: tuple[str, ...], value: str
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
+    traced = trace_model(model, batch, PRECISIONS["fp32"], opaque=opaque, global_batch_size=4)
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=4)
+    parallel = Parallel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    if value:
+        with pytest.raises(UsageError, match=f"training without dropout.*but found {value}.*; put par.full_state_dict"):
+            parallel.evaluate(batch)
+        return
+    wanted = model.eval()(**batch).item()
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
+    assert parallel.train_step(batch).item() != pytest.approx(wanted, rel=1e-3)
+    assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
