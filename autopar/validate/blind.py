@@ -1,4 +1,4 @@
-"""``docs/blind.md``, ``blind2.md`` and ``blind3.md``, written by ``autopar validate FILE --before JSON --markdown FILE``: runs that no fit has seen."""
+"""``docs/blind.md`` to ``blind4.md``, written by ``autopar validate FILE --before JSON --markdown FILE``: runs that no fit has seen."""
 
 from __future__ import annotations
 
@@ -100,6 +100,8 @@ _MISSED_AGAIN = """
   of 16 ranks, 50 ms for each message of 34 MB between stages, two ways. The same source's 64 devices do not wait so. Its pipelines on one node take twice
   the time: for each message the host first exchanges its shape through the device and waits (`p2p.py`), so that no kernel is queued ahead.
   What that costs nobody measured apart.
+  Four further logs of 64 devices (16 data ranks with tensor parallelism of 4 and micro-batches of 8 and 16, 32 with 2 and 2 and 8) have steps of 8.7 to
+  9.9 s, and one of 2.1 to 2.8 s among them, the seventh, which is what another such layout takes in all from then on (2.85 s): what is waited for comes and goes.
 - InternEvo at 1024 devices (35 % too fast; 256: 15 %, 64: 5): what remains grows with the ranks as well, 7.6 us for each hop of each parameter's ring where
   NCCL's own model has 2 to 3.4 inside nodes and 4 to 14 between them, and its network has four cards for eight devices.
 - InternEvo's and FlagPerf's single nodes are 9 and 8 % too fast: software that is less tuned than NVIDIA's on the same kernels.
@@ -145,6 +147,30 @@ _MISSED_LAST = """
 - Where all sets miss the same: nanotron over nodes. Its scripts set `CUDA_DEVICE_MAX_CONNECTIONS=1` and start PyTorch of a conda environment, without the container's or any
   other plugin for the cluster's network named (huggingface/bench_cluster, template/base_bench.slurm); 1 to 2 GB/s a device would be
   sockets. No log says which it was, so nothing is assumed.
+"""
+
+_CHANGED_FOURTH = """
+Profiles are as they were. No source was missed by over 15 %; one was described, as a single row of it was (22 % in fp8):
+
+- **OLMo-core** is compiled, its loss as well, attends by torch's own FlashAttention-2 and gathers in fp8, by its files; it was taken for eager
+  PyTorch in bf16, which hid that its attention is not cuDNN's, and for fused software in fp8. 5 % are missed instead of 9.
+
+What stayed as it was, though asked: parameters are still fitted on the table of [validation.md](validation.md) alone. A fit on it and on the three
+earlier tables together (654 runs) misses these rows by 11.1 % as collected, where the profiles miss 10.2: OLMo-core 9.8 instead of 8.9, Pax
+15.0 instead of 14.2, PaddleNLP 8.1 instead of 5.5, only NeMo on eight B200 less (1.6 instead of 3.2). What it costs elsewhere is in
+[validation.md](validation.md). Nor do Blackwell's parameters leave their priors: fitted to the 48 rows of NVIDIA, Together and Google on B200 and GB200, each of
+them left out in turn, 10.5 % are missed, with the priors 7.4.
+"""
+
+_MISSED_FOURTH = """
+- Pax, 5B: 14 to 36 % too fast. Under XLA attention is a chain of operators with its softmax in single precision (google/praxis, layers/attentions.py),
+  where `scores` is priced as Megatron's fused softmax in half precision; that weighs most in the 5B, whose attention is also made again, and little in the 175B.
+  With Transformer Engine's softmax (A100, 14 and 16 %) it is half of that; why H100s lack 30 % no file says. Nothing else here ran under XLA but MaxText, whose
+  fused attention is cuDNN's, and which is met within 3 %.
+- PaddleNLP's memory, 15 % too low: what PaddlePaddle keeps between its operators was not looked for.
+- OLMo-core's 13B in fp8, 17 % too fast (4 % in bf16): one sample a micro-batch, and less gained by fp8 than in its 7B. Its rates are rounded to 1 to 5 %.
+- B200 in bf16 is met within 4 % here (Llama 3 8B), where Together's Nemotron-4 15B was 13 to 26 % too slow and NVIDIA's on GB200 are 10 % too fast:
+  it is no property of the chip that the profile lacks.
 """
 
 
@@ -196,7 +222,15 @@ THIRD = Words(
     changed=_CHANGED_LAST,
     missed=_MISSED_LAST,
 )
-TESTS = (FIRST, SECOND, THIRD)
+FOURTH = Words(
+    title="Fourth blind test",
+    files=("tests/data/blind_runs_4.csv", "tests/data/blind_before_4.json", "docs/blind4.md"),
+    seen="Published runs that are neither in the table of [validation.md](validation.md) nor in those of the [first](blind.md),\n"
+    "the [second](blind2.md) and the [third blind test](blind3.md), collected and predicted after all that these taught.",
+    changed=_CHANGED_FOURTH,
+    missed=_MISSED_FOURTH,
+)
+TESTS = (FIRST, SECOND, THIRD, FOURTH)
 _FIGURES = (
     "What the runs are and how cells were derived: [tests/data/README.md](../tests/data/README.md). The second table is no\n"
     "blind test any more: people had seen the first."

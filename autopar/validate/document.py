@@ -104,6 +104,14 @@ instead of 10.7, as `interference` grows from 0.64 to 0.73 and counts the whole 
 better: all runs left out 5.1 %, IBM's 8.6 instead of 9.5, torchtitan's 405B within 7 % instead of 16 and 27, though MT-NLG 19 instead of 13 and
 BigScience's pairs 312. It is not in the model yet: bounds of the search take `interference` times a gather's whole time as well.
 
+Tried and left out: a fit on these runs and on the 281 of the three blind tables together. It misses the fourth table, which no fit has seen, by 11.1 %
+instead of 10.2 ([blind4.md](blind4.md)). Organizations left out whole (NVIDIA's recipes, papers and tests as one), which the fit here misses by 12.3 % in the
+three tables (11.2, 15.5 and 9.8), it misses by about 14 (13, 19 and 9, by slopes at the fit). Fitted again without them, NVIDIA's recipes are missed by
+16 % instead of 3.3, too slow, and BigScience's runs by 4.2 instead of 7.6, but with 332 pairs for 333 and a regret of 1.8 for 1.6. Factors for each release inside
+the fit, drawn to 1, make it 15 to 17, and without V100s and nanotron it stays at 14. Cause: what software costs that no site describes goes to parameters of
+kernels and links, which other sources share (Hopper's attention to both its bounds, Ampere's to 0.28 of a prior of 0.75, Hopper's links to 0.62).
+So more runs of more sources need their software described before they can be fitted to.
+
 Left out, BigScience's runs are still predicted too fast, those with tensor parallelism of 8 most. What the host takes for each
 kernel where it waits (`blocking_launch_s`) is 0.04 ms by two of its runs that are not in the table, and what of a node's
 links arrives (`link_fraction`) is 1 by Korthikanti et al. 2022 (a layer of 22B on eight A100s takes 7.7 ms forward, is
@@ -182,7 +190,7 @@ def document(session: Session, outcome: Outcome, *, leave_one_out: bool) -> str:
     lines = [
         "# Validation",
         "Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/validation.md`; do not edit.",
-        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md), later [blind2.md](blind2.md) and [blind3.md](blind3.md).",
+        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md), later [blind2.md](blind2.md), [blind3.md](blind3.md) and [blind4.md](blind4.md).",
         "## Predicted and measured",
         words,
         markdown(outcome.scores),

@@ -11,7 +11,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.profile.store import known_devices, load_profile
 from autopar.validate import parameters as free
-from autopar.validate.blind import TESTS, THIRD, Words, hidden, page, read_before, words_of
+from autopar.validate.blind import FOURTH, TESTS, THIRD, Words, hidden, page, read_before, words_of
 from autopar.validate.command import evaluate
 from autopar.validate.express import predict
 from autopar.validate.runs import Run, read_runs
@@ -39,7 +39,12 @@ def last() -> tuple[Run, ...]:
     return read_runs(DATA / "blind_runs_3.csv")
 
 
-@pytest.mark.parametrize("words", TESTS, ids=["first", "second", "third"])
+@pytest.fixture(scope="module")
+def newest() -> tuple[Run, ...]:
+    return read_runs(DATA / "blind_runs_4.csv")
+
+
+@pytest.mark.parametrize("words", TESTS, ids=["first", "second", "third", "fourth"])
 def test_every_blind_row_has_a_device_and_was_predicted_before(words: Words) -> None:
     runs = read_runs(ROOT / words.files[0])
     known = {name: load_profile(name) for name in {run.device for run in runs}}
@@ -71,13 +76,23 @@ def test_the_third_table_has_new_sources_and_no_row_of_the_others(
     assert {_facts(run) for run in last}.isdisjoint(_facts(run) for run in (*blind, *again))
 
 
+def test_the_fourth_table_has_new_sources_and_no_row_of_the_others(
+    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...], newest: tuple[Run, ...]
+) -> None:
+    others = (*blind, *again, *last)
+    assert len(newest) >= 30
+    assert len({run.publisher for run in newest}) >= 5
+    assert {run.publisher for run in newest}.isdisjoint(run.publisher for run in others)
+    assert {_facts(run) for run in newest}.isdisjoint(_facts(run) for run in others)
+
+
 @pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
 def test_no_blind_row_is_in_the_calibration_table(
-    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...]
+    blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...], newest: tuple[Run, ...]
 ) -> None:
     known = read_runs(CALIBRATION)
-    assert {_facts(run) for run in (*blind, *again, *last)}.isdisjoint(_facts(run) for run in known)
-    assert {run.publisher for run in last}.isdisjoint(run.publisher for run in known)
+    assert {_facts(run) for run in (*blind, *again, *last, *newest)}.isdisjoint(_facts(run) for run in known)
+    assert {run.publisher for run in (*last, *newest)}.isdisjoint(run.publisher for run in known)
 
 
 def test_names_of_sites_are_those_of_rows(last: tuple[Run, ...]) -> None:
@@ -200,6 +215,7 @@ def test_the_page_has_both_tables_and_one_with_names_hidden() -> None:
     assert text.startswith("# Blind test")
     third = words_of(DATA / "blind_before_3.json")
     assert third is THIRD
+    assert words_of(DATA / "blind_before_4.json") is FOURTH
     assert third.title in page(session, outcome, read_before(DATA / "blind_before_3.json"), words=third)
     assert [words_of(Path(words.files[1])) for words in TESTS] == list(TESTS)
     assert "| all, names hidden" in text
