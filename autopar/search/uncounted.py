@@ -13,6 +13,7 @@ from autopar.layout import Type
 from autopar.rules.types import Strategy, Typing
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.intra import BlockProblem
+from autopar.search.remade import Freed, Remaking
 from autopar.search.tables import FREE, Cost
 
 
@@ -36,10 +37,14 @@ def sums_s(graph: Graph, model: CostModel, ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of a block in a layout at the least: seconds of its forward that full recompute repeats, and bytes kept for backward."""
+    """Of a block in a layout at the least: seconds of its forward that full recompute repeats, and bytes kept for backward.
+
+    ``groups``: what selective recompute may free of these; see :meth:`Remaking.groups`.
+    """
 
     again_s: float
     saved_bytes: float
+    groups: tuple[Freed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ class LayoutNeeds:
     again ends with the last operator that keeps anything; what changes its type before does so again.
     """
 
-    def __init__(self, solver: AxisSolver) -> None:
-        self.solver, self.costs = solver, solver.costs
+    def __init__(self, solver: AxisSolver, *, is_selective: bool = False) -> None:
+        self.solver, self.costs, self.is_selective = solver, solver.costs, is_selective
         # problems are kept too, so that their ids stay their own
         self._places: dict[int, tuple[BlockProblem, tuple[_Place, ...], int]] = {}
         self._known: dict[tuple[object, ...], Needs] = {}
@@ -90,6 +95,9 @@ class LayoutNeeds:
         again_s = saved_bytes = 0.0
         changed: set[tuple[Ref, Type]] = set()
         kept: set[tuple[Ref, bool]] = set()
+        remaking = Remaking(
+            graph=graph, chosen=chosen, root_of=costs.root, size=costs.size, held=kept
+        ) if self.is_selective else None  # fmt: skip
         ops, (places, last) = graph.block_ops(block), self._placed(solved)
         if last >= 0 and chosen[ops[last].name].target:  # another operator, which may keep nothing
             last = -1
@@ -98,12 +106,20 @@ class LayoutNeeds:
             work = place.works.get(id(strategy), FREE)
             again_s += work.forward_s
             saved_bytes += work.saved_bytes
+            if remaking is not None:
+                remaking.add(op, work.forward_s)
+                remaking.keeps(op.name, work.saved_bytes)
             for ref, size, is_read, roles in () if strategy.target else place.saved:
                 kinds = strategy.inputs if is_read else strategy.outputs
                 is_split = any(kinds[i].is_split for i in roles)
+                if remaking is not None:  # the places may be those of an equal block
+                    ref = costs.root(op.operands[roles[0]]) if is_read else Ref(op.name, roles[0])
                 if (ref, is_split) not in kept:
                     kept.add((ref, is_split))
-                    saved_bytes += size / costs.size if is_split else size
+                    own_bytes = size / costs.size if is_split else size
+                    saved_bytes += own_bytes
+                    if remaking is not None and (not is_read or any(remaking.root(op, i) == ref for i in roles)):
+                        remaking.keeps(ref.name, own_bytes)
             for i in place.reads if k <= last else ():
                 ref, wanted = op.operands[i], strategy.inputs[i]
                 made = chosen[ref.name].outputs[ref.index]
@@ -119,7 +135,7 @@ class LayoutNeeds:
                 if is_kept and not strategy.target and (ref, False) not in kept:
                     kept.add((ref, False))
                     saved_bytes += parameter.spec.num_bytes
-        return Needs(again_s, saved_bytes)
+        return Needs(again_s, saved_bytes, remaking.groups() if remaking is not None else ())
 
     def _placed(self, solved: BlockProblem) -> tuple[tuple[_Place, ...], int]:
         """The operators of a block, and the position of the last one that keeps anything."""
