@@ -20,7 +20,6 @@ from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Candidate
 from autopar.search.lines import again_prices, least_of
 from autopar.search.options import Draft, Option
-from autopar.search.remade import points_of
 from autopar.search.rows import RowMaker
 from autopar.search.uncounted import Needs
 
@@ -366,12 +365,10 @@ def _needing(price: BlockPrice, needs: Needs, added: _Added, work_s: float) -> d
     }
 
 
-def _remaking(
-    price: BlockPrice, needs: Needs, added: _Added, work_s: float, *, may_be_full: bool
-) -> dict[str, float]:
+def _remaking(price: BlockPrice, needs: Needs, added: _Added, work_s: float, *, may_be_full: bool) -> dict[str, float]:
     """As :func:`_needing` of a block that may recompute selectively: in the way that takes and keeps the least."""
     most = max(price.held_bytes, needs.saved_bytes)
-    points = [(0.0, most), *((own_s, needs.saved_bytes - freed) for own_s, freed in points_of(needs.groups))]
+    points = [(0.0, most), *((own_s, needs.saved_bytes - freed) for own_s, freed in needs.remade)]
     if may_be_full:
         points.append((needs.again_s, price.held_again_bytes))
     least = min(held for _, held in points)

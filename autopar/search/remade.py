@@ -45,13 +45,13 @@ class Remaking:
 
     def add(self, op: Op, forward_s: float) -> None:
         """The next operator, which takes no less than ``forward_s`` forward."""
-        graph, strategy = self.graph, self.chosen[op.name]
-        is_own = not strategy.target
+        is_own = not self.chosen[op.name].target
         if op.target in VIEWS:  # a copy where strides allow no view; then it is of the group of what it reads
-            root = self.root(op, 0) if is_own and is_cheap(op) else None
+            is_value = not self._is_free(op.operands[0])
+            root = self.root(op, 0) if is_own and is_value and is_cheap(op) else None
             self._roots |= {Ref(op.name, k): root for k in range(len(op.outputs))}
             return
-        values = (i for i, r in enumerate(op.operands) if not graph.is_parameter(r) and not graph.is_prelude(r))
+        values = (i for i, ref in enumerate(op.operands) if not self._is_free(ref))
         self._reads[op.name] = reads = [root for i in values if (root := self.root(op, i)) is not None]
         self._seconds[op.name] = forward_s
         self._droppable[op.name] = not is_dear(op)
@@ -61,8 +61,12 @@ class Remaking:
             for name in again:
                 self._group[self._find(name)] = self._find(op.name)
 
+    def _is_free(self, ref: Ref) -> bool:
+        """Whether a value is there anyway."""
+        return self.graph.is_parameter(ref) or self.graph.is_prelude(ref)
+
     def root(self, op: Op, operand: int) -> Ref | None:
-        """Whose storage an operand lies in, or is a copy of; None where a change of type is between."""
+        """Whose storage an operand lies in, or is a copy of; None where that is no value of a block, or a change of type is between."""
         ref = op.operands[operand]
         made, wanted = self.chosen[ref.name].outputs[ref.index], self.chosen[op.name].inputs[operand]
         change = conversion(made, wanted, requires_grad=self.graph.spec(ref).requires_grad)
@@ -116,10 +120,15 @@ class Remaking:
         return name
 
 
-def points_of(groups: Sequence[Freed]) -> list[Freed]:
-    """Seconds and freed bytes of some of these groups, such that no others lie below the lines through these."""
-    found, seconds, freed = [*groups], 0.0, 0.0
+def points_of(groups: Sequence[Freed]) -> tuple[Freed, ...]:
+    """Seconds and freed bytes of some choices of these groups, such that no choice lies below a line that is below all of these.
+
+    The one that takes the least, and the corners of the lower hull: groups in order of what they take for a byte.
+    """
+    if not groups:
+        return ()
+    found, seconds, freed = [min(groups)], 0.0, 0.0
     for own_s, own in sorted(groups, key=lambda group: group[0] / group[1]):
         seconds, freed = seconds + own_s, freed + own
         found.append((seconds, freed))
-    return found
+    return tuple(found)

@@ -13,7 +13,7 @@ from autopar.layout import Type
 from autopar.rules.types import Strategy, Typing
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.intra import BlockProblem
-from autopar.search.remade import Freed, Remaking
+from autopar.search.remade import Freed, Remaking, points_of
 from autopar.search.tables import FREE, Cost
 
 
@@ -39,12 +39,12 @@ def sums_s(graph: Graph, model: CostModel, ranks: int) -> tuple[float, ...]:
 class Needs:
     """Of a block in a layout at the least: seconds of its forward that full recompute repeats, and bytes kept for backward.
 
-    ``groups``: what selective recompute may free of these; see :meth:`Remaking.groups`.
+    ``remade``: seconds and freed bytes of selective recompute; see :func:`points_of`.
     """
 
     again_s: float
     saved_bytes: float
-    groups: tuple[Freed, ...] = ()
+    remade: tuple[Freed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class LayoutNeeds:
                 if is_kept and not strategy.target and (ref, False) not in kept:
                     kept.add((ref, False))
                     saved_bytes += parameter.spec.num_bytes
-        return Needs(again_s, saved_bytes, remaking.groups() if remaking is not None else ())
+        return Needs(again_s, saved_bytes, points_of(remaking.groups()) if remaking is not None else ())
 
     def _placed(self, solved: BlockProblem) -> tuple[tuple[_Place, ...], int]:
         """The operators of a block, and the position of the last one that keeps anything."""
