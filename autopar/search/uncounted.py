@@ -95,9 +95,6 @@ class LayoutNeeds:
         again_s = saved_bytes = 0.0
         changed: set[tuple[Ref, Type]] = set()
         kept: set[tuple[Ref, bool]] = set()
-        remaking = Remaking(
-            graph=graph, chosen=chosen, root_of=costs.root, size=costs.size, held=kept
-        ) if self.is_selective else None  # fmt: skip
         ops, (places, last) = graph.block_ops(block), self._placed(solved)
         if last >= 0 and chosen[ops[last].name].target:  # another operator, which may keep nothing
             last = -1
@@ -106,20 +103,12 @@ class LayoutNeeds:
             work = place.works.get(id(strategy), FREE)
             again_s += work.forward_s
             saved_bytes += work.saved_bytes
-            if remaking is not None:
-                remaking.add(op, work.forward_s)
-                remaking.keeps(op.name, work.saved_bytes)
             for ref, size, is_read, roles in () if strategy.target else place.saved:
                 kinds = strategy.inputs if is_read else strategy.outputs
                 is_split = any(kinds[i].is_split for i in roles)
-                if remaking is not None:  # the places may be those of an equal block
-                    ref = costs.root(op.operands[roles[0]]) if is_read else Ref(op.name, roles[0])
                 if (ref, is_split) not in kept:
                     kept.add((ref, is_split))
-                    own_bytes = size / costs.size if is_split else size
-                    saved_bytes += own_bytes
-                    if remaking is not None and (not is_read or any(remaking.root(op, i) == ref for i in roles)):
-                        remaking.keeps(ref.name, own_bytes)
+                    saved_bytes += size / costs.size if is_split else size
             for i in place.reads if k <= last else ():
                 ref, wanted = op.operands[i], strategy.inputs[i]
                 made = chosen[ref.name].outputs[ref.index]
@@ -135,7 +124,28 @@ class LayoutNeeds:
                 if is_kept and not strategy.target and (ref, False) not in kept:
                     kept.add((ref, False))
                     saved_bytes += parameter.spec.num_bytes
-        return Needs(again_s, saved_bytes, points_of(remaking.groups()) if remaking is not None else ())
+        return Needs(again_s, saved_bytes, self._remade(ops, places, chosen) if self.is_selective else ())
+
+    def _remade(self, ops: Sequence[Op], places: Sequence[_Place], chosen: Mapping[str, Strategy]) -> tuple[Freed, ...]:
+        """See :attr:`Needs.remade`; the places may be those of an equal block."""
+        costs = self.costs
+        held: set[tuple[Ref, bool]] = set()
+        remaking = Remaking(graph=costs.graph, chosen=chosen, root_of=costs.root, size=costs.size, held=held)
+        for op, place in zip(ops, places, strict=True):
+            strategy = chosen[op.name]
+            work = place.works.get(id(strategy), FREE)
+            remaking.add(op, work.forward_s)
+            remaking.keeps(op.name, work.saved_bytes)
+            for _, size, is_read, roles in () if strategy.target else place.saved:
+                kinds = strategy.inputs if is_read else strategy.outputs
+                is_split = any(kinds[i].is_split for i in roles)
+                ref = costs.root(op.operands[roles[0]]) if is_read else Ref(op.name, roles[0])
+                if (ref, is_split) in held:
+                    continue
+                held.add((ref, is_split))
+                if not is_read or any(remaking.root(op, i) == ref for i in roles):
+                    remaking.keeps(ref.name, size / costs.size if is_split else size)
+        return points_of(remaking.groups())
 
     def _placed(self, solved: BlockProblem) -> tuple[tuple[_Place, ...], int]:
         """The operators of a block, and the position of the last one that keeps anything."""
