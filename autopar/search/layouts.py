@@ -276,7 +276,7 @@ class Layouts:
             return ()
         if id(draft) not in self._needs:  # the draft is kept too, so that its id stays its own
             if key not in self._of_solvers:
-                self._of_solvers[key] = LayoutNeeds(self.solving.solver(*key))
+                self._of_solvers[key] = LayoutNeeds(self.solving.solver(*key), is_selective=self.is_selective)
             self._needs[id(draft)] = draft, self._of_solvers[key].of(draft.solution)
         return self._needs[id(draft)][1]
 

@@ -18,7 +18,7 @@ from autopar.frozen import quickly
 from autopar.layout import I, Type
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Candidate
-from autopar.search.lines import least_of
+from autopar.search.lines import again_prices, least_of
 from autopar.search.options import Draft, Option
 from autopar.search.rows import RowMaker
 from autopar.search.uncounted import Needs
@@ -214,7 +214,7 @@ class LeastRows:
         ideals = zip(self._ideal_of(candidate, whole, step)[0], draft.blocks_s, strict=True)
         for k, (price, work_s) in enumerate(ideals):
             part, added = parts[k], self._added_of(parts, k, step)
-            known = _needing(price, needs[k], added, work_s) if needs and self._keeps_or_not(k) else {}
+            known = self._needing(k, price, needs[k], added, work_s) if needs else {}
             prices.append(
                 replace(
                     price,
@@ -236,10 +236,14 @@ class LeastRows:
         every_s = self.model.ends_s(parts[0], parts[-1], step) if is_known else 0.0
         return (prices[0], prices[-1], group), total_s, once_s, gathers_s, every_s
 
-    def _keeps_or_not(self, k: int) -> bool:
-        """Whether a block keeps all that its backward needs, or recomputes fully, on the device."""
+    def _needing(self, k: int, price: BlockPrice, needs: Needs, added: _Added, work_s: float) -> dict[str, float]:
+        """What is known of the price of a block that keeps what its backward needs on the device, if it may keep all of it."""
         modes = self.rows.modes[k]
-        return "none" in modes and set(modes) <= {"none", "full"} and not self.rows.moves and not self.rows.is_moved[k]
+        if "none" not in modes or self.rows.moves or self.rows.is_moved[k]:
+            return {}
+        if "selective" in modes:
+            return _remaking(price, needs, added, work_s, may_be_full="full" in modes)
+        return _needing(price, needs, added, work_s)
 
     # --- parameters
 
@@ -358,6 +362,26 @@ def _needing(price: BlockPrice, needs: Needs, added: _Added, work_s: float) -> d
         "held_bytes": held,
         "some_bytes": held if price.some_bytes else 0.0,
         "lean_bytes": max(price.lean_bytes, held - price.held_again_bytes),
+    }
+
+
+def _remaking(price: BlockPrice, needs: Needs, added: _Added, work_s: float, *, may_be_full: bool) -> dict[str, float]:
+    """As :func:`_needing` of a block that may recompute selectively: in the way that takes and keeps the least."""
+    most = max(price.held_bytes, needs.saved_bytes)
+    points = [(0.0, most), *((own_s, needs.saved_bytes - freed) for own_s, freed in needs.remade)]
+    if may_be_full:
+        points.append((needs.again_s, price.held_again_bytes))
+    least = min(held for _, held in points)
+    found = again_prices([added.again_s(work_s, own_s) for own_s, _ in points], [held for _, held in points])
+    return {
+        "more_byte_s": 0.0,
+        "more_free_s": 0.0,
+        "some_bytes": 0.0,
+        "full_s": 0.0,
+        **found,
+        "held_bytes": most,
+        "held_again_bytes": least,
+        "lean_bytes": max(price.lean_bytes, most - least),
     }
 
 

@@ -13,6 +13,7 @@ from autopar.layout import Type
 from autopar.rules.types import Strategy, Typing
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.intra import BlockProblem
+from autopar.search.remade import Freed, Remaking, points_of
 from autopar.search.tables import FREE, Cost
 
 
@@ -36,10 +37,14 @@ def sums_s(graph: Graph, model: CostModel, ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of a block in a layout at the least: seconds of its forward that full recompute repeats, and bytes kept for backward."""
+    """Of a block in a layout at the least: seconds of its forward that full recompute repeats, and bytes kept for backward.
+
+    ``remade``: seconds and freed bytes of selective recompute; see :func:`points_of`.
+    """
 
     again_s: float
     saved_bytes: float
+    remade: tuple[Freed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ class LayoutNeeds:
     again ends with the last operator that keeps anything; what changes its type before does so again.
     """
 
-    def __init__(self, solver: AxisSolver) -> None:
-        self.solver, self.costs = solver, solver.costs
+    def __init__(self, solver: AxisSolver, *, is_selective: bool = False) -> None:
+        self.solver, self.costs, self.is_selective = solver, solver.costs, is_selective
         # problems are kept too, so that their ids stay their own
         self._places: dict[int, tuple[BlockProblem, tuple[_Place, ...], int]] = {}
         self._known: dict[tuple[object, ...], Needs] = {}
@@ -119,7 +124,28 @@ class LayoutNeeds:
                 if is_kept and not strategy.target and (ref, False) not in kept:
                     kept.add((ref, False))
                     saved_bytes += parameter.spec.num_bytes
-        return Needs(again_s, saved_bytes)
+        return Needs(again_s, saved_bytes, self._remade(ops, places, chosen) if self.is_selective else ())
+
+    def _remade(self, ops: Sequence[Op], places: Sequence[_Place], chosen: Mapping[str, Strategy]) -> tuple[Freed, ...]:
+        """See :attr:`Needs.remade`; the places may be those of an equal block."""
+        costs = self.costs
+        held: set[tuple[Ref, bool]] = set()
+        remaking = Remaking(graph=costs.graph, chosen=chosen, root_of=costs.root, size=costs.size, held=held)
+        for op, place in zip(ops, places, strict=True):
+            strategy = chosen[op.name]
+            work = place.works.get(id(strategy), FREE)
+            remaking.add(op, work.forward_s)
+            remaking.keeps(op.name, work.saved_bytes)
+            for _, size, is_read, roles in () if strategy.target else place.saved:
+                kinds = strategy.inputs if is_read else strategy.outputs
+                is_split = any(kinds[i].is_split for i in roles)
+                ref = costs.root(op.operands[roles[0]]) if is_read else Ref(op.name, roles[0])
+                if (ref, is_split) in held:
+                    continue
+                held.add((ref, is_split))
+                if not is_read or any(remaking.root(op, i) == ref for i in roles):
+                    remaking.keeps(ref.name, size / costs.size if is_split else size)
+        return points_of(remaking.groups())
 
     def _placed(self, solved: BlockProblem) -> tuple[tuple[_Place, ...], int]:
         """The operators of a block, and the position of the last one that keeps anything."""
