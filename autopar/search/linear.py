@@ -330,10 +330,12 @@ class LinearProgram:
         found = in_whole_blocks(self, found, goal_s, aim, upper, SLACK)
         return min(found, 1.0) * goal_s
 
-    def cut_at(self, taken: Array, goal_s: float) -> None:
-        """Adds the longest chains of stages with so many blocks of each column."""
-        for chain in self._chains(taken):
+    def cut_at(self, taken: Array, goal_s: float) -> float:
+        """Adds the longest chains of stages with so many blocks of each column; the seconds of their step."""
+        chains = self._chains(taken)
+        for chain in chains:
             self._cut(chain, goal_s)
+        return chains[0].time_s + self.every.once_s
 
     def _chains(self, taken: Array) -> list[Chain]:
         row, every = self.row, self.every
