@@ -1,11 +1,11 @@
 """The program of :mod:`autopar.search.linear` where each rank has a whole number of blocks of the group.
 
 Blocks in parts spread evenly, so that of 58 on 32 ranks each has 1.8; of whole ones some rank has two. So the program is branched on
-the sums of ranks: no more than one block of the group on a rank, or no fewer than two. The branch of the least bound is always the
-next one, and chains that are found for one hold for all. What is left open after some branches has a bound too, and the least of these
-is one of all cuts.
+the sums of ranks: no more than one block of the group on a rank, or no fewer than two; then on those of a rank's stages. The rank that
+has the most is the first one, as it is what the others wait for. The branch of the least bound is always the next one, and chains that
+are found for one hold for all. What is left open after some work has a bound too, and the least of these is one of all cuts.
 
-What is relaxed: blocks of a stage and modes of recompute are not whole.
+What is relaxed: in which modes blocks are is not whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +22,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from autopar.search.linear import LinearProgram
 
-NODES = 120
-"""Branches of one program that are looked at."""
+WORK = 40_000_000
+"""Numbers in all programs together that are solved for one, after which no more branches are looked at."""
 
-ROUNDS = 4
+ROUNDS = 3
 """Programs that are solved for a branch, with new chains between them."""
 
 RESTED = 12
@@ -33,8 +34,8 @@ RESTED = 12
 NEAR = 0.97
 """Of the time that is aimed at: bounds below are left, as whole blocks raise them by a few percent at most."""
 
-INFEASIBLE = 2
-"""What scipy calls a program without a solution."""
+SOLVED, INFEASIBLE = 0, 2
+"""What scipy calls a program with a solution, and one without."""
 
 PART = 1e-5
 """Of a block, what is taken as none."""
@@ -80,28 +81,32 @@ class _Branches:
     """The branches of one program; see :func:`in_whole_blocks`.
 
     Attributes:
-        idle: of each row of the program for how many solutions it did not bind; those that are no chains are always in.
+        sums: over the columns, the blocks of the group on each rank, and on each stage where a rank has several.
+        laws, low, high: rows of the program.
+        idle: of each of them for how many solutions it did not bind; those that are no chains are always in.
+        inside, inside_s: blocks of each column in the shortest step that is known, and its seconds.
+        work: see ``WORK``.
     """
 
     def __init__(self, program: LinearProgram, goal_s: float, aim: Array, upper: Array, slack: float) -> None:
         self.program, self.goal_s, self.aim, self.upper, self.slack = program, goal_s, aim, upper, slack
         of_stage = program.stage == np.arange(program.stages * (program.stages > program.pp))[:, None]
         sums = np.concatenate([program.rank == np.arange(program.pp)[:, None], of_stage]) * program.grouped
-        self.counts = np.hstack([sums, np.zeros((len(sums), len(aim) - len(program.kind))), -np.eye(len(sums))])
+        self.sums = np.hstack([sums, np.zeros((len(sums), len(aim) - len(program.kind)))])
         self.laws = np.zeros((0, len(aim)))
         self.low = self.high = np.zeros(0)
         self.idle = np.zeros(0, dtype=np.int64)
         self.inside, self.inside_s = np.zeros(0), math.inf
+        self.work = 0
         self._collect()
 
     def bound(self, found: float) -> float:
         """Of all branches, of which ``found`` is one."""
-        sums = len(self.counts)
+        sums = len(self.sums)
         open_ = [_Branch(found, 0, np.zeros(sums), np.full(sums, np.inf))]
-        least = 1.0
-        """Of those of which more is not found."""
-        for looked in range(1, NODES + 1):
-            if not open_ or open_[0].bound >= least:
+        least = 1.0  # of those of which more is not found
+        for looked in count(1):
+            if not open_ or open_[0].bound >= least or self.work > WORK:
                 break
             branch = heappop(open_)
             bound, blocks = self._solved(branch)
@@ -131,33 +136,35 @@ class _Branches:
             if not len(columns):
                 return (1.0 if math.isinf(value) else bound), np.zeros(0)
             bound = max(bound, value * (1 - self.slack))
-            blocks = columns[len(self.aim) :]
+            blocks = self.sums @ columns
             if bound >= 1.0:
                 break
-            if not self._takes_in(columns[: len(self.aim)]):
-                self._cut(columns[: len(self.aim)])
+            if not self._takes_in(columns):
+                self._cut(columns)
         return bound, blocks
 
     def _solve(self, branch: _Branch) -> tuple[float, Array]:
         """The value of a branch's program and its columns; without a solution infinity and none, where the solver fails 0 and none."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        some, none = np.flatnonzero(self.idle < RESTED), np.zeros(len(self.counts))
-        laws = np.hstack([self.laws[some], np.zeros((len(some), len(none)))])
+        some = np.flatnonzero(self.idle < RESTED)
+        sums = np.flatnonzero((branch.least > 0.0) | np.isfinite(branch.most))
+        self.work += (len(some) + len(sums)) * len(self.aim)
         result = milp(
-            np.concatenate([self.aim, none]),
-            bounds=Bounds(
-                np.concatenate([np.zeros(len(self.aim)), branch.least]), np.concatenate([self.upper, branch.most])
-            ),
+            self.aim,
+            bounds=Bounds(np.zeros(len(self.aim)), self.upper),
             constraints=LinearConstraint(
-                np.vstack([laws, self.counts]), [*self.low[some], *none], [*self.high[some], *none]
+                np.concatenate([self.laws[some], self.sums[sums]]),
+                np.concatenate([self.low[some], branch.least[sums]]),
+                np.concatenate([self.high[some], branch.most[sums]]),
             ),
+            options={"presolve": False},  # takes longer than the program
         )
         if result.status == INFEASIBLE:
             return math.inf, np.zeros(0)
-        if result.x is None:
+        if result.status != SOLVED:
             return 0.0, np.zeros(0)
-        over = self.laws[some] @ result.x[: len(self.aim)] - self.low[some]
+        over = self.laws[some] @ result.x - self.low[some]
         is_chain = self.laws[some] @ self.aim > 0
         self.idle[some] = np.where(is_chain & (over > BINDS), self.idle[some] + 1, 0)
         return float(result.fun), np.asarray(result.x)
