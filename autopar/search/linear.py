@@ -309,7 +309,10 @@ class LinearProgram:
         inside, inside_s, stalled = np.zeros(0), math.inf, 0
         for _ in range(ROUNDS):
             laws = LinearConstraint(np.array(self.rows), self.low, self.high)
-            result = milp(aim, bounds=Bounds(np.zeros(size), upper), constraints=laws)
+            box = Bounds(np.zeros(size), upper)
+            result = milp(
+                aim, bounds=box, constraints=laws, options={"presolve": False}
+            )  # it takes as long as the program
             if result.status == 2:
                 return goal_s
             if result.x is None:
