@@ -28,7 +28,7 @@ from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.pipeline import StageTimes
 from autopar.schedule import peak_table
 from autopar.search.bound_rows import Row
-from autopar.search.whole_blocks import in_whole_blocks
+from autopar.search.whole_blocks import PLAIN, in_whole_blocks
 
 MAX_ACTIONS = 60_000
 """Of all ranks in a step, past which it is not simulated for a bound."""
@@ -306,13 +306,11 @@ class LinearProgram:
         aim[-1] = 1.0
         upper = np.concatenate([[float(self.kinds[i].count) for i in self.kind], np.ones(self.pp), [np.inf]])
         found, solved = known_s / goal_s, 0.0
+        box = Bounds(np.zeros(size), upper)
         inside, inside_s, stalled = np.zeros(0), math.inf, 0
         for _ in range(ROUNDS):
             laws = LinearConstraint(np.array(self.rows), self.low, self.high)
-            box = Bounds(np.zeros(size), upper)
-            result = milp(
-                aim, bounds=box, constraints=laws, options={"presolve": False}
-            )  # it takes as long as the program
+            result = milp(aim, bounds=box, constraints=laws, options=PLAIN)
             if result.status == 2:
                 return goal_s
             if result.x is None:

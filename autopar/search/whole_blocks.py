@@ -37,6 +37,9 @@ NEAR = 0.97
 SOLVED, INFEASIBLE = 0, 2
 """What scipy calls a program with a solution, and one without."""
 
+PLAIN = {"presolve": False}
+"""Options of the solver: to presolve these programs takes as long as to solve them."""
+
 PART = 1e-5
 """Of a block, what is taken as none."""
 
@@ -158,7 +161,7 @@ class _Branches:
                 np.concatenate([self.low[some], branch.least[sums]]),
                 np.concatenate([self.high[some], branch.most[sums]]),
             ),
-            options={"presolve": False},  # takes longer than the program
+            options=PLAIN,
         )
         if result.status == INFEASIBLE:
             return math.inf, np.zeros(0)
