@@ -28,7 +28,7 @@ from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.pipeline import StageTimes
 from autopar.schedule import peak_table
 from autopar.search.bound_rows import Row
-from autopar.search.whole_blocks import in_whole_blocks
+from autopar.search.whole_blocks import PLAIN, in_whole_blocks
 
 MAX_ACTIONS = 60_000
 """Of all ranks in a step, past which it is not simulated for a bound."""
@@ -306,10 +306,11 @@ class LinearProgram:
         aim[-1] = 1.0
         upper = np.concatenate([[float(self.kinds[i].count) for i in self.kind], np.ones(self.pp), [np.inf]])
         found, solved = known_s / goal_s, 0.0
+        box = Bounds(np.zeros(size), upper)
         inside, inside_s, stalled = np.zeros(0), math.inf, 0
         for _ in range(ROUNDS):
             laws = LinearConstraint(np.array(self.rows), self.low, self.high)
-            result = milp(aim, bounds=Bounds(np.zeros(size), upper), constraints=laws)
+            result = milp(aim, bounds=box, constraints=laws, options=PLAIN)
             if result.status == 2:
                 return goal_s
             if result.x is None:
@@ -330,10 +331,12 @@ class LinearProgram:
         found = in_whole_blocks(self, found, goal_s, aim, upper, SLACK)
         return min(found, 1.0) * goal_s
 
-    def cut_at(self, taken: Array, goal_s: float) -> None:
-        """Adds the longest chains of stages with so many blocks of each column."""
-        for chain in self._chains(taken):
+    def cut_at(self, taken: Array, goal_s: float) -> float:
+        """Adds the longest chains of stages with so many blocks of each column; the seconds of their step."""
+        chains = self._chains(taken)
+        for chain in chains:
             self._cut(chain, goal_s)
+        return chains[0].time_s + self.every.once_s
 
     def _chains(self, taken: Array) -> list[Chain]:
         row, every = self.row, self.every

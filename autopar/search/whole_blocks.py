@@ -1,11 +1,19 @@
 """The program of :mod:`autopar.search.linear` where each rank has a whole number of blocks of the group.
 
-Blocks in parts spread evenly, so that of 58 on 32 ranks each has 1.8; of whole ones some rank has two. Which ranks is branched
-on by the solver, which is stopped after a few branches: the least that those which are left may take is a bound.
+Blocks in parts spread evenly, so that of 58 on 32 ranks each has 1.8; of whole ones some rank has two. So the program is branched on
+the sums of ranks: no more than one block of the group on a rank, or no fewer than two; then on those of a rank's stages. The rank that
+has the most is the first one, as it is what the others wait for. The branch of the least bound is always the next one, and chains that
+are found for one hold for all. What is left open after some work has a bound too, and the least of these is one of all cuts.
+
+What is relaxed: in which modes blocks are is not whole.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,17 +22,35 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from autopar.search.linear import LinearProgram
 
-NODES = 40
-"""Branches of one program."""
+WORK = 40_000_000
+"""Numbers in all programs together that are solved for one, after which no more branches are looked at."""
 
-ROUNDS = 6
-"""Times that chains are added."""
+ROUNDS = 3
+"""Programs that are solved for a branch, with new chains between them."""
+
+RESTED = 12
+"""Programs after which a chain that binds none of them is left out: the more there are, the longer a program takes."""
 
 NEAR = 0.97
 """Of the time that is aimed at: bounds below are left, as whole blocks raise them by a few percent at most."""
 
-INFEASIBLE = 2
-"""What scipy calls a program without a solution."""
+SOLVED, INFEASIBLE = 0, 2
+"""What scipy calls a program with a solution, and one without."""
+
+PLAIN = {"presolve": False}
+"""Options of the solver: to presolve these programs takes as long as to solve them."""
+
+PART = 1e-5
+"""Of a block, what is taken as none."""
+
+STEP = 1e-4
+"""Of the bound of a branch that is of whole blocks, by which it has to rise to be looked at once more."""
+
+BINDS = 1e-7
+"""Of the time that is aimed at, up to which a chain is as long as the step."""
+
+BROKEN = 1e-6
+"""Likewise, by how much longer one is that is taken in again."""
 
 Array = NDArray[np.float64]
 
@@ -39,31 +65,136 @@ def in_whole_blocks(
         aim, upper: of its columns, what is minimised and their most.
         slack: of the solver's value.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
     if not NEAR <= found < 1.0 or not program.grouped.any():
         return found
-    ranks, size, columns = program.pp, len(aim), len(program.kind)
-    none = np.zeros(ranks)
-    counts = np.zeros((ranks, size + ranks))
-    for rank in range(ranks):
-        counts[rank, :columns] = (program.rank == rank) * program.grouped
-        counts[rank, size + rank] = -1.0
-    most = np.concatenate([upper, np.full(ranks, np.inf)])
-    for _ in range(ROUNDS):
-        rows = np.hstack([np.array(program.rows), np.zeros((len(program.rows), ranks))])
+    return _Branches(program, goal_s, aim, upper, slack).bound(found)
+
+
+@dataclass(order=True, frozen=True, slots=True)
+class _Branch:
+    """A branch by its bound, and when it came: blocks of the group on each rank, at least and at most."""
+
+    bound: float
+    made: int
+    least: Array = field(compare=False)
+    most: Array = field(compare=False)
+
+
+class _Branches:
+    """The branches of one program; see :func:`in_whole_blocks`.
+
+    Attributes:
+        sums: over the columns, the blocks of the group on each rank, and on each stage where a rank has several.
+        laws, low, high: rows of the program.
+        idle: of each of them for how many solutions it did not bind; those that are no chains are always in.
+        inside, inside_s: blocks of each column in the shortest step that is known, and its seconds.
+        work: see ``WORK``.
+    """
+
+    def __init__(self, program: LinearProgram, goal_s: float, aim: Array, upper: Array, slack: float) -> None:
+        self.program, self.goal_s, self.aim, self.upper, self.slack = program, goal_s, aim, upper, slack
+        of_stage = program.stage == np.arange(program.stages * (program.stages > program.pp))[:, None]
+        sums = np.concatenate([program.rank == np.arange(program.pp)[:, None], of_stage]) * program.grouped
+        self.sums = np.hstack([sums, np.zeros((len(sums), len(aim) - len(program.kind)))])
+        self.laws = np.zeros((0, len(aim)))
+        self.low = self.high = np.zeros(0)
+        self.idle = np.zeros(0, dtype=np.int64)
+        self.inside, self.inside_s = np.zeros(0), math.inf
+        self.work = 0
+        self._collect()
+
+    def bound(self, found: float) -> float:
+        """Of all branches, of which ``found`` is one."""
+        sums = len(self.sums)
+        open_ = [_Branch(found, 0, np.zeros(sums), np.full(sums, np.inf))]
+        least = 1.0  # of those of which more is not found
+        for looked in count(1):
+            if not open_ or open_[0].bound >= least or self.work > WORK:
+                break
+            branch = heappop(open_)
+            bound, blocks = self._solved(branch)
+            if bound >= 1.0:
+                continue
+            part = np.abs(blocks - np.round(blocks))
+            if not len(blocks) or part.max() <= PART:
+                if bound > branch.bound * (1 + STEP):  # more chains may raise it further
+                    heappush(open_, replace(branch, bound=bound, made=2 * looked))
+                else:
+                    least = min(least, bound)
+                continue
+            of_ranks = part[: self.program.pp]  # of a rank's stages only where all ranks are whole
+            parts = of_ranks if of_ranks.max() > PART else part
+            some = int(np.where(parts > PART, np.floor(blocks[: len(parts)]) + parts, -1.0).argmax())
+            fewer, more = branch.most.copy(), branch.least.copy()
+            fewer[some], more[some] = math.floor(blocks[some]), math.floor(blocks[some]) + 1.0
+            heappush(open_, _Branch(bound, 2 * looked, branch.least, fewer))
+            heappush(open_, _Branch(bound, 2 * looked + 1, more, branch.most))
+        return min([least, *(branch.bound for branch in open_[:1])])
+
+    def _solved(self, branch: _Branch) -> tuple[float, Array]:
+        """The bound of a branch, and the blocks of each rank in its solution; none where there is none."""
+        bound, blocks = branch.bound, np.zeros(0)
+        for _ in range(ROUNDS):
+            value, columns = self._solve(branch)
+            if not len(columns):
+                return (1.0 if math.isinf(value) else bound), np.zeros(0)
+            bound = max(bound, value * (1 - self.slack))
+            blocks = self.sums @ columns
+            if bound >= 1.0:
+                break
+            if not self._takes_in(columns):
+                self._cut(columns)
+        return bound, blocks
+
+    def _solve(self, branch: _Branch) -> tuple[float, Array]:
+        """The value of a branch's program and its columns; without a solution infinity and none, where the solver fails 0 and none."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        some = np.flatnonzero(self.idle < RESTED)
+        sums = np.flatnonzero((branch.least > 0.0) | np.isfinite(branch.most))
+        self.work += (len(some) + len(sums)) * len(self.aim)
         result = milp(
-            np.concatenate([aim, none]),
-            bounds=Bounds(np.zeros(len(most)), most),
-            constraints=LinearConstraint(np.vstack([rows, counts]), [*program.low, *none], [*program.high, *none]),
-            integrality=np.concatenate([np.zeros(size), np.ones(ranks)]),
-            options={"node_limit": NODES},
+            self.aim,
+            bounds=Bounds(np.zeros(len(self.aim)), self.upper),
+            constraints=LinearConstraint(
+                np.concatenate([self.laws[some], self.sums[sums]]),
+                np.concatenate([self.low[some], branch.least[sums]]),
+                np.concatenate([self.high[some], branch.most[sums]]),
+            ),
+            options=PLAIN,
         )
         if result.status == INFEASIBLE:
-            return 1.0
-        if result.mip_dual_bound is not None:
-            found = max(found, result.mip_dual_bound * (1 - slack))
-        if result.x is None or found >= 1.0:
-            break
-        program.cut_at(result.x[:columns], goal_s)
-    return found
+            return math.inf, np.zeros(0)
+        if result.status != SOLVED:
+            return 0.0, np.zeros(0)
+        over = self.laws[some] @ result.x - self.low[some]
+        is_chain = self.laws[some] @ self.aim > 0
+        self.idle[some] = np.where(is_chain & (over > BINDS), self.idle[some] + 1, 0)
+        return float(result.fun), np.asarray(result.x)
+
+    def _collect(self) -> None:
+        """The rows that the program has by now."""
+        new = slice(len(self.laws), None)
+        if self.program.rows[new]:
+            self.laws = np.concatenate([self.laws, np.array(self.program.rows[new])])
+            self.low, self.high = np.array(self.program.low), np.array(self.program.high)
+            self.idle = np.append(self.idle, np.zeros(len(self.laws) - len(self.idle), dtype=np.int64))
+
+    def _takes_in(self, columns: Array) -> bool:
+        """Whether chains that were left out are longer than the step of a solution: they are in again."""
+        broken = (self.idle >= RESTED) & (self.laws @ columns < self.low - BROKEN)
+        self.idle[broken] = 0
+        return bool(broken.any())
+
+    def _cut(self, columns: Array) -> None:
+        """Adds the longest chains of stages between a solution's and the best so far, or else of its own, that it breaks."""
+        taken = columns[: len(self.program.kind)]
+        points = [(self.inside + taken) / 2] if len(self.inside) else []
+        for point in (*points, taken):
+            time_s = self.program.cut_at(point, self.goal_s)
+            if time_s < self.inside_s:
+                self.inside, self.inside_s = point, time_s
+            new = len(self.laws)
+            self._collect()
+            if (self.laws[new:] @ columns < self.low[new:] - BROKEN).any():
+                break

@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.cost.critical import longest_chains
@@ -16,6 +18,7 @@ from autopar.cost.model import CostModel
 from autopar.cost.pipeline import StageTimes, simulate
 from autopar.plan import BF16
 from autopar.schedule import live_peaks
+from autopar.search import whole_blocks
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
@@ -120,6 +123,54 @@ def test_no_cut_is_quicker_than_the_program(seed: int) -> None:
         goal_s = share * least_s if math.isfinite(least_s) else 100.0
         assert problem(random.Random(seed)).bound_s(0.0, goal_s) <= least_s
     assert problem(random.Random(seed)).bound_s(0.5 * goal_s, goal_s) >= 0.5 * goal_s  # what is known stays so
+
+
+@pytest.mark.parametrize("rested", [1, whole_blocks.RESTED])
+@pytest.mark.parametrize("seed", range(16))
+def test_no_cut_is_quicker_than_whole_blocks(monkeypatch: pytest.MonkeyPatch, seed: int, rested: int) -> None:
+    """Branched on to the end, whatever the program without branches says, and whichever chains rest."""
+    monkeypatch.setattr(whole_blocks, "NEAR", 0.0)
+    monkeypatch.setattr(whole_blocks, "RESTED", rested)
+    least_s = least_of_all(problem(random.Random(seed)))
+    for share in (1.0, 1.001, 1.1, 2.0):
+        goal_s = share * least_s if math.isfinite(least_s) else 100.0
+        assert problem(random.Random(seed)).bound_s(0.0, goal_s) <= least_s
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(min_value=0), st.floats(0.9, 3.0), st.sampled_from([0, 3_000, whole_blocks.WORK]))
+def test_branches_that_are_left_open_are_bounded_too(seed: int, share: float, work: int) -> None:
+    least_s = least_of_all(problem(random.Random(seed)))
+    goal_s = share * least_s if math.isfinite(least_s) else 100.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_blocks, "NEAR", 2.0)
+        in_parts_s = problem(random.Random(seed)).bound_s(0.0, goal_s)
+        patch.setattr(whole_blocks, "NEAR", 0.0)
+        patch.setattr(whole_blocks, "WORK", work)
+        assert in_parts_s * (1 - 1e-9) <= problem(random.Random(seed)).bound_s(0.0, goal_s) <= least_s
+
+
+@pytest.mark.parametrize(("schedule", "pp", "virtual_stages", "m", "count"), [
+    ("1F1B", 3, 1, 6, 7), ("1F1B", 4, 1, 8, 9), ("GPipe", 3, 1, 3, 8), ("Interleaved1F1B", 2, 2, 4, 7), ("Interleaved1F1B", 3, 2, 6, 8),
+])  # fmt: skip
+def test_whole_blocks_are_found(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, pp: int, virtual_stages: int, m: int, count: int
+) -> None:
+    """Blocks that do not divide evenly and need no recompute: the bound is the step of the best cut, in parts it is well below."""
+    chance = random.Random(count)
+    only = replace(kind(chance, 0, count, modes=1, in_group=True), once_s=0.0)
+    row = replace(
+        problem(chance).row, schedule=schedule, pp=pp, virtual_stages=virtual_stages, num_micro_batches=m, limit_bytes=1e3,
+        most=math.inf,
+    )  # fmt: skip
+    stages = pp * virtual_stages
+    every = Every(shares=(1.0,) * stages, forward_s=(0.1,) * stages, backward_s=0.1, first_s=0.2, once_s=0.3)
+    least_s = least_of_all(LinearProgram(row, [only], every))
+    monkeypatch.setattr(whole_blocks, "NEAR", 2.0)
+    assert LinearProgram(row, [only], every).bound_s(0.0, 1.5 * least_s) < 0.99 * least_s
+    monkeypatch.setattr(whole_blocks, "NEAR", 0.0)
+    found_s = LinearProgram(row, [only], every).bound_s(0.0, 1.5 * least_s)
+    assert found_s == pytest.approx(least_s, rel=2e-3) and found_s <= least_s
 
 
 def test_the_program_is_tight_where_nothing_is_relaxed() -> None:
