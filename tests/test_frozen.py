@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, replace
 import pytest
 import torch
 
-from autopar.frozen import quickly
+from autopar.frozen import quickly, replaced
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
 
@@ -38,6 +38,17 @@ def test_it_is_made_as_a_dataclass_is() -> None:
         Made(a=-1)
 
 
+def test_a_changed_copy_is_that_of_a_dataclass() -> None:
+    made = Made(a=1, b="d")
+    assert replaced(made, a=2) == replace(made, a=2) == Made(a=2, b="d") and replaced(made) == made
+    assert replaced(made, b=None).b is None and replaced(made, a=2).c == -1
+    for wrong in ({"c": 2}, {"d": 2}):
+        with pytest.raises(TypeError):
+            replaced(made, **wrong)
+    with pytest.raises(ValueError, match="-1"):
+        replaced(made, a=-1)
+
+
 def test_what_it_cannot_make_is_refused() -> None:
     @dataclass
     class Open:
@@ -50,6 +61,17 @@ def test_what_it_cannot_make_is_refused() -> None:
     for cls in (Open, Listed):
         with pytest.raises(TypeError):
             quickly(cls)
+
+
+def test_specs_are_equal_by_all_that_they_say() -> None:
+    spec = TensorSpec(shape=(2, 3), dtype=torch.float32)
+    others = [
+        TensorSpec(shape=(3, 2), dtype=torch.float32), TensorSpec(shape=(2, 3), dtype=torch.float16),
+        TensorSpec(shape=(2, 3), dtype=torch.float32, requires_grad=True),
+    ]  # fmt: skip
+    same = TensorSpec(shape=(2, 3), dtype=torch.float32)
+    assert spec == same and hash(spec) == hash(same) and spec != (2, 3)
+    assert len({spec, same, *others}) == 4 and spec not in others
 
 
 def test_references_and_types_are_equal_by_what_they_say() -> None:

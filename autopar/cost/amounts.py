@@ -84,7 +84,7 @@ class Work:
 
 def total(specs: Specs) -> int:
     """Bytes of all."""
-    return sum(spec.num_bytes for spec in specs)
+    return sum([spec.num_bytes for spec in specs])
 
 
 def with_grad(operands: Specs) -> list[TensorSpec]:

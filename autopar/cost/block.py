@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -22,13 +21,13 @@ from autopar.cost.fusion import (
     joined_projections,
 )
 from autopar.cost.messages import Message, messages
-from autopar.cost.storages import Storages
-from autopar.cost.work import Specs, Work, operand_specs, work
+from autopar.cost.storages import Storages, Wiring, wiring_of
+from autopar.cost.work import Specs, Work, work
 from autopar.device import Device, Kind
 from autopar.errors import RuleError
-from autopar.frozen import quickly
+from autopar.frozen import quickly, replaced
 from autopar.graph.again import is_dear, made_again
-from autopar.graph.ir import Block, Graph, Op, Ref
+from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.mesh import Mesh
 from autopar.plan import Recompute
 
@@ -274,7 +273,7 @@ def price_block(
     selective = done.shape.selective
     if selective is not None:
         selective = replace(selective, time_s=sum(times[i].forward_s for i in done.remade))
-    return replace(
+    return replaced(
         done.shape,
         selective=selective,
         forward_s=sum(time.forward_s for time in times),
@@ -306,16 +305,20 @@ def block_work(
         selective: whether autopar's own selective recompute is looked at too.
     """
     ops = graph.block_ops(block)
-    operands = tuple(operand_specs(op, graph.spec) for op in ops)
+    wiring = wiring_of(graph, block)
+    specs = [spec for op in ops for spec in op.outputs]
+    specs += [graph.spec(ref) for ref in wiring.values[len(specs) :]]
+    operands = tuple([tuple([specs[v] for v in own]) for own in wiring.reads])
     works = [work(op, own, kind) for op, own in zip(ops, operands, strict=True)]
-    repeated = frozenset(i for i, op in enumerate(ops) if again is not None and again(op))
-    works = [_as_run(graph, op, own, done, kernels) for op, own, done in zip(ops, operands, works, strict=True)]
+    repeated = frozenset() if again is None else frozenset(i for i, op in enumerate(ops) if again(op))
+    if kernels != EAGER:
+        works = [_as_run(graph, op, own, done, kernels) for op, own, done in zip(ops, operands, works, strict=True)]
     fused = kernels.elementwise
     unkept = repeated.union(*(inner(graph, ops, chain) for chain in chains(graph, ops))) if fused else repeated
-    storages = Storages(graph, block, works, unkept)
-    works = [storages.copied(op, done) for op, done in zip(ops, works, strict=True)]
+    storages = Storages(graph, block, works, specs, unkept)
+    works = [storages.copied(i) for i in range(len(works))]
     inputs = storages.inputs()
-    across = graph.live_across(block.stop)
+    across = [graph.spec(ref) for ref in wiring.across]
     keeping = (i for i, done in enumerate(works) if done.saved or done.saves_output or done.saved_bytes)
     last_kept = max(keeping, default=-1)
     kept = _kept(storages, inputs)
@@ -333,25 +336,24 @@ def block_work(
         forward_transient_bytes=kept.forward_transient_bytes,
         backward_transient_bytes=kept.backward_transient_bytes,
         selective=None if remade is None else replace(_kept(remade, inputs), least_bytes=storages.kept_by(is_dear)),
-        sends=tuple(graph.spec(ref).num_bytes for ref in across),
-        send_gradients=tuple(graph.spec(ref).num_bytes for ref in across if graph.spec(ref).requires_grad),
-        flops=sum(done.flops for done in works),
-        backward_flops=sum(done.backward_flops for done in works),
+        sends=tuple([spec.num_bytes for spec in across]),
+        send_gradients=tuple([spec.num_bytes for spec in across if spec.requires_grad]),
+        flops=sum([done.flops for done in works]),
+        backward_flops=sum([done.backward_flops for done in works]),
         messages=tuple(
             message if i <= last_kept else replace(message, repeated=False)
             for i, op in enumerate(ops)
             for message in messages(op, graph)
         ),
-        parameters=_parameters(graph, block),
+        parameters=_parameters(graph, block, wiring),
     )
     if fused:
         works = fuse(graph, ops, works)
-    readers = ops
+    inside: set[int] = set()
     if kernels.projections:
         works = fuse_projections(ops, operands, works)
         inside = {i for group in joined_projections(ops) for i in group[1:]}
-        readers = tuple(op for i, op in enumerate(ops) if i not in inside)
-    fan_in = tuple(fan_in_bytes(graph, readers))
+    fan_in = tuple(fan_in_bytes(ops, wiring, specs, inside))
     operands = operands if kernels == EAGER else ()
     return BlockWork(
         ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
@@ -359,28 +361,34 @@ def block_work(
     )  # fmt: skip
 
 
-def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
-    """The parameters that a block reads."""
-    return tuple(
-        ParameterCost(
-            name=p.name,
-            shape=p.spec.shape,
-            num_bytes=p.spec.num_bytes,
-            gradient_sum_axes=p.gradient_sum_axes,
-            trained=p.spec.requires_grad,
-            spread=any(axis == "ep_data" for axis, _ in p.layout),
-            shared=not all(block.start <= user < block.stop for user in graph.users(Ref(p.name))),
+def _parameters(graph: Graph, block: Block, wiring: Wiring) -> tuple[ParameterCost, ...]:
+    """The parameters that a block reads; the same ones for graphs that differ in the shapes of other values alone."""
+    known, key = graph._index.named, f"parameters {block.start}:{block.stop}"
+    if key not in known:
+        known[key] = tuple(
+            [
+                ParameterCost(
+                    name=p.name,
+                    shape=p.spec.shape,
+                    num_bytes=p.spec.num_bytes,
+                    gradient_sum_axes=p.gradient_sum_axes,
+                    trained=p.spec.requires_grad,
+                    spread=any(axis == "ep_data" for axis, _ in p.layout),
+                    shared=is_shared,
+                )
+                for p, is_shared in zip(graph.block_parameters(block), wiring.shared, strict=True)
+            ]
         )
-        for p in graph.block_parameters(block)
-    )
+    found: tuple[ParameterCost, ...] = known[key]
+    return found
 
 
-def _kept(storages: Storages, inputs: Mapping[Ref, int]) -> Remade:
+def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
     """What a block keeps and needs in passing; ``inputs``: bytes of the values of earlier blocks that it reads."""
     saved = storages.saved_bytes
     return Remade(
         saved_bytes=saved,
-        saved_input_bytes=sum(size for ref, size in inputs.items() if ref in storages.saved),
+        saved_input_bytes=sum([size for root, size in inputs.items() if root in storages.saved]),
         forward_transient_bytes=max(storages.forward_peak() - saved, 0),
         backward_transient_bytes=max(storages.backward_peak() - saved, 0) + storages.again_bytes,
     )
@@ -397,10 +405,20 @@ def _as_run(graph: Graph, op: Op, operands: Specs, done: Work, kernels: Kernels)
     return done
 
 
-def fan_in_bytes(graph: Graph, ops: tuple[Op, ...]) -> Iterator[int]:
-    """Adding up the gradients of values that several operators of the block read: bytes of each sum."""
-    uses = Counter(ref for op in ops if any(s.requires_grad for s in op.outputs) for ref in dict.fromkeys(op.operands))
-    for ref, count in uses.items():
-        spec = graph.spec(ref)
-        if count > 1 and spec.requires_grad and not graph.is_parameter(ref):
-            yield from (3 * spec.num_bytes,) * (count - 1)
+def fan_in_bytes(
+    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], beside: Collection[int] = ()
+) -> Iterator[int]:
+    """Adding up the gradients of values that several operators of the block read: bytes of each sum.
+
+    Args:
+        specs: of the values of ``wiring``.
+        beside: positions of operators that do not count.
+    """
+    uses: dict[int, int] = {}
+    for i, (op, own) in enumerate(zip(ops, wiring.distinct, strict=True)):
+        if i not in beside and any(spec.requires_grad for spec in op.outputs):
+            for v in own:
+                uses[v] = uses.get(v, 0) + 1
+    for v, count in uses.items():
+        if count > 1 and specs[v].requires_grad and not wiring.is_parameter[v]:
+            yield from (3 * specs[v].num_bytes,) * (count - 1)

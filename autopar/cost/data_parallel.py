@@ -14,7 +14,7 @@ exposed, what is hidden slows the block by the device's ``interference``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeAlias
 
@@ -103,25 +103,22 @@ class DataParallel:
     quantized_gathers: bool = False
     broadcasts: bool = False
 
-    @property
-    def uses_fsdp(self) -> bool:
-        """Whether FSDP holds the parameters: it shards or casts them."""
-        return self.mesh.dp_shard > 1 or is_mixed(self.precision)
+    uses_fsdp: bool = field(init=False, compare=False)
+    """Whether FSDP holds the parameters: it shards or casts them."""
+    gathers_always: bool = field(init=False, compare=False)
+    """Whether parameters are freed between forward and backward."""
+    reduces_always: bool = field(init=False, compare=False)
+    """Whether FSDP reduces the gradients of every micro-batch."""
+    sends_always: bool = field(init=False, compare=False)
+    """Whether every micro-batch has gathers or reductions."""
 
-    @property
-    def gathers_always(self) -> bool:
-        """Whether parameters are freed between forward and backward."""
-        return self.uses_fsdp and self.zero_stage == 3
-
-    @property
-    def reduces_always(self) -> bool:
-        """Whether FSDP reduces the gradients of every micro-batch."""
-        return self.uses_fsdp and self.zero_stage >= 2 and not self.is_pipelined
-
-    @property
-    def sends_always(self) -> bool:
-        """Whether every micro-batch has gathers or reductions."""
-        return self.gathers_always or self.reduces_always
+    def __post_init__(self) -> None:
+        uses_fsdp = self.mesh.dp_shard > 1 or is_mixed(self.precision)
+        gathers = uses_fsdp and self.zero_stage == 3
+        reduces = uses_fsdp and self.zero_stage >= 2 and not self.is_pipelined
+        found = {"uses_fsdp": uses_fsdp, "gathers_always": gathers, "reduces_always": reduces}
+        for name, value in (found | {"sends_always": gathers or reduces}).items():
+            object.__setattr__(self, name, value)  # asked for again and again
 
     def accumulates(self, num_micro_batches: int) -> bool:
         """Whether whole gradients are kept from one micro-batch to the next."""
@@ -133,17 +130,17 @@ class DataParallel:
         """What a block with these parameters costs on the data axes."""
         shards, trained = self.mesh.dp_shard, [p for p in parameters if p.trained]
         held = [(p, p.numel) for p in parameters if not p.spread]
-        spread_numel = sum(p.numel for p in trained if p.spread)
+        spread_numel = sum([p.numel for p in trained if p.spread])
         parts = [(p, numel if shards == 1 else p.shard_numel(shards)) for p, numel in held]
-        trained_shard = sum(part for p, part in parts if p.trained)
+        trained_shard = sum([part for p, part in parts if p.trained])
         gather_s = reduce_s = replicate_s = 0.0
         if self.uses_fsdp:
             gather_s = self._gathered_s(parts, collectives, device)
             reduce_s, replicate_s = self._reduced_s([own for own in parts if own[0].trained], collectives, device)
         return Unit(
-            numel=sum(numel for _, numel in held),
-            trained_numel=sum(numel for p, numel in held if p.trained),
-            shard_numel=sum(part for _, part in parts) + sum(p.numel for p in parameters if p.spread),
+            numel=sum([numel for _, numel in held]),
+            trained_numel=sum([numel for p, numel in held if p.trained]),
+            shard_numel=sum([part for _, part in parts]) + sum([p.numel for p in parameters if p.spread]),
             trained_shard_numel=trained_shard + spread_numel,
             trained_shard_shapes=tuple([p.shard_shape(shards) for p in trained]),
             spread_numel=spread_numel,
@@ -181,7 +178,7 @@ class DataParallel:
 
     def _padded(self, parts: Sequence[_Part]) -> int:
         """Elements that FSDP moves: shards of equal size; scalars are not its own."""
-        return self.mesh.dp_shard * sum(part for p, part in parts if p.shape)
+        return self.mesh.dp_shard * sum([part for p, part in parts if p.shape])
 
     # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
 

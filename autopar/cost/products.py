@@ -10,6 +10,7 @@ from typing import cast
 from autopar.cost.amounts import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.cost.recurrent import recurrent
 from autopar.device import Kind
+from autopar.frozen import replaced
 from autopar.graph.ir import Op
 
 
@@ -105,16 +106,16 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
     if op.target == "autopar.attention_ring":  # not fused: scores of one rank's columns at a time, in fp32
         whole = scores * FLOAT
         block = rows * whole // columns if rows < columns else whole
-        return replace(
+        return replaced(
             common, is_attention=False, backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
             workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
         )  # fmt: skip
     if op.target == "autopar.attention_gathered":  # the mask, and as it is added to the scores
         mask = rows * columns * (1 + query.dtype.itemsize)
-        common = replace(common, workspace_bytes=mask, backward_workspace_bytes=mask)
+        common = replaced(common, workspace_bytes=mask, backward_workspace_bytes=mask)
     if kind == "cpu" and not _is_fused_on_cpu(op, operands):
         return _written_out(op, operands, common, 2.0 * scores * (query.shape[-1] + op.spec.shape[-1]))
-    return replace(common, backward_flops=2.5 * flops)
+    return replaced(common, backward_flops=2.5 * flops)
 
 
 def _is_fused_on_cpu(op: Op, operands: Specs) -> bool:

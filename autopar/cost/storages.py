@@ -2,50 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass
 
 from autopar.cost.work import VIEWS, Work
-from autopar.graph.ir import Block, Graph, Op, Ref
-from autopar.graph.storage import storage_roots
+from autopar.frozen import replaced
+from autopar.graph.ir import Block, Graph, Op, Ref, TensorSpec
+from autopar.graph.storage import numbered_roots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wiring:
+    """The values of a block by number, those that it makes first: the same for graphs that differ in shapes alone.
+
+    Attributes:
+        values: by number.
+        number: of each value.
+        maker: position of the operator that makes a value.
+        reads, makes: for each operator its operands and outputs.
+        distinct: ``reads`` without repeats.
+        is_counted: for each value whether it counts where it is kept: what the batch brings and parameters are there anyway.
+        is_parameter: for each value.
+        inputs, outputs: values of earlier blocks that it reads, and its own that others read.
+        prelude: inputs, buffers and prelude values that it reads.
+        across: values that are alive behind it.
+        constants: names of the buffers.
+        shared: whether other blocks read its parameters, in their order.
+    """
+
+    values: tuple[Ref, ...]
+    number: dict[Ref, int]
+    maker: dict[int, int]
+    reads: tuple[tuple[int, ...], ...]
+    distinct: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    is_counted: tuple[bool, ...]
+    is_parameter: tuple[bool, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    prelude: tuple[int, ...]
+    across: tuple[Ref, ...]
+    constants: frozenset[str]
+    shared: tuple[bool, ...]
+
+
+def wiring_of(graph: Graph, block: Block) -> Wiring:
+    """The wiring of a block; kept with the names of its graph, for all shapes."""
+    known, key = graph._index.named, f"wiring {block.start}:{block.stop}"
+    if key not in known:
+        known[key] = _wiring(graph, block)
+    found: Wiring = known[key]
+    return found
+
+
+def _wiring(graph: Graph, block: Block) -> Wiring:
+    ops = graph.block_ops(block)
+    number: dict[Ref, int] = {}
+    for op in ops:
+        for k in range(len(op.outputs)):
+            number[Ref(op.name, k)] = len(number)
+    made = len(number)
+    reads = tuple([tuple([number.setdefault(ref, len(number)) for ref in op.operands]) for op in ops])
+    values, parameters, free = tuple(number), graph._index.parameters, graph._index.free
+    counts = iter(range(made))
+    makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
+    outside = values[made:]
+    return Wiring(
+        values=values,
+        number=number,
+        maker={v: i for i, own in enumerate(makes) for v in own},
+        reads=reads,
+        distinct=tuple([tuple(dict.fromkeys(own)) for own in reads]),
+        makes=makes,
+        is_counted=tuple([ref.name not in parameters and ref.name not in free for ref in values]),
+        is_parameter=tuple([ref.name in parameters for ref in values]),
+        inputs=tuple([number[ref] for ref in graph.block_inputs(block)]),
+        outputs=tuple([number[ref] for ref in graph.block_outputs(block)]),
+        prelude=tuple([number[ref] for ref in outside if ref.name in free]),
+        across=graph.live_across(block.stop),
+        constants=frozenset([buffer.name for buffer in graph.buffers]),
+        shared=tuple(
+            [
+                not all(block.start <= user < block.stop for user in graph.users(Ref(p.name)))
+                for p in graph.block_parameters(block)
+            ]
+        ),
+    )
 
 
 class Storages:
-    """Lifetimes of the storages that a block makes, keeps and reads."""
+    """Lifetimes of the storages that a block makes, keeps and reads; values by their number in :class:`Wiring`.
 
-    def __init__(self, graph: Graph, block: Block, works: list[Work], again: frozenset[int] = frozenset()) -> None:
-        self.graph, self.block, self.works = graph, block, works
+    Args:
+        specs: of the values.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        block: Block,
+        works: Sequence[Work],
+        specs: Sequence[TensorSpec],
+        again: frozenset[int] = frozenset(),
+    ) -> None:
+        self.wiring, self.works, self._specs = wiring_of(graph, block), works, specs
+        wiring = self.wiring
         self.ops = graph.block_ops(block)
-        self._roots = roots = storage_roots(self.ops, graph._index.specs)
-        self._reads = [[roots.get(ref, ref) for ref in op.operands] for op in self.ops]
+        self._roots = roots = numbered_roots(self.ops, wiring.reads, wiring.makes, specs)
+        self.sizes = [spec.num_bytes for spec in specs]
+        """Bytes of each value."""
+        self._reads = [[roots[v] for v in own] for own in wiring.reads]
         """Of each operator the storages that it reads."""
-        self._makes = [[Ref(op.name, k) for k in range(len(op.outputs))] for op in self.ops]
         self._views = [
-            op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(self.ops, self._makes, strict=True)
+            op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(self.ops, wiring.makes, strict=True)
         ]
-        self.saved: dict[Ref, int] = {}
+        self.saved: dict[int, int] = {}
         """Kept storages by the position of the first operator that keeps them."""
-        parameters, free = graph._index.parameters, graph._index.free
         for i, done in enumerate(works):
-            kept = [self._reads[i][k] for k in done.saved]
+            for k in done.saved:
+                self._save(self._reads[i][k], i)
             if done.saves_output:
-                kept.append(roots[self._makes[i][0]])
-            for root in kept:
-                if root.name not in parameters and root.name not in free:
-                    self.saved.setdefault(root, i)
+                self._save(roots[wiring.makes[i][0]], i)
         self._inner = [done.saved_bytes for done in works]
         self.again_bytes = 0
         self.remade: frozenset[int] = frozenset()
         """Positions of the operators that backward runs once more for what is not kept."""
-        self._sizes: dict[Ref, int] = {}
         self._lives, self._gradients = self._alive(), self._flowing()
         self._forget(again)
+
+    def _save(self, root: int, position: int) -> None:
+        if self.wiring.is_counted[root]:
+            self.saved.setdefault(root, position)
 
     @property
     def roots(self) -> dict[Ref, Ref]:
         """For every value that the block makes the one whose storage it lies in."""
-        return self._roots
+        values = self.wiring.values
+        return {values[v]: values[self._roots[v]] for made in self.wiring.makes for v in made}
 
     def without(self, again: frozenset[int]) -> Storages:
         """The same block where the operators at these positions are made again and nothing that they make is kept."""
@@ -56,20 +150,20 @@ class Storages:
 
     def kept_by(self, is_dear: Callable[[Op], bool]) -> int:
         """Bytes that are kept of what such operators make, and of what earlier blocks make."""
-        other = {op.name for op in self.ops if not is_dear(op)}
+        other = {v for op, made in zip(self.ops, self.wiring.makes, strict=True) if not is_dear(op) for v in made}
         own = sum(size for size, op in zip(self._inner, self.ops, strict=True) if is_dear(op))
-        return own + sum(self.size(root) for root in self.saved if root.name not in other)
+        return own + sum(self.sizes[root] for root in self.saved if root not in other)
 
     def _forget(self, again: frozenset[int]) -> None:
-        self.again_bytes = self._drop(again)
-        self.saved_bytes = sum(map(self.size, self.saved)) + sum(self._inner)
+        self.again_bytes = self._drop(again) if again else 0
+        self.saved_bytes = sum([self.sizes[root] for root in self.saved]) + sum(self._inner)
 
     def _drop(self, again: frozenset[int]) -> int:
         """Forget what the operators at these positions make; keep what they read. Bytes that are made once more."""
-        makers = {self.ops[i].name: i for i in again}
-        made = {root for root in self.saved if root.name in makers}
-        dropped = sum(map(self.size, made)) + sum(self._inner[i] for i in again)
-        needed = [makers[root.name] for root in made] + [i for i in again if self._inner[i]]
+        makers = {v: i for i in again for v in self.wiring.makes[i]}
+        made = {root for root in self.saved if root in makers}
+        dropped = sum(self.sizes[root] for root in made) + sum(self._inner[i] for i in again)
+        needed = [makers[root] for root in made] + [i for i in again if self._inner[i]]
         for root in made:
             del self.saved[root]
         seen: set[int] = set()
@@ -80,79 +174,73 @@ class Storages:
             seen.add(i)
             self._inner[i] = 0
             for root in self._reads[i]:
-                if root.name in makers:
-                    needed.append(makers[root.name])
-                elif not self.graph.is_parameter(root) and not self.graph.is_prelude(root):
-                    self.saved.setdefault(root, i)
+                if root in makers:
+                    needed.append(makers[root])
+                else:
+                    self._save(root, i)
         self.remade = frozenset(seen)
         return dropped
 
-    def root(self, ref: Ref) -> Ref:
-        """The value whose storage ``ref`` lies in, as far back as the block goes."""
-        return self._roots.get(ref, ref)
+    def copied(self, i: int) -> Work:
+        """The work of the operator at a position; where it is a view that strides do not allow, so that it copies, that of a copy."""
+        done = self.works[i]
+        if self._views[i] or self.ops[i].target not in VIEWS:
+            return done
+        return replaced(done, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
 
-    def copies(self, op: Op) -> bool:
-        """Whether a view is none: strides do not allow it, so that it copies."""
-        return op.target in VIEWS and self.root(Ref(op.name)) == Ref(op.name)
-
-    def copied(self, op: Op, done: Work) -> Work:
-        """The work of ``op`` when it is a view that copies, else ``done``."""
-        return replace(done, launches=1, num_bytes=2 * op.spec.num_bytes) if self.copies(op) else done
-
-    def size(self, ref: Ref) -> int:
-        if ref not in self._sizes:
-            self._sizes[ref] = self.graph.spec(ref).num_bytes
-        return self._sizes[ref]
-
-    def inputs(self) -> dict[Ref, int]:
+    def inputs(self) -> dict[int, int]:
         """Storages of earlier blocks that this one reads."""
-        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_inputs(self.block))
-        return {root: self.size(root) for root in roots if not self.graph.is_parameter(root)}
+        return {self._roots[v]: self.sizes[self._roots[v]] for v in self.wiring.inputs}
 
     def prelude(self) -> tuple[tuple[str, int], ...]:
-        roots = dict.fromkeys(self.root(ref) for ref in self.graph.block_prelude(self.block))
-        constants = {buffer.name for buffer in self.graph.buffers}
-        return tuple((root.name, self.size(root)) for root in roots if root.name not in constants)
+        wiring = self.wiring
+        names = ((wiring.values[v].name, self.sizes[v]) for v in wiring.prelude)
+        return tuple([(name, size) for name, size in names if name not in wiring.constants])
 
     def forward_peak(self) -> int:
         """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
         kept = peak = now = 0  # ``now``: bytes that are alive and not kept
+        sizes, saved = self.sizes, self.saved
         keeps: dict[int, int] = {}
-        position = {op.name: i for i, op in enumerate(self.ops)}
-        for ref, i in self.saved.items():
-            made_at = position.get(ref.name, i)
-            keeps[made_at] = keeps.get(made_at, 0) + self.size(ref)
+        for root, i in saved.items():
+            made_at = self.wiring.maker.get(root, i)
+            keeps[made_at] = keeps.get(made_at, 0) + sizes[root]
         for i, (made, left) in enumerate(self._lives):
-            now += sum(self.size(ref) for ref in made if ref not in self.saved)
+            for v in made:
+                if v not in saved:
+                    now += sizes[v]
             kept += keeps.get(i, 0) + self._inner[i]
             peak = max(peak, kept + now + self.works[i].workspace_bytes)
-            now -= sum(self.size(ref) for ref in left if ref not in self.saved)
+            for v in left:
+                if v not in saved:
+                    now -= sizes[v]
         return peak
 
-    def _alive(self) -> list[tuple[list[Ref], list[Ref]]]:
+    def _alive(self) -> list[tuple[list[int], list[int]]]:
         """Of each operator the storages that it makes, and those of this block that nothing reads after it."""
-        last: dict[Ref, int] = {}
+        wiring, roots = self.wiring, self._roots
+        last: dict[int, int] = {}
         for i, reads in enumerate(self._reads):
-            for ref in reads:
-                last[ref] = i
-            for ref in self._makes[i]:
-                last[self._roots[ref]] = i
-        outputs = {self.root(ref) for ref in self.graph.block_outputs(self.block)}
-        found: list[tuple[list[Ref], list[Ref]]] = [([], []) for _ in self.ops]
-        for i, makes in enumerate(self._makes):
+            for v in reads:
+                last[v] = i
+            for v in wiring.makes[i]:
+                last[roots[v]] = i
+        outputs = {roots[v] for v in wiring.outputs}
+        found: list[tuple[list[int], list[int]]] = [([], []) for _ in self.ops]
+        for i, makes in enumerate(wiring.makes):
             if not self._views[i]:
-                for ref in makes:
-                    found[i][0].append(ref)
-                    if ref not in outputs:
-                        found[last[ref]][1].append(ref)
+                for v in makes:
+                    found[i][0].append(v)
+                    if v not in outputs:
+                        found[last[v]][1].append(v)
         return found
 
     def backward_peak(self) -> int:
         """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
         kept, peak = self.saved_bytes, 0
         frees: dict[int, int] = {}
-        for ref, first in self.saved.items():
-            frees[first] = frees.get(first, 0) + self.size(ref)
+        for root, first in self.saved.items():
+            frees[first] = frees.get(first, 0) + self.sizes[root]
         for i in reversed(range(len(self.ops))):
             if (beside := self._gradients[i]) is not None:
                 peak = max(peak, kept + beside)
@@ -161,18 +249,18 @@ class Storages:
 
     def _flowing(self) -> list[int | None]:
         """Bytes of gradients and of workspace while the backward of each operator runs; None of views."""
-        specs, parameters = self.graph._index.specs, self.graph._index.parameters
-        outputs = (self.root(ref) for ref in self.graph.block_outputs(self.block))
-        gradients = {root: self.size(root) for root in outputs if specs[root].requires_grad}
+        wiring, specs, sizes = self.wiring, self._specs, self.sizes
+        outputs = (self._roots[v] for v in wiring.outputs)
+        gradients = {root: sizes[root] for root in outputs if specs[root].requires_grad}
         now = sum(gradients.values())
         found: list[int | None] = [None] * len(self.ops)
         for i in reversed(range(len(self.ops))):
             if not self._views[i]:
                 for root in self._reads[i]:
-                    if root.name not in parameters and root not in gradients and specs[root].requires_grad:
-                        gradients[root] = self.size(root)
-                        now += gradients[root]
+                    if root not in gradients and not wiring.is_parameter[root] and specs[root].requires_grad:
+                        gradients[root] = sizes[root]
+                        now += sizes[root]
                 found[i] = now + self.works[i].backward_workspace_bytes
-                for ref in self._makes[i]:
-                    now -= gradients.pop(ref, 0)
+                for v in wiring.makes[i]:
+                    now -= gradients.pop(v, 0)
         return found

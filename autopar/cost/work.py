@@ -8,7 +8,6 @@ scores again (five products where forward has two: Dao et al. 2022, FlashAttenti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from autopar.cost.amounts import FLOAT, Product, Specs, Work, total, with_grad
 from autopar.cost.products import PRODUCTS
 from autopar.device import Kind
+from autopar.frozen import replaced
 from autopar.graph.again import SAVES_OUTPUT
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.opaque_ops import region_of
@@ -112,10 +112,10 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
         maker = None  # no product of two matrices
     found = maker(op, operands, kind) if maker else _elementwise(op, operands)
     if op.target in FUNCTIONS and operands:
-        found = replace(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
+        found = replaced(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
     if any(spec.requires_grad for spec in op.outputs):
         return found
-    return replace(
+    return replaced(
         found, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
         saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip

@@ -82,7 +82,7 @@ def made_again(graph: Graph, block: Block, roots: Mapping[Ref, Ref] | None = Non
         roots: for every value of the block the one whose storage it lies in; None: :func:`storage_roots` of it.
     """
     ops = graph.block_ops(block)
-    where = storage_roots(ops, graph._index.specs) if roots is None else roots
+    where = storage_roots(ops, graph.spec) if roots is None else roots
     reads = [tuple(dict.fromkeys(where.get(ref, ref) for ref in op.operands)) for op in ops]
     again: dict[str, int] = {}
     of_parameters: set[str] = set()

@@ -60,6 +60,20 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool = False
 
+    def __hash__(self) -> int:
+        """Of the shape: specs are looked up again and again, and few differ in anything else alone."""
+        return hash(self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            type(other) is TensorSpec
+            and self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.requires_grad == other.requires_grad
+        )
+
     @property
     def numel(self) -> int:
         return prod(self.shape)
@@ -122,6 +136,21 @@ class Op:
         args = tuple(map_refs(arg, lambda _: next(rest)) for arg in self.args)
         kwargs = tuple((key, map_refs(value, lambda _: next(rest))) for key, value in self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
+
+    def reshaped(
+        self,
+        target: str,
+        args: tuple[Argument, ...],
+        kwargs: tuple[tuple[str, Argument], ...],
+        outputs: tuple[TensorSpec, ...],
+    ) -> Op:
+        """The same call of the same tensors in other shapes, with other literals in ``args`` and ``kwargs``."""
+        found = Op(
+            name=self.name, target=target, args=args, kwargs=kwargs, outputs=outputs, module=self.module,
+            source=self.source, layouts=self.layouts,
+        )  # fmt: skip
+        object.__setattr__(found, "_operands", self._operands)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +294,7 @@ class Graph:
         Raises:
             KeyError: nothing of that name.
         """
-        return self._index.specs[ref]
+        return self._index.made[ref.name][ref.index]
 
     def producer(self, ref: Ref) -> Op | None:
         """The operator that makes ``ref``; None for inputs, parameters and buffers."""
@@ -342,6 +371,12 @@ class Graph:
         """
         return tuple(ref for made, last, ref in self._index.crossing(self.ops) if made < stop <= last)
 
+    def look_up(self) -> None:
+        """Make the look-ups by name and by block, which are else made when they are asked for: files of the graph have them."""
+        for block in self.blocks:
+            self.block_parameters(block)
+            self.block_inputs(block)
+
     @property
     def num_parameters(self) -> int:
         return sum(p.spec.numel for p in self.parameters)
@@ -358,36 +393,37 @@ class Graph:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "passes"}
 
-    def share_names(self, other: Graph, specs: dict[Ref, TensorSpec]) -> None:
+    def share_names(self, other: Graph, made: dict[str, tuple[TensorSpec, ...]]) -> None:
         """Take the look-ups by name of a graph with the same names and wiring and other shapes.
 
         Args:
-            specs: of all tensors of this graph.
+            made: specs of all tensors of this graph, by the name of what makes them.
         """
-        self.__dict__["_index"] = other._index.of_other_shapes(self, specs)
+        self.__dict__["_index"] = other._index.of_other_shapes(self, made)
 
 
 class _Index:
     """Look-ups over one graph, made once."""
 
-    __slots__ = ("_crossing", "block_of", "free", "named", "of_block", "parameters", "producers", "specs", "users")
+    __slots__ = ("_crossing", "block_of", "free", "made", "named", "of_block", "parameters", "producers", "users")
 
     def __init__(self, graph: Graph) -> None:
-        self.specs: dict[Ref, TensorSpec] = {}
         leaves: tuple[Input | Parameter | Buffer, ...] = (*graph.inputs, *graph.parameters, *graph.buffers)
-        for leaf in leaves:
-            self.specs[Ref(leaf.name)] = leaf.spec
-        self.producers: dict[str, Op] = {}
-        for op in (*graph.prelude, *graph.ops):
-            self.producers[op.name] = op
-            for i, spec in enumerate(op.outputs):
-                self.specs[Ref(op.name, i)] = spec
+        self.producers = {op.name: op for op in (*graph.prelude, *graph.ops)}
+        self.made: dict[str, tuple[TensorSpec, ...]] = {leaf.name: (leaf.spec,) for leaf in leaves}
+        """By the name of what makes tensors their specs."""
+        for name, op in self.producers.items():
+            self.made[name] = op.outputs
         self.parameters = {p.name: p for p in graph.parameters}
         self.free = {leaf.name for leaf in leaves} - set(self.parameters) | {op.name for op in graph.prelude}
         users: dict[Ref, list[int]] = {}
         for position, op in enumerate(graph.ops):
-            for ref in dict.fromkeys(op.operands):
-                users.setdefault(ref, []).append(position)
+            for ref in op.operands:
+                known = users.get(ref)
+                if known is None:
+                    users[ref] = [position]
+                elif known[-1] != position:
+                    known.append(position)
         self.users = {ref: tuple(positions) for ref, positions in users.items()}
         self.block_of = {op.name: b.index for b in graph.blocks for op in graph.block_ops(b)}
         self._crossing: list[tuple[int, int, Ref]] | None = None
@@ -396,10 +432,24 @@ class _Index:
         self.named: dict[str, Any] = {}
         """What passes found that follows from names, wiring and parameters, whatever the other shapes."""
 
-    def of_other_shapes(self, graph: Graph, specs: dict[Ref, TensorSpec]) -> _Index:
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what passes found, as that of a graph."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "named"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.named = {}
+
+    @property
+    def refs(self) -> list[Ref]:
+        """All tensors: leaves, then those of the prelude, then all others."""
+        return [Ref(name, i) for name, specs in self.made.items() for i in range(len(specs))]
+
+    def of_other_shapes(self, graph: Graph, made: dict[str, tuple[TensorSpec, ...]]) -> _Index:
         """The index of a graph with the same names, wiring and parameters."""
         found = copy(self)
-        found.specs = specs
+        found.made, found.named = made, self.named
         found.producers = {op.name: op for op in (*graph.prelude, *graph.ops)}
         return found
 

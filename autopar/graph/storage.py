@@ -6,13 +6,15 @@ attention before they are flattened into heads): what it makes is a storage of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
+
+Strides: TypeAlias = tuple[int, ...]
 
 _RESTRIDED = frozenset(
     {
@@ -32,31 +34,47 @@ _BY_TOKEN = ("aten.scaled_dot_product_attention.default", "autopar.attention")
 """Fused attention lays its output [batch, heads, tokens, width] out token by token, heads inside."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    root: Ref
-    strides: tuple[int, ...]
-
-
-def storage_roots(ops: Iterable[Op], specs: Mapping[Ref, TensorSpec]) -> dict[Ref, Ref]:
+def storage_roots(ops: Sequence[Op], spec_of: Callable[[Ref], TensorSpec]) -> dict[Ref, Ref]:
     """For every value that ``ops`` make, the value whose storage it lies in: itself unless it is a view.
 
     Args:
         ops: in order, the makers of all values that they read except leaves, which are contiguous.
-        specs: of leaves and of what ``ops`` read.
+        spec_of: of leaves and of what ``ops`` read.
     """
-    places: dict[Ref, _Place] = {}
-    for op in ops:
+    number: dict[Ref, int] = {}
+    makes = [[number.setdefault(Ref(op.name, k), len(number)) for k in range(len(op.outputs))] for op in ops]
+    made = len(number)
+    reads = [[number.setdefault(ref, len(number)) for ref in op.operands] for op in ops]
+    values = list(number)
+    specs = [spec for op in ops for spec in op.outputs] + [spec_of(ref) for ref in values[made:]]
+    roots = numbered_roots(ops, reads, makes, specs)
+    return {values[v]: values[roots[v]] for v in range(made)}
+
+
+def numbered_roots(
+    ops: Sequence[Op], reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], specs: Sequence[TensorSpec]
+) -> list[int]:
+    """As :func:`storage_roots`, of values by number; those that ``ops`` do not make are their own.
+
+    Args:
+        reads, makes: of each operator its operands and outputs.
+        specs: of the values.
+    """
+    roots = list(range(len(specs)))
+    strides: dict[int, Strides] = {}
+    """Of what ``ops`` make and look at, where it is not contiguous."""
+    for op, own, made in zip(ops, reads, makes, strict=True):
         if op.target in _RESTRIDED:
-            source = op.operands[0]
-            place = places.get(source) or _Place(source, contiguous(specs[source].shape))
-            places[Ref(op.name)] = _viewed(op, specs[source].shape, place)
+            source, shape = own[0], specs[own[0]].shape
+            before = strides.get(source) or contiguous(shape)
+            found = _strides(op.target, op.args[1:], specs[made[0]].shape, shape, before)
+            if found is not None:
+                roots[made[0]], strides[made[0]] = roots[source], found
             continue
-        strides = _dense_as(op, specs, places)
-        for i, spec in enumerate(op.outputs):
-            ref = Ref(op.name, i)
-            places[ref] = _Place(ref, strides if i == 0 and strides else contiguous(spec.shape))
-    return {ref: place.root for ref, place in places.items()}
+        dense = _dense_as(op, own, specs, strides)
+        if dense is not None:
+            strides[made[0]] = dense
+    return roots
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,21 +89,21 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _dense_as(op: Op, specs: Mapping[Ref, TensorSpec], places: Mapping[Ref, _Place]) -> tuple[int, ...] | None:
-    """Strides of an elementwise output: those of the operand of the same shape, where that is dense."""
-    shape = op.spec.shape
-    if op.target in _BY_TOKEN and len(shape) == 4:
-        _, h, s, e = shape
+def _dense_as(
+    op: Op, reads: Sequence[int], specs: Sequence[TensorSpec], strides: Mapping[int, Strides]
+) -> Strides | None:
+    """Strides of an elementwise output: those of the operand of the same shape, where that is dense; None: contiguous."""
+    if op.target in _BY_TOKEN and len(op.spec.shape) == 4:
+        _, h, s, e = op.spec.shape
         return (s * h * e, e, h * e, 1)
-    if not op.operands or op.target.startswith("aten.clone"):
+    if op.target not in _KEEPS_ORDER or not reads:
         return None
-    first = op.operands[0]
-    place = places.get(first)
-    if place is None or specs[first].shape != shape or op.target not in _KEEPS_ORDER:
+    own, shape = strides.get(reads[0]), op.spec.shape
+    if own is None or specs[reads[0]].shape != shape:
         return None
-    dense = sorted(zip(place.strides, shape, strict=True), reverse=True)
+    dense = sorted(zip(own, shape, strict=True), reverse=True)
     sizes = [n for _, n in dense]
-    return place.strides if tuple(s for s, _ in dense) == contiguous(tuple(sizes)) else None
+    return own if tuple(s for s, _ in dense) == contiguous(tuple(sizes)) else None
 
 
 _KEEPS_ORDER = frozenset(
@@ -110,21 +128,14 @@ _KEEPS_ORDER = frozenset(
 """Elementwise operators, whose outputs are laid out as their operand."""
 
 
-def _viewed(op: Op, shape: tuple[int, ...], place: _Place) -> _Place:
-    strides = _strides(op.target, op.args[1:], op.spec.shape, shape, place.strides)
-    if strides is None:
-        return _Place(Ref(op.name), contiguous(op.spec.shape))
-    return _Place(place.root, strides)
-
-
 @lru_cache(maxsize=4096)
 def _strides(
     target: str,
     args: tuple[Argument, ...],
     made: tuple[int, ...],
     shape: tuple[int, ...],
-    strides: tuple[int, ...],
-) -> tuple[int, ...] | None:
+    strides: Strides,
+) -> Strides | None:
     """Strides of a view of shape ``made``; None where these strides have no such view, so that it copies."""
     source = torch.empty_strided(shape, strides, device="meta")
     if target == "aten.view.default":

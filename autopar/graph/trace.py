@@ -89,7 +89,9 @@ def trace(
         )
     if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
-    return replace(graph, exact=exact, pins=marks, notes=(*graph.notes, *notes_of(graph, job.reasons)))
+    found = replace(graph, exact=exact, pins=marks, notes=(*graph.notes, *notes_of(graph, job.reasons)))
+    found.look_up()
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ class _Check:
     def returned(self, node: fx.Node, place: str, outputs: tuple[str, ...]) -> None:
         """What comes out holds what later blocks take it for."""
         graph = self.program.graph
-        stated = {str_name(ref): layout_of(graph, ref) for ref in graph._index.specs if not graph.is_parameter(ref)}
+        stated = {str_name(ref): layout_of(graph, ref) for ref in graph._index.refs if not graph.is_parameter(ref)}
         for name, value in zip(outputs, cast("tuple[fx.Node, ...]", node.args[0]), strict=True):
             for axis, kind in stated[name]:
                 found = dict(value.meta["types"]).get(axis, kind)

@@ -214,7 +214,7 @@ class _Reader:
             raise PlanError(
                 "the plan has a strategy for each operator", value=f"{len(names)} for {len(ops)}", place=place
             )
-        key = (digest(signature(ops, self.graph._index.specs)), tuple(names))
+        key = (digest(signature(ops, self.graph.spec)), tuple(names))
         if key not in self.seen:
             self.seen[key] = tuple(self._find(op, name, place) for op, name in zip(ops, names, strict=True))
         self.strategies.update((op.name, s) for op, s in zip(ops, self.seen[key], strict=True))

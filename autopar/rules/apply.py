@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import RuleError
+from autopar.frozen import replaced
 from autopar.graph.ir import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.layout import I, P, R, S, Type
 from autopar.rules import zigzag
@@ -95,7 +96,7 @@ class _Sharding:
         self.specs: dict[Ref, TensorSpec] = {}
         self.renamed: dict[Ref, Ref] = {}
         self.samples = SampleSums(graph=graph)
-        self.names = {ref.name for ref in graph._index.specs}
+        self.names = set(graph._index.made)
         self.prelude = _Section([], {})
         self.explicit: set[str] = set()
 
@@ -154,7 +155,7 @@ class _Sharding:
         if self.is_batch and rest != I:
             raise RuleError("a parameter is not split over samples", value=rest, place=parameter.fqn)
         pending = uses == {"R"} and parameter.spec.requires_grad and not self.is_batch
-        return replace(
+        return replaced(
             parameter,
             spec=self.specs[Ref(parameter.name)],
             layout=(*parameter.layout, (self.axis, rest)),
@@ -175,7 +176,7 @@ class _Sharding:
             if block.index == len(graph.blocks) - 1:
                 self._loss(section)
             ops += section.ops
-            text = f"{block.hash}|{self.axis}|{signature(section.ops, self.specs)}" if is_wanted else ""
+            text = f"{block.hash}|{self.axis}|{signature(section.ops, self.specs.__getitem__)}" if is_wanted else ""
             blocks.append(replace(block, start=start, stop=len(ops), hash=digest(text)))
         return tuple(ops), tuple(blocks)
 

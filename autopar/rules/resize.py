@@ -6,14 +6,14 @@ those of the other size. So what follows from these alone is not worked out agai
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from autopar.graph.ir import Block, Graph, Input, Op, Ref, TensorSpec, digest
+from autopar.graph.ir import Graph, Input, Op, TensorSpec, digest
 from autopar.layout import Type
 from autopar.rules.apply import BATCH, part_of
 from autopar.rules.localize import LOCALIZERS, localize
-from autopar.rules.types import Local, Typing
+from autopar.rules.types import Local, Strategy, Typing
 
 
 def can_resize(graph: Graph, local: Graph, typing: Typing) -> bool:
@@ -43,75 +43,103 @@ def resized(graph: Graph, local: Graph, typing: Typing, *, global_batch_size: in
     Raises:
         RuleError: a dim does not divide.
     """
-    return _Resizing(graph, local, typing, Fraction(global_batch_size, graph.batch_size)).run(micro_batch_size)
+    return Resizer(graph, local, typing, global_batch_size).run(typing, micro_batch_size)
 
 
-class _Resizing:
-    """The state of one :func:`resized`."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Call:
+    """An operator as traced and in the micro-batch that there is.
 
-    def __init__(self, graph: Graph, local: Graph, typing: Typing, count_scale: Fraction) -> None:
-        self.graph, self.local, self.typing, self.count_scale = graph, local, typing, count_scale
-        self.specs: dict[Ref, TensorSpec] = dict(local._index.specs)
-        self._parts: dict[tuple[TensorSpec, int], TensorSpec] = {}
+    ``outputs``: the number of its outputs and their types among all of them; ``counts``: whether it has literals that count
+    elements.
+    """
 
-    def run(self, micro_batch_size: int) -> Graph:
-        graph, local = self.graph, self.local
-        inputs = tuple(self._input(a, b) for a, b in zip(graph.inputs, local.inputs, strict=True))
-        prelude = tuple(self._op(a, b) for a, b in zip(graph.prelude, local.prelude, strict=True))
-        ops = tuple(self._op(a, b) for a, b in zip(graph.ops, local.ops, strict=True))
+    op: Op
+    local: Op
+    strategy: Strategy
+    outputs: int
+    counts: bool
+
+
+class Resizer:
+    """Micro-batches of other sizes; see :func:`resized`. Equal outputs are worked out once for each size."""
+
+    def __init__(self, graph: Graph, local: Graph, typing: Typing, global_batch_size: int) -> None:
+        self.graph, self.local, self.count_scale = graph, local, Fraction(global_batch_size, graph.batch_size)
+        self._outputs: dict[tuple[tuple[TensorSpec, ...], tuple[Type, ...]], tuple[int, str]] = {}
+        """The numbers of outputs and their types, each with the first operator that has them."""
+        self._prelude = self._calls(typing, graph.prelude, local.prelude)
+        self._ops = self._calls(typing, graph.ops, local.ops)
+        local._index.crossing(local.ops)  # asked for of every size
+
+    def _calls(self, typing: Typing, ops: tuple[Op, ...], local: tuple[Op, ...]) -> list[_Call]:
+        found = []
+        for op, own in zip(ops, local, strict=True):
+            strategy = typing.strategies[op.name]
+            number, _ = self._outputs.setdefault((op.outputs, strategy.outputs), (len(self._outputs), op.name))
+            counts = (strategy.target or op.target) in LOCALIZERS
+            called = op.with_operands(own.operands) if counts else op
+            found.append(_Call(op=called, local=own, strategy=strategy, outputs=number, counts=counts))
+        return found
+
+    def run(self, typing: Typing, micro_batch_size: int) -> Graph:
+        """The graph of a size.
+
+        Args:
+            typing: that of ``local`` at this size.
+
+        Raises:
+            RuleError: a dim does not divide.
+        """
+        local, made = self.local, dict(self.local._index.made)
+        inputs = tuple([self._input(a, b, typing) for a, b in zip(self.graph.inputs, local.inputs, strict=True)])
+        made |= {leaf.name: (leaf.spec,) for leaf in inputs}
+        parts: dict[tuple[TensorSpec, int], TensorSpec] = {}
+        outputs = [
+            tuple([_part(spec, kind, typing, name, parts) for spec, kind in zip(specs, kinds, strict=True)])
+            for (specs, kinds), (_, name) in self._outputs.items()
+        ]
+        prelude = tuple([self._op(call, typing, outputs[call.outputs], made) for call in self._prelude])
+        ops = tuple([self._op(call, typing, outputs[call.outputs], made) for call in self._ops])
+        hashes = {text: digest(f"{text}|{micro_batch_size}") for text in {block.hash for block in local.blocks}}
         found = replace(
             local,
             batch_size=micro_batch_size,
             inputs=inputs,
             prelude=prelude,
             ops=ops,
-            blocks=tuple(self._block(block, micro_batch_size) for block in local.blocks),
+            blocks=tuple([replace(block, hash=hashes[block.hash]) for block in local.blocks]),
         )
-        local._index.crossing(local.ops)  # asked for of every size
-        found.share_names(local, self.specs)
+        found.share_names(local, made)
         return found
 
-    def _input(self, leaf: Input, local: Input) -> Input:
-        kind = self.typing.inputs.get(leaf.name)
+    def _input(self, leaf: Input, local: Input, typing: Typing) -> Input:
+        kind = typing.inputs.get(leaf.name)
         if kind is None or not kind.is_split:
             return local
-        self.specs[Ref(leaf.name)] = self._part(leaf.spec, kind, leaf.name)
-        return replace(local, spec=self.specs[Ref(leaf.name)])
+        return replace(local, spec=part_of(leaf.spec, kind, typing, leaf.name))
 
-    def _op(self, op: Op, local: Op) -> Op:
-        strategy = self.typing.strategies[op.name]
-        outputs = tuple(
-            [self._part(spec, kind, op.name) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
+    def _op(
+        self, call: _Call, typing: Typing, outputs: tuple[TensorSpec, ...], made: dict[str, tuple[TensorSpec, ...]]
+    ) -> Op:
+        local = call.local
+        made[local.name] = outputs
+        if not call.counts:
+            return local.reshaped(local.target, local.args, local.kwargs, outputs)
+        operands = tuple([made[ref.name][ref.index] for ref in local.operands])
+        own = Local(
+            axis=typing.axis, size=typing.size, operands=operands, outputs=outputs, count_scale=self.count_scale
         )
-        for i, spec in enumerate(outputs):
-            self.specs[Ref(op.name, i)] = spec
-        called = local
-        if (strategy.target or op.target) in LOCALIZERS:
-            operands = tuple([self.specs[ref] for ref in local.operands])
-            called = localize(
-                op.with_operands(local.operands),
-                strategy,
-                Local(
-                    axis=self.typing.axis,
-                    size=self.typing.size,
-                    operands=operands,
-                    outputs=outputs,
-                    count_scale=self.count_scale,
-                ),
-            )
-        return Op(
-            name=local.name, target=called.target, args=called.args, kwargs=called.kwargs, outputs=outputs,
-            module=local.module, source=local.source, layouts=local.layouts,
-        )  # fmt: skip
+        called = localize(call.op, call.strategy, own)
+        return local.reshaped(called.target, called.args, called.kwargs, outputs)
 
-    def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
-        if not kind.is_split:
-            return spec
-        key = (spec, kind.dim)
-        found = self._parts.get(key)
-        if found is None:
-            found = self._parts[key] = part_of(spec, kind, self.typing, place)
-        return found
 
-    def _block(self, block: Block, micro_batch_size: int) -> Block:
-        return replace(block, hash=digest(f"{block.hash}|{micro_batch_size}"))
+def _part(
+    spec: TensorSpec, kind: Type, typing: Typing, place: str, known: dict[tuple[TensorSpec, int], TensorSpec]
+) -> TensorSpec:
+    if not kind.is_split:
+        return spec
+    found = known.get((spec, kind.dim))
+    if found is None:
+        found = known[spec, kind.dim] = part_of(spec, kind, typing, place)
+    return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec, map_refs
 
 
-def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
+def signature(ops: Sequence[Op], spec_of: Callable[[Ref], TensorSpec]) -> str:
     """Text that is equal for equal sequences of operators, names aside; equal ones have equal strategies."""
     known: dict[str, str] = {}
     outside: dict[Ref, str] = {}
@@ -16,7 +16,7 @@ def signature(ops: Sequence[Op], specs: dict[Ref, TensorSpec]) -> str:
         if ref.name in known:
             return f"{known[ref.name]}[{ref.index}]"
         if ref not in outside:  # a tensor without gradient has other strategies than one with
-            spec = specs[ref]
+            spec = spec_of(ref)
             outside[ref] = f"${len(outside)}:{spec.shape}:{spec.dtype}:{spec.requires_grad}"
         return outside[ref]
 

@@ -78,7 +78,7 @@ def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Grap
     )
     made = replace(graph, parameters=parameters, ops=tuple(map(local, graph.ops)))
     blocks = tuple(
-        replace(b, hash=digest(f"{b.hash}|{AXIS}|{signature(made.block_ops(b), made._index.specs)}"))
+        replace(b, hash=digest(f"{b.hash}|{AXIS}|{signature(made.block_ops(b), made.spec)}"))
         if any(op.name in names for op in graph.block_ops(b))
         else b
         for b in graph.blocks

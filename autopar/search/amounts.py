@@ -23,10 +23,12 @@ def readable(num_bytes: float) -> str:
 
 def flops_per_sample(compact: Compact, model: CostModel) -> float:
     """Products of matrices, forward and backward."""
-    return sum(
-        flops_of_block(compact, index, model.device.kind) * len(members)
-        for index, members in enumerate(compact.members)
-    )
+    known: dict[str, float] = {}
+    for index, block in enumerate(compact.graph.blocks):
+        if block.hash not in known:
+            known[block.hash] = flops_of_block(compact, index, model.device.kind)
+    blocks = zip(compact.graph.blocks, compact.members, strict=True)
+    return sum(known[block.hash] * len(members) for block, members in blocks)
 
 
 def flops_of_block(compact: Compact, index: int, kind: Kind) -> float:

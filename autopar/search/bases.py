@@ -17,7 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.rules.apply import shard
-from autopar.rules.resize import can_resize, resized
+from autopar.rules.resize import Resizer, can_resize
 from autopar.rules.spread import spread
 from autopar.rules.types import Typing
 from autopar.search.batch import solve_batch
@@ -38,13 +38,13 @@ that repeats them rather than send must not win because a model is small. Plans 
 class _Sizes:
     """The graphs of one micro-batch that were made of a graph, by its size.
 
-    ``batch``: the typing by which; ``first``: of those, and whether the others follow from it.
+    ``batch``: the typing by which; ``first``: of those; ``others``: makes the others of it, where they follow.
     """
 
     batch: Typing
     graphs: dict[int, Graph] = field(default_factory=dict)
     first: Graph | None = None
-    others_follow: bool = False
+    others: Resizer | None = None
 
 
 def _sizes(graph: Graph, batch: Typing, global_batch_size: int) -> _Sizes:
@@ -97,17 +97,13 @@ class Bases:
     def _local(self, micro_batch_size: int) -> Graph:
         graph, typing = self.compact.graph, self._batch_typing(micro_batch_size)
         sizes = self._sizes
-        if sizes.first is not None and sizes.others_follow:
-            return resized(
-                graph,
-                sizes.first,
-                typing,
-                global_batch_size=self.global_batch_size,
-                micro_batch_size=micro_batch_size,
-            )
+        if sizes.others is not None:
+            return sizes.others.run(typing, micro_batch_size)
         local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
         if sizes.first is None:
-            sizes.first, sizes.others_follow = local, can_resize(graph, local, typing)
+            sizes.first = local
+            if can_resize(graph, local, typing):
+                sizes.others = Resizer(graph, local, typing, self.global_batch_size)
         return local
 
     def _batch_typing(self, micro_batch_size: int) -> Typing:

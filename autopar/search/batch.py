@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import product
 from math import prod
+from operator import contains
 from typing import Literal
 
 from autopar import rules
@@ -58,7 +59,11 @@ class _BatchCosts:
 
     def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
         elements = sum(spec.numel for spec in op.outputs)
-        return [Cost(time_s=float(s.work) * elements + 0.5 * sum(t == P for t in s.inputs)) for s in strategies]
+        return [Cost(time_s=self.made_s(s, elements)) for s in strategies]
+
+    def made_s(self, strategy: Strategy, elements: int) -> float:
+        """Of an operator that makes so many elements."""
+        return float(strategy.work) * elements + 0.5 * strategy.inputs.count(P)
 
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
@@ -137,10 +142,10 @@ def _solved(compact: Compact, size: Fraction) -> Typing:
 def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     graph = compact.graph
     offered = {
-        op.name: rules.strategies(op, tuple(graph.spec(r) for r in op.operands), axis=BATCH, size=size, fallback=True)
+        op.name: rules.strategies(op, tuple([graph.spec(r) for r in op.operands]), axis=BATCH, size=size, fallback=True)
         for op in (*graph.prelude, *graph.ops)
     }
-    offered = {name: tuple(s for s in found if _sums_up(graph, name, s)) for name, found in offered.items()}
+    offered = {name: tuple([s for s in found if _sums_up(graph, name, s)]) for name, found in offered.items()}
     for op in (*graph.prelude, *graph.ops):
         if not offered[op.name] and op.target == "autopar.opaque":
             raise _opaque(graph, op)
@@ -204,27 +209,30 @@ def _forced(
 def _cost(compact: Compact, strategies: Mapping[str, Strategy], costs: _BatchCosts) -> float | None:
     """Of a choice for all operators; None where it does not fit together."""
     graph, total = compact.graph, 0.0
-    types = {Ref(leaf.name): R if leaf.batch_dim is None else S(leaf.batch_dim) for leaf in graph.inputs}
-    types |= {Ref(buffer.name): R for buffer in graph.buffers}
+    types: dict[str, tuple[Type, ...]] = {
+        leaf.name: (R if leaf.batch_dim is None else S(leaf.batch_dim),) for leaf in graph.inputs
+    }
+    types |= {buffer.name: (R,) for buffer in graph.buffers}
     read = set[tuple[Ref, Type]]()
     for op in (*graph.prelude, *graph.ops):
         strategy = strategies[op.name]
-        total += costs.operators(op, (strategy,), ())[0].time_s
+        total += costs.made_s(strategy, sum([spec.numel for spec in op.outputs]))
         for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
-            if graph.is_parameter(ref):
+            own = types.get(ref.name)
+            if own is None:
                 found = costs.use(graph.parameter(ref.name), I, wanted)
-            elif types[ref] == wanted or (ref, wanted) in read:
+            elif own[ref.index] == wanted or (ref, wanted) in read:
                 continue
             else:
                 read.add((ref, wanted))
-                found = _changed(graph, costs, ref, types[ref], wanted)
+                found = _changed(graph, costs, ref, own[ref.index], wanted)
             if found is None:
                 return None
             total += found.time_s
-        for i, kind in enumerate(strategy.outputs):
-            types[Ref(op.name, i)] = kind
-    fits = all(types[a] == types[b] for a, b in compact.alike)
-    return total if fits and costs.change(graph.spec(graph.loss), types[graph.loss], P) is not None else None
+        types[op.name] = strategy.outputs
+    fits = all(types[a.name][a.index] == types[b.name][b.index] for a, b in compact.alike)
+    end = types[graph.loss.name][graph.loss.index]
+    return total if fits and costs.change(graph.spec(graph.loss), end, P) is not None else None
 
 
 def _sums_up(graph: Graph, name: str, strategy: Strategy) -> bool:
@@ -319,19 +327,18 @@ def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
 
 def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]], totals: bool) -> dict[str, tuple[Strategy, ...]]:
     """Keep the strategies whose operands can arrive as they want them; the first operator without any is named."""
-    types: dict[Ref, set[Type]] = {Ref(b.name): {R, I} for b in graph.buffers}
-    types |= {Ref(i.name): {R, I} if i.batch_dim is None else {S(i.batch_dim)} for i in graph.inputs}
-    types |= {Ref(p.name): {R} if p.spec.requires_grad else {R, I} for p in graph.parameters}
+    types: dict[str, list[set[Type]]] = {b.name: [{R, I}] for b in graph.buffers}
+    types |= {i.name: [{R, I} if i.batch_dim is None else {S(i.batch_dim)}] for i in graph.inputs}
+    types |= {p.name: [{R} if p.spec.requires_grad else {R, I}] for p in graph.parameters}
     if totals:
-        types |= {Ref(b.name): {R, I, P} for b in graph.buffers}
+        types |= {b.name: [{R, I, P}] for b in graph.buffers}
     kept: dict[str, tuple[Strategy, ...]] = {}
     for op in (*graph.prelude, *graph.ops):
-        arriving = [types[ref] for ref in op.operands]
-        kept[op.name] = tuple(
-            s for s in offered[op.name] if all(t in a for t, a in zip(s.inputs, arriving, strict=True))
-        )
+        arriving = [types[ref.name][ref.index] for ref in op.operands]
+        kept[op.name] = tuple([s for s in offered[op.name] if all(map(contains, arriving, s.inputs))])
         if not kept[op.name]:
             raise _mixes(graph, op, f"operands of types {[sorted(map(str, a)) for a in arriving]}")
+        found = types[op.name] = []
         for i, spec in enumerate(op.outputs):
             made = {s.outputs[i] for s in kept[op.name]}
             if not spec.requires_grad and made & {I, R}:
@@ -340,12 +347,14 @@ def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]], totals: b
                 made |= {I, R}
             if totals and made & {I, R, P}:
                 made |= {P} if graph.is_prelude(Ref(op.name, i)) else {I, R, P}
-            types[Ref(op.name, i)] = made
+            found.append(made)
     for mutation in graph.mutations:
-        if not types[mutation.value] & {R, I}:
-            raise _changes(graph, mutation, types[mutation.value])
-    if P not in types[graph.loss]:
-        raise _mixes(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, types[graph.loss]))}")
+        ends = types[mutation.value.name][mutation.value.index]
+        if not ends & {R, I}:
+            raise _changes(graph, mutation, ends)
+    loss = types[graph.loss.name][graph.loss.index]
+    if P not in loss:
+        raise _mixes(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, loss))}")
     return kept
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,8 @@ TRIES = 3
 """Times that a block is taken off a rank on which whole blocks do not fit, where parts do."""
 
 _TINY = 1e-30
+_PRICES = tuple(field.name for field in fields(BlockPrice))
+_prices_of = attrgetter(*_PRICES)
 
 
 class _Columns:
@@ -71,8 +74,8 @@ class _Columns:
 
         self.ranks = max(r.pp for r in rows)
         self.first, self.last, self.group = (
-            {f.name: column([getattr(getattr(r, part), f.name) for r in rows]) for f in fields(BlockPrice)}
-            for part in ("first", "last", "group")
+            dict(zip(_PRICES, np.array([_prices_of(part) for part in own], dtype=np.float64).T.copy(), strict=True))
+            for own in ([r.first for r in rows], [r.last for r in rows], [r.group for r in rows])
         )
         alone = np.array([r.alone for r in rows])
         for name, values in self.last.items():  # one block alone is counted as the first

@@ -66,7 +66,7 @@ class CutShape:
         self.which[upper] = np.argsort(order)[which.reshape(-1)]
         self.exists = self.which >= 0
         self._counts: dict[tuple[Ways, int], NDArray[np.int64]] = {}
-        self._choices: dict[int, Choices] = {}
+        self._choices: dict[range, Choices] = {}
 
     def _of(self, own: Ways, blocks: int) -> NDArray[np.int64]:
         if (own, blocks) not in self._counts:
@@ -87,10 +87,17 @@ class CutShape:
         Args:
             steps: keys by position, and from which option to which one their blocks go, best first.
         """
+        return self._choices_of(range(stages), steps)
+
+    def choices_alone(self, stage: int, steps: Sequence[tuple[int, int, int]]) -> Choices:
+        """As :meth:`choices`, of one distinct stage."""
+        return self._choices_of(range(stage, stage + 1), steps)
+
+    def _choices_of(self, stages: range, steps: Sequence[tuple[int, int, int]]) -> Choices:
         if stages in self._choices:
             return self._choices[stages]
         rows, are_few = [], True
-        for counts in self.distinct[:stages]:
+        for counts in self.distinct[stages.start : stages.stop]:
             parts = [self._of(own, int(c)) for own, c in zip(self.ways, counts, strict=True)]
             is_few = prod(map(len, parts)) <= MAX_CHOICES
             are_few &= is_few

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from math import inf, log2, prod
 
@@ -27,6 +27,9 @@ MAX_TABLE_ENTRIES = 1 << 23
 MANY_ENTRIES = 1 << 19
 """A table that is worth the search for a better order."""
 ORDERS = 32
+
+MAX_KNOWN, MAX_KNOWN_ENTRIES = 128, 1 << 16
+"""Energies of which it is kept, whatever they cost, how they are solved; and their entries at most."""
 
 MAX_SIDE_BY_SIDE = 1 << 20
 """Entries of the tables of several energies that are eliminated at once."""
@@ -184,11 +187,25 @@ def prepare(
     """
     if known is None:
         return _prepare(energy, keep, max_entries)
-    allowed = b"".join(np.isfinite(f.table).tobytes() for f in energy.factors)
-    key = keep, max_entries, energy.sizes, tuple(f.scope for f in energy.factors), allowed
+    allowed = b"".join([np.isfinite(f.table).tobytes() for f in energy.factors])
+    key = keep, max_entries, energy.sizes, tuple([f.scope for f in energy.factors]), allowed
     if key not in known:
-        known[key] = _prepare(energy, keep, max_entries)
+        known[key] = _known(*key) if len(allowed) <= MAX_KNOWN_ENTRIES else _prepare(energy, keep, max_entries)
     return known[key]
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _known(
+    keep: tuple[int, ...], max_entries: int, sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], allowed: bytes
+) -> Prepared:
+    """As :func:`_prepare`, of an energy that costs nothing where it is allowed: other models have equal blocks too."""
+    factors, start = [], 0
+    for scope in scopes:
+        shape = tuple([sizes[v] for v in scope])
+        free = np.frombuffer(allowed, dtype=np.bool_, count=prod(shape), offset=start).reshape(shape)
+        factors.append(Factor(scope=scope, table=np.where(free, 0.0, np.inf)))
+        start += free.size
+    return _prepare(Energy(sizes=sizes, factors=tuple(factors)), keep, max_entries)
 
 
 def _prepare(energy: Energy, keep: tuple[int, ...], max_entries: int) -> Prepared:
@@ -244,17 +261,17 @@ def _greedy(
 
     def score(v: int) -> tuple[float, float, int]:
         around = neighbours[v]
-        fill = [(a, b) for a in around for b in around if a < b and b not in neighbours[a]]
+        fill = [(a, b) for a in around for b in around if a < b and b not in neighbours[a]] if len(around) > 1 else []
         if not by_fill:
             return entries(v), len(fill), v
         weighted = sum(bits[a] * bits[b] for a, b in fill)
         return weighted * (1.0 if noise is None else noise.uniform(1.0, 1.6)), entries(v), v
 
     def entries(v: int) -> int:
-        return prod(energy.sizes[u] for u in neighbours[v]) * energy.sizes[v]
+        return prod([energy.sizes[u] for u in neighbours[v]]) * energy.sizes[v]
 
     scores = {v: score(v) for v in left}
-    order, largest = [], 1
+    order, largest = list[int](), 1
     while left and largest < bound:
         best = min(left, key=scores.__getitem__)
         left.remove(best)

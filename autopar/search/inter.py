@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.choices import Array, CutShape
+from autopar.search.choices import Array, Choices, CutShape
 from autopar.search.prefixes import Spans, forward, stops_of
 from autopar.search.ways import MOVED, BlockOption, Way, along, gain, lighter, ways_of
 
@@ -77,6 +77,7 @@ class StageCutter:
         self.shape = shape
         self.ordered = [one_of[key] for key in self.shape.keys]
         self.kinds = 0
+        self._alone: tuple[Choices, Array, Array, Array] | None = None
         self.grow(1)
 
     def grow(self, kinds: int) -> None:
@@ -84,25 +85,29 @@ class StageCutter:
         if kinds <= self.kinds:
             return
         self.kinds = kinds
-        self.choices = choices = self.shape.choices(kinds, _steps(self.ordered))
-        self.first = choices.first
+        self.choices = self.shape.choices(kinds, _steps(self.ordered))
+        self.first = self.choices.first
+        self.time, self.held, self.resident = self._weighed(self.choices, self.shape.distinct[:kinds])
+
+    def _weighed(self, choices: Choices, distinct: NDArray[np.int64]) -> tuple[Array, Array, Array]:
+        """Of each choice of these stages seconds, bytes of each micro-batch that is held, and bytes whatever is held."""
         options = [(b, o) for b in self.ordered for o in b.options]
-        self.time = choices.taken @ [o.time_s + b.more_s for b, o in options]
+        time = choices.taken @ [o.time_s + b.more_s for b, o in options]
         if any(o.down_s for _, o in options):
-            self.time += self._waits_s(choices.taken, [o for _, o in options])
-        self.held = choices.taken @ [o.held_bytes for _, o in options]
-        transient = np.zeros(len(self.time))
+            time += self._waits_s(time, choices.taken, [o for _, o in options])
+        held = choices.taken @ [o.held_bytes for _, o in options]
+        transient = np.zeros(len(time))
         for has, (_, option) in zip(choices.has, options, strict=True):
             np.maximum(transient, has * option.transient_bytes, out=transient)
-        static = self.shape.distinct[:kinds] @ [b.static_bytes for b in self.ordered]
-        self.resident = np.repeat(static, choices.lengths) + transient
+        static = distinct @ [b.static_bytes for b in self.ordered]
+        return time, held, np.repeat(static, choices.lengths) + transient
 
-    def _waits_s(self, taken: Array, options: Sequence[BlockOption]) -> Array:
+    def _waits_s(self, time: Array, taken: Array, options: Sequence[BlockOption]) -> Array:
         """For copies that the forwards and the backwards of a stage are too short for; nothing is beside the last one up."""
         forward_s, down_s, up_s = (
             taken @ [getattr(o, name) for o in options] for name in ("forward_s", "down_s", "up_s")
         )
-        found: Array = np.maximum(down_s - forward_s, 0.0) + np.maximum(up_s - (self.time - forward_s), 0.0)
+        found: Array = np.maximum(down_s - forward_s, 0.0) + np.maximum(up_s - (time - forward_s), 0.0)
         found += (up_s > 0) * min(o.up_s for o in options if o.up_s)
         return found
 
@@ -148,12 +153,33 @@ class StageCutter:
         if stages > n:
             return None
         cutters = [by_rank[s % len(by_rank)] if by_rank else self for s in range(stages)]
+        if stages == 1:
+            may = allowed is None or bool(allowed[0][0, n])
+            return cutters[0]._whole(in_flight[0], limit_bytes[0], num_micro_batches) if may else None
         short = min(n, LONG * -(-n // stages) + 2) if allowed is None else n
         for most in sorted({short, n}):
             found = self._cut(cutters, in_flight, limit_bytes, num_micro_batches, allowed, most)
             if found is not None and found.time_s <= self._least_s(cutters, most, num_micro_batches):
                 break
         return found
+
+    def _whole(self, in_flight: int, limit_bytes: float, num_micro_batches: int) -> Cut | None:
+        """All blocks as one stage: the choices of no other are asked for."""
+        n = len(self.blocks)
+        if any(self.shape.fixed.values()):  # a block is pinned to another stage
+            return None
+        kind = int(self.shape.which[0, n])
+        if self._alone is None:
+            choices = self.shape.choices_alone(kind, _steps(self.ordered))
+            self._alone = choices, *self._weighed(choices, self.shape.distinct[kind : kind + 1])
+        choices, time, held, resident = self._alone
+        fitting = np.where(held * in_flight + resident <= limit_bytes, time, np.inf)
+        best = int(np.argmin(fitting))
+        time_s = float(fitting[best])
+        if np.isinf(time_s):
+            return None
+        modes = tuple(self._modes(0, n, choices.taken[best]))
+        return Cut(stops=(n,), modes=modes, time_s=time_s + (num_micro_batches - 1) * time_s)
 
     def _least_s(self, cutters: Sequence[StageCutter], most: int, num_micro_batches: int) -> float:
         """What a cut with a stage of more than ``most`` blocks takes at least."""

@@ -13,6 +13,7 @@ from autopar.cost.block import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
 from autopar.cost.stages import own_times
 from autopar.errors import InfeasibleError
+from autopar.frozen import replaced
 from autopar.graph.ir import Graph, Ref
 from autopar.graph.padding import lengths, pad
 from autopar.mesh import Mesh
@@ -85,6 +86,7 @@ class Layouts:
         self._priced_blocks: dict[tuple[Split, str], BlockPrices] = {}
         self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
         self._crossing: dict[int, tuple[Graph, list[tuple[Ref, ...]]]] = {}
+        self._elements: dict[int, tuple[Graph, list[tuple[str, float]]]] = {}
         self._quickest: dict[Split, float] = {}
         self._least_each: dict[Split, tuple[float, ...]] = {}
         self._of_solvers: dict[tuple[Split, str], LayoutNeeds] = {}
@@ -143,11 +145,8 @@ class Layouts:
         if solution is None:
             return Draft(split=split, kind=kind, solution=None)
         graph, rests, numel = self.bases.base(split, kind).graph, solution.typing.parameters, 0.0
-        for block, members in zip(graph.blocks, self.compact.members, strict=True):
-            for p in graph.block_parameters(block):
-                if p.spec.requires_grad and not any(axis == SPREAD for axis, _ in p.layout):
-                    owned = p.spec.numel * len(members) / self._owners[p.name]
-                    numel += owned / split.tp if rests[p.name].is_split else owned
+        for name, owned in self._owned(graph):
+            numel += owned / split.tp if rests[name].is_split else owned
         sent = self._sent(graph, solution, split.tp)
         blocks_s = solution.blocks_s
         if not self.by_rule:  # whose times are of whole layouts and have all sums
@@ -158,6 +157,19 @@ class Layouts:
             send_bytes=min((there for there, _ in sent), default=0.0),
             send_gradient_bytes=min((back for _, back in sent), default=0.0),
         )  # fmt: skip
+
+    def _owned(self, graph: Graph) -> list[tuple[str, float]]:
+        """Trained parameters of each block that are not of experts over data ranks, and their elements in all its members."""
+        key = id(graph.parameters)  # of any micro-batch the same ones, which are kept
+        if key not in self._elements:
+            found = [
+                (p.name, p.spec.numel * len(members) / self._owners[p.name])
+                for block, members in zip(graph.blocks, self.compact.members, strict=True)
+                for p in graph.block_parameters(block)
+                if p.spec.requires_grad and not any(axis == SPREAD for axis, _ in p.layout)
+            ]
+            self._elements[key] = graph, found
+        return self._elements[key][1]
 
     def _sent(self, graph: Graph, solution: AxisSolution, tp: int) -> list[tuple[float, float]]:
         """Bytes that one rank sends from each block to the next, and of the gradients that come back, where there are any."""
@@ -315,7 +327,7 @@ class Layouts:
         for cost in costs:
             if id(cost) not in known:
                 own = self._parameters.setdefault(cost.parameters, cost.parameters)
-                known[id(cost)] = cost if own is cost.parameters else replace(cost, parameters=own)
+                known[id(cost)] = cost if own is cost.parameters else replaced(cost, parameters=own)
         return tuple(known[id(cost)] for cost in costs)
 
     def _prices(self, split: Split, kind: str) -> BlockPrices:

@@ -10,11 +10,11 @@ at the least, however they are divided. In a pipeline a stage's gathers may run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost.block import BlockCost, ParameterCost
 from autopar.cost.model import Step
-from autopar.frozen import quickly
+from autopar.frozen import quickly, replaced
 from autopar.layout import I, Type
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Candidate
@@ -118,7 +118,7 @@ class LeastRows:
         row = self._ideal_of(candidate, whole, step)[1]
         if row.schedule == candidate.schedule and row.virtual_stages == candidate.virtual_stages:
             return row
-        return replace(
+        return replaced(
             row,
             schedule=candidate.schedule,
             virtual_stages=candidate.virtual_stages,
@@ -158,11 +158,11 @@ class LeastRows:
             for price, own, work_s in zip(self._ideal_of(candidate, whole, step)[0], added, least_s, strict=True)
         ]
         total_s += sum(n * own.floor_s for n, own in zip(counts, added, strict=True))
-        return replace(
+        return replaced(
             ideal,
-            first=replace(ideal.first, time_s=times[0]),
-            last=replace(ideal.last, time_s=times[-1]),
-            group=replace(ideal.group, time_s=min((times[k] for k in self._largest(whole)), default=0.0)),
+            first=replaced(ideal.first, time_s=times[0]),
+            last=replaced(ideal.last, time_s=times[-1]),
+            group=replaced(ideal.group, time_s=min((times[k] for k in self._largest(whole)), default=0.0)),
             total_s=max(ideal.total_s, total_s, sum(n * time_s for n, time_s in zip(counts, times, strict=True))),
             tells_apart=False,
         )
@@ -183,7 +183,7 @@ class LeastRows:
         _, (first, last, group), total_s, once_s, gathers_s, every_s = self._drafted[key]
         sent, back = (draft.send_bytes, draft.send_gradient_bytes) if candidate.mesh.pp > 1 else (0.0, 0.0)
         collectives = self.model.collectives
-        return replace(
+        return replaced(
             ideal,
             first=first,
             last=last,
@@ -216,7 +216,7 @@ class LeastRows:
             part, added = parts[k], self._added_of(parts, k, step)
             known = self._needing(k, price, needs[k], added, work_s) if needs else {}
             prices.append(
-                replace(
+                replaced(
                     price,
                     **known,
                     time_s=max(price.time_s, added.least_s(work_s)),
@@ -302,7 +302,7 @@ class LeastRows:
             self._whole[id(whole)] = (
                 whole,
                 [
-                    cost if own is cost.parameters else replace(cost, parameters=own)
+                    cost if own is cost.parameters else replaced(cost, parameters=own)
                     for cost, own in zip(costs, same, strict=True)
                 ],
             )
@@ -323,8 +323,8 @@ class LeastRows:
                     shape = [p.numel // tp] if shape else []
                 elif rests[i].is_split:
                     shape[rests[i].dim] //= tp
-                found.append(replace(p, shape=tuple(shape)))
-            self._parts[key] = replace(cost, parameters=tuple(found))
+                found.append(replaced(p, shape=tuple(shape)))
+            self._parts[key] = replaced(cost, parameters=tuple(found))
         return self._parts[key]
 
     def _largest(self, whole: Option) -> tuple[int, ...]:
@@ -336,7 +336,7 @@ class LeastRows:
 def _beside(price: BlockPrice, added: _Added, once_s: float) -> BlockPrice:
     """The price of work as one of a block; ``once_s``: of its parameters."""
     work_s, share = price.time_s, added.again_share(price.time_s)
-    return replace(
+    return replaced(
         price,
         time_s=added.least_s(work_s),
         again_s=added.again_s(work_s, price.again_s),

@@ -44,24 +44,29 @@ def in_orders(pool: Sequence[Candidate], cluster: Cluster, pins: Pins | None = N
     Raises:
         UsageError: pins allow none of the orders.
     """
-    orders = [order for order in cluster.orders if pins is None or pins.allows("groups", "-".join(map(str, order)))]
+    every = cluster.orders
+    orders = [order for order in every if pins is None or pins.allows("groups", "-".join(map(str, order)))]
     if not orders:
         raise UsageError(
             "a pin of groups leaves an order of the cluster's node groups",
             value=", ".join(pin.text for pin in pins.pins if pin.text.startswith("groups")) if pins else "",
             place=cluster.name,
-            remedy=f"the orders are {', '.join('-'.join(map(str, order)) for order in cluster.orders)}",
+            remedy=f"the orders are {', '.join('-'.join(map(str, order)) for order in every)}",
         )
     if cluster.is_homogeneous:
         return list(pool)
     found: list[Candidate] = []
+    known: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for candidate in pool:
-        seen = set()
-        for order in orders if candidate.mesh.pp > 1 else orders[:1]:
-            places = origins(replace(candidate, order=order), cluster)
-            if places not in seen:
-                seen.add(places)
-                found.append(replace(candidate, order=order if order != cluster.orders[0] else ()))
+        pipeline = candidate.mesh.pp, candidate.mesh.world_size
+        if pipeline not in known:
+            different: dict[tuple[frozenset[int], ...], tuple[int, ...]] = {}
+            for order in orders if candidate.mesh.pp > 1 else orders[:1]:
+                different.setdefault(origins(replace(candidate, order=order), cluster), order)
+            known[pipeline] = [order if order != every[0] else () for order in different.values()]
+        found += [
+            candidate if order == candidate.order else replace(candidate, order=order) for order in known[pipeline]
+        ]
     return found
 
 

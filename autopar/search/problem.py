@@ -124,7 +124,6 @@ class Problem:
         self._classes: dict[object, int] = {}
         self._prepared: Prepared | None = None
         self._left: list[Parted] = []
-        self._specs = graph._index.specs
 
     # --- building
 
@@ -250,7 +249,7 @@ class Problem:
     def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
         if ref.name in self.rests:
             return self.costs.use(self.graph.parameter(ref.name), source, target)
-        return self.costs.change(self._specs[ref], source, target)
+        return self.costs.change(self.graph.spec(ref), source, target)
 
     def _edges(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> None:
         source = self._variable_of(ref)
@@ -271,7 +270,7 @@ class Problem:
             (self.ops[op.name], own): allowed
             for (op, _), own, allowed in zip(readers, wanted, flow.to_readers, strict=True)
         }
-        spec = self._specs[ref] if ref.name in self.ops else ref  # what changes of type cost
+        spec = self.graph.spec(ref) if ref.name in self.ops else ref  # what changes of type cost
         place = (source, ref.index, spec, frozenset(alike))
         is_new = place not in self._classes
         value = self._shared(place, flow.states)
@@ -300,7 +299,7 @@ class Problem:
         if len(wanted) == 1:
             key: object = id(made), id(wanted[0])
         else:
-            is_trained = self._specs[ref].requires_grad
+            is_trained = self.graph.spec(ref).requires_grad
             key = id(made), *map(id, wanted), self.max_extras, is_trained, ref.name in self.rests
         flows, is_known = self.shared.structures.flows, len(wanted) == 1 or self.shared.same is not None
         found = flows.get(key) if is_known else None
@@ -344,7 +343,7 @@ class Problem:
     def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref, made: tuple[Type, ...]) -> Wanted:
         """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
         home = None
-        if not self._specs[ref].requires_grad and ref.name not in self.rests:
+        if not self.graph.spec(ref).requires_grad and ref.name not in self.rests:
             home = I if I in made and R not in made else R
         return self.shared.structures.wanted(self.states[self.ops[op.name]], where, home)  # type: ignore[arg-type]
 

@@ -49,7 +49,7 @@ def explain(
     others: list[tuple[str, Candidate]] = []
     mine = [value(best.candidate) for _, value in _CHOICES]
     every = [[value(c) for c in pool] for _, value in _CHOICES]
-    spreads = (_spread(c, best.candidate) for c in pool)
+    spreads = _spreads(pool, best.candidate)
     far = [
         sum(map(ne, values, mine)) + spread for values, spread in zip(zip(*every, strict=True), spreads, strict=True)
     ]
@@ -96,9 +96,18 @@ def _neighbours(
     return [nearest[k][1] for k in sorted(nearest, key=str)][:2]
 
 
-def _spread(candidate: Candidate, best: Candidate) -> float:
-    a, b = (*candidate.mesh.degrees, candidate.micro_batch_size), (*best.mesh.degrees, best.micro_batch_size)
-    return sum(max(x, y) / min(x, y) for x, y in zip(a, b, strict=True)) / 1e6
+def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
+    """How far the degrees of each are from those of the best, less than any other choice counts."""
+    mine = (*best.mesh.degrees, best.micro_batch_size)
+    known: dict[tuple[int, ...], float] = {}
+    found = []
+    for candidate in pool:
+        mesh = candidate.mesh
+        own = mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, candidate.micro_batch_size
+        if own not in known:
+            known[own] = sum([x / y if x > y else y / x for x, y in zip(own, mine, strict=True)]) / 1e6
+        found.append(known[own])
+    return found
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from autopar import rules
 from autopar.cost.products import PRODUCTS
 from autopar.errors import InfeasibleError, RuleError
-from autopar.graph.ir import Block, Graph, Op, Ref
+from autopar.graph.ir import Block, Graph, Op, Ref, TensorSpec
 from autopar.layout import Type
 from autopar.rules.conversions import collective_bytes, conversion
 from autopar.rules.types import Strategy, Typing
@@ -150,9 +150,10 @@ class Ruled:
         """The same strategies at another micro-batch and degree; None where one of them is not offered there."""
         size, strategies = Fraction(split.tp), dict[str, Strategy]()
         known: dict[tuple[object, ...], Sequence[Strategy]] = {}
+        rests: dict[TensorSpec, tuple[Type, ...]] = {}
         for block in graph.blocks:
             ops = graph.block_ops(block)
-            if any(op.name not in typing.strategies for op in ops):
+            if not all(op.name in typing.strategies for op in ops):
                 return None
             wanted = [typing.strategies[op.name] for op in ops]
             key = (block.hash, *map(id, wanted))  # the typing keeps them, so that their ids stay their own
@@ -164,7 +165,9 @@ class Ruled:
                 known[key] = found
             strategies.update(zip([op.name for op in ops], found, strict=True))
             for p in graph.block_parameters(block):
-                if typing.parameters.get(p.name) not in (pinned.get(p.name) or rests_of(p.spec, split.tp)):
+                if p.spec not in rests:
+                    rests[p.spec] = rests_of(p.spec, split.tp)
+                if typing.parameters.get(p.name) not in (pinned.get(p.name) or rests[p.spec]):
                     return None
         return replace(typing, size=size, strategies=strategies)
 
@@ -202,38 +205,64 @@ def _named(graph: Graph, op: Op, name: str, size: Fraction) -> Strategy | None:
     return None
 
 
-def moved_s(graph: Graph, typing: Typing, time_s: Callable[[str, int], float]) -> tuple[float, ...]:
+Changes = tuple[tuple["str | tuple[Ref, Type, Type]", ...], ...]
+"""For each block, in order, the operators whose strategies communicate, and changes of type: of what, from which to which."""
+
+
+def changes_of(graph: Graph, typing: Typing) -> Changes:
+    """What of a typing takes collectives; the same for all sizes at which strategies have the same types.
+
+    Args:
+        graph: before the axis.
+    """
+    found, strategies, parameters = [], typing.strategies, typing.parameters
+    for block in graph.blocks:
+        own: list[str | tuple[Ref, Type, Type]] = []
+        seen = set[tuple[Ref, Type]]()
+        for op in graph.block_ops(block):
+            strategy = strategies[op.name]
+            if strategy.communication:
+                own.append(op.name)
+            for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
+                producer = strategies.get(ref.name)
+                made = producer.outputs[ref.index] if producer is not None else parameters.get(ref.name)
+                if made is None or made == wanted or (ref, wanted) in seen:
+                    continue
+                seen.add((ref, wanted))
+                if producer is not None or made.is_split:  # else summed once a step, or cut without a collective
+                    own.append((ref, made, wanted))
+        found.append(tuple(own))
+    return tuple(found)
+
+
+def moved_s(graph: Graph, typing: Typing, changes: Changes, time_s: Callable[[str, int], float]) -> tuple[float, ...]:
     """For each block seconds that its collectives take at least, forward and backward.
 
     Args:
         graph: of one micro-batch before the axis, padded.
+        changes: of the typing, see :func:`changes_of`.
         time_s: of a collective by its kind and bytes, see :func:`autopar.rules.conversions.collective_bytes`.
     """
     found, size = [], int(typing.size)
     known: dict[tuple[int, bool, str, str], float] = {}
-    for block in graph.blocks:
-        total, seen = 0.0, set[tuple[Ref, Type]]()
-        for op in graph.block_ops(block):
-            strategy = typing.strategies[op.name]
-            total += sum(time_s(inside.kind, inside.num_bytes) for inside in strategy.communication)
-            for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
-                producer = typing.strategies.get(ref.name)
-                made = producer.outputs[ref.index] if producer is not None else typing.parameters.get(ref.name)
-                if made is None or made == wanted or (ref, wanted) in seen:
-                    continue
-                seen.add((ref, wanted))
-                if producer is None and not made.is_split:
-                    continue  # summed once a step, or cut without a collective
-                spec = graph.spec(ref)
-                key = (spec.num_bytes, spec.requires_grad, made.kind, wanted.kind)
-                if key not in known:
-                    change = conversion(made, wanted, requires_grad=spec.requires_grad)
-                    kinds = (change.forward, change.backward) if change is not None else ()
-                    known[key] = sum(
-                        time_s(kind, collective_bytes(kind, full_num_bytes=spec.num_bytes, size=size))
-                        for kind in kinds
-                        if kind is not None
-                    )
-                total += known[key]
+    for block in changes:
+        total = 0.0
+        for change in block:
+            if isinstance(change, str):
+                inside = typing.strategies[change].communication
+                total += sum(time_s(one.kind, one.num_bytes) for one in inside)
+                continue
+            ref, made, wanted = change
+            spec = graph.spec(ref)
+            key = (spec.num_bytes, spec.requires_grad, made.kind, wanted.kind)
+            if key not in known:
+                emitted = conversion(made, wanted, requires_grad=spec.requires_grad)
+                kinds = (emitted.forward, emitted.backward) if emitted is not None else ()
+                known[key] = sum(
+                    time_s(kind, collective_bytes(kind, full_num_bytes=spec.num_bytes, size=size))
+                    for kind in kinds
+                    if kind is not None
+                )
+            total += known[key]
         found.append(total)
     return tuple(found)

@@ -24,7 +24,7 @@ from autopar.search.options import Load, Split
 from autopar.search.padding import padded
 from autopar.search.pins import Pins
 from autopar.search.problem import rests_of
-from autopar.search.ruled import Ruled, SplitWeights, moved_s
+from autopar.search.ruled import Changes, Ruled, SplitWeights, changes_of, moved_s
 from autopar.search.space import Space
 from autopar.search.tables import Weights
 from autopar.search.uncounted import sums_s
@@ -78,6 +78,7 @@ class Solving:
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._least: dict[Split, float] = {}
         self._sums: dict[tuple[Split, str], tuple[float, ...]] = {}
+        self._changes: dict[tuple[int, int], tuple[AxisSolution, Graph, Changes]] = {}
 
     def solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""
@@ -133,10 +134,19 @@ class Solving:
             graph, pricing = self._padded(split, kind).graph, self.bases.pricing(TP, split)
             share = 0.0 if self.model.measured is not None else 1.0 / (split.cp * split.tp)
             own = (share * (cost.forward_s + cost.backward_s) for cost in whole)
-            each = tuple(map(sum, zip(own, moved_s(graph, found.typing, pricing.collective_time_s), strict=True)))
+            changes = self._changes_of(found, graph)
+            sent = moved_s(graph, found.typing, changes, pricing.collective_time_s)
+            each = tuple(map(sum, zip(own, sent, strict=True)))
             time_s = sum(len(members) * s for members, s in zip(self.compact.members, each, strict=True))
             self._solutions[key] = replace(found, time_s=time_s, blocks_s=each)
         return self._solutions[key]
+
+    def _changes_of(self, solution: AxisSolution, graph: Graph) -> Changes:
+        """What of a typing by rule takes collectives: once for graphs of equal wiring and what follows from one solution."""
+        key = id(solution.blocks), id(graph._index.named)  # both are kept too, so that their ids stay their own
+        if key not in self._changes:
+            self._changes[key] = solution, graph, changes_of(graph, solution.typing)
+        return self._changes[key][2]
 
     def _padded(self, split: Split, kind: str) -> Compact:
         """The graph before ``tp``, its vocabularies as long as that wants them."""

@@ -63,14 +63,20 @@ def _step(
     v: int, scope: tuple[int, ...], over: tuple[int, ...], parts: dict[int, tuple[int, ...]], sizes: Sequence[int]
 ) -> Step:
     position = {u: i for i, u in enumerate(over)}
+    full = tuple([sizes[u] for u in over])
     found = []
     for key, own in parts.items():
-        axes = (0, *(1 + i for i in sorted(range(len(own)), key=lambda i: position[own[i]])))
-        mine = set(own)
-        shape = tuple(sizes[u] if u in mine else 1 for u in over)
-        ordered = axes == tuple(range(len(axes)))
-        found.append((key, None if ordered else axes, None if len(own) == len(over) else shape))
-    return Step(variable=v, scope=scope, shape=tuple(sizes[u] for u in over), parts=tuple(found))
+        places = [position[u] for u in own]
+        ordered = sorted(places)
+        axes = None if ordered == places else (0, *[1 + places.index(i) for i in ordered])
+        shape = None
+        if len(own) < len(over):
+            around = [1] * len(over)
+            for i in places:
+                around[i] = full[i]
+            shape = tuple(around)
+        found.append((key, axes, shape))
+    return Step(variable=v, scope=scope, shape=full, parts=tuple(found))
 
 
 def _sum(step: Step, tables: Sequence[Table]) -> Table:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.cost.block import fan_in_bytes
 from autopar.cost.model import CostModel
+from autopar.cost.storages import wiring_of
 from autopar.cost.work import VIEWS
 from autopar.graph.ir import Block, Graph, Op, Parameter, Ref
 from autopar.layout import Type
@@ -30,7 +31,8 @@ def sums_s(graph: Graph, model: CostModel, ranks: int) -> tuple[float, ...]:
     known: dict[str, float] = {}
     for block in graph.blocks:
         if block.hash not in known:
-            sums = fan_in_bytes(graph, graph.block_ops(block))
+            wiring = wiring_of(graph, block)
+            sums = fan_in_bytes(graph.block_ops(block), wiring, [graph.spec(ref) for ref in wiring.values])
             known[block.hash] = sum(size / ranks / bandwidth + device.launch_s for size in sums)
     return tuple(known[block.hash] for block in graph.blocks)
 

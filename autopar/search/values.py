@@ -7,7 +7,8 @@ once, it serves all of their problems (:class:`Structures`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from typing import TypeVar
 
@@ -29,6 +30,9 @@ Change = tuple[Type, Type]
 """From a type to another one."""
 
 _T = TypeVar("_T", bound=Hashable)
+
+MAX_KNOWN = 512
+"""Flows that are kept for other models, by the types in which values are made and read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,12 +103,17 @@ class Structures:
 
 def one_reader(made: Sequence[Type], wanted: Wanted, known: dict[Change, int]) -> Flow:
     """A table over maker and reader; ``known``: numbers of changes of type."""
+    changes, sums = _read_by_one(tuple(made), wanted)
+    return Flow(changes=changes, numbers=_numbers(changes, known), sums=sums)
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _read_by_one(made: tuple[Type, ...], wanted: Wanted) -> tuple[tuple[Change, ...], Sums]:
     kinds, place = _numbered(made)
     sets, which = _numbered(wanted)
     changes: dict[Change, int] = {}
     entries = [[_terms(t, types, changes) for types in sets] for t in kinds]
-    sums = _sums(entries, (len(kinds), len(sets)), (place, which))
-    return Flow(changes=tuple(changes), numbers=_numbers(changes, known), sums=sums)
+    return tuple(changes), _sums(entries, (len(kinds), len(sets)), (place, which))
 
 
 def several_readers(
@@ -122,9 +131,22 @@ def several_readers(
         known: numbers of changes of type.
     """
     read = {t for own in wanted for types in own for t in types}
+    allowed = tuple((t, tuple(w for w in sorted(read - {t}) if allows(t, w))) for t in sorted(set(made)))
+    found = _read_by_several(tuple(made), tuple(wanted), max_extras, allowed)
+    return replace(found, numbers=_numbers(found.changes, known))
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _read_by_several(
+    made: tuple[Type, ...],
+    wanted: tuple[Wanted, ...],
+    max_extras: int,
+    allowed: tuple[tuple[Type, tuple[Type, ...]], ...],
+) -> Flow:
+    """A flow without its numbers; ``allowed``: for each type that is made those that it may be changed to."""
+    read = {t for own in wanted for types in own for t in types}
     states: list[Made] = []
-    for t in sorted(set(made)):
-        others = [w for w in sorted(read - {t}) if allows(t, w)]
+    for t, others in allowed:
         for count in range(min(max_extras, len(others)) + 1):
             states += [(t, frozenset(extras)) for extras in combinations(others, count)]
     changes: dict[Change, int] = {}
@@ -138,7 +160,7 @@ def several_readers(
         to_readers.append(forbidding((asked[:, None] & ~has) == 0))
     return Flow(
         changes=tuple(changes),
-        numbers=_numbers(changes, known),
+        numbers=(),
         sums=_sums(entries, (len(states),), ()),
         states=states,
         from_source=forbidding(np.array([bit[t] for t in made])[:, None] == of_state),
@@ -148,6 +170,9 @@ def several_readers(
 
 def _terms(source: Type, targets: frozenset[Type], changes: dict[Change, int]) -> list[int]:
     """Places of the changes from one type to others, numbered from 1 as they come up."""
+    if len(targets) == 1:
+        (target,) = targets
+        return [] if target == source else [changes.setdefault((source, target), len(changes) + 1)]
     return [changes.setdefault((source, t), len(changes) + 1) for t in sorted(targets - {source})]
 
 
@@ -161,12 +186,12 @@ def _numbers(changes: Iterable[Change], known: dict[Change, int]) -> tuple[int, 
 
 
 def _sums(entries: Sequence[Sequence[list[int]]], shape: tuple[int, ...], places: tuple[NDArray[np.intp], ...]) -> Sums:
-    """``places``: for each dim, where they are given, the row or column of each state."""
-    count = max((len(terms) for row in entries for terms in row), default=0)
+    """``places``: of the two dims, where they are given, the row or column of each state."""
+    count = max([len(terms) for row in entries for terms in row], default=0)
     found = []
     for k in range(count):
         term = np.array([[terms[k] if k < len(terms) else 0 for terms in row] for row in entries], dtype=np.intp)
-        found.append(term.reshape(shape)[np.ix_(*places)] if places else term.reshape(shape))
+        found.append(term[places[0][:, None], places[1]] if places else term.reshape(shape))
     return Sums(tuple(found))
 
 

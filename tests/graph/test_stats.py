@@ -63,7 +63,7 @@ def _saved_by_autograd(graph: Graph, model: torch.nn.Module, batch: dict[str, Te
 
 def _saved_by_count(graph: Graph) -> int:
     everything = (*graph.prelude, *graph.ops)
-    roots = storage_roots(everything, {ref: graph.spec(ref) for op in everything for ref in op.operands})
+    roots = storage_roots(everything, graph.spec)
     kept: set[Ref] = set()
     inner = 0
     for op in graph.ops:
@@ -78,7 +78,7 @@ def test_views_share_storage_and_flattened_expansions_do_not() -> None:
     model, batch = subject("llama")
     graph = trace(model, (), batch)
     everything = (*graph.prelude, *graph.ops)
-    roots = storage_roots(everything, {ref: graph.spec(ref) for op in everything for ref in op.operands})
+    roots = storage_roots(everything, graph.spec)
     for op in graph.ops:
         if op.target == "aten.transpose.int":
             assert roots[Ref(op.name)] == roots.get(op.operands[0], op.operands[0])

@@ -125,4 +125,4 @@ def test_operators_with_and_without_gradient_are_told_apart() -> None:
     plain = TensorSpec(shape=(4,), dtype=torch.float32)
     op = Op(name="y", target="aten.sin.default", args=(Ref("x"),), outputs=(plain,))
     with_gradient = replace(plain, requires_grad=True)
-    assert signature((op,), {Ref("x"): plain}) != signature((op,), {Ref("x"): with_gradient})
+    assert signature((op,), lambda _: plain) != signature((op,), lambda _: with_gradient)

@@ -142,7 +142,7 @@ def inputs_of(graph: Graph, block: BlockProgram) -> list[Any]:
     """Values by name, the same for the same block; integers are small."""
     generator = torch.Generator().manual_seed(block.index)
     made: list[Any] = []
-    specs = {ref.name: graph.spec(ref) for ref in graph._index.specs if ref.index == 0}
+    specs = {ref.name: graph.spec(ref) for ref in graph._index.refs if ref.index == 0}
     for name in block.inputs:
         spec = specs.get(name)
         if spec is None:

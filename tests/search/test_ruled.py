@@ -244,7 +244,10 @@ def test_what_searches_keep_with_a_graph_changes_no_plan(space: Space) -> None:
     graph = gpt()
     new = pickle.loads(pickle.dumps(graph))
     planner(graph, load_space("quick"), batch=24).search(limits=Limits())
-    assert graph.passes and not pickle.loads(pickle.dumps(graph)).passes and not new.passes
+    copied = pickle.loads(pickle.dumps(graph))
+    assert graph.passes and not copied.passes and not new.passes
+    assert copied._index.made == graph._index.made and copied._index.users == graph._index.users
+    assert not copied._index.named
     plans = [planner(one, space).search(limits=Limits()) for one in (graph, graph, new)]
     timeless = [replace(plan, search=replace(plan.search, wall_time_s=0.0)) for plan in plans]
     assert timeless[0] == timeless[1] == timeless[2]
