@@ -43,8 +43,11 @@ PLAIN = {"presolve": False}
 PART = 1e-5
 """Of a block, what is taken as none."""
 
-STEP = 1e-5
+STEP = 1e-4
 """Of the value of a branch that is of whole blocks, by which it has to rise to be looked at once more."""
+
+CLOSE = 1e-3
+"""Of the time that is aimed at, what is missing to it where the values of programs below an earlier bound are raised too."""
 
 BINDS = 1e-7
 """Of the time that is aimed at, up to which a chain is as long as the step."""
@@ -78,7 +81,7 @@ class _Branch:
     """
 
     bound: float
-    value: float
+    value: float = field(compare=False)
     made: int
     least: Array = field(compare=False)
     most: Array = field(compare=False)
@@ -121,7 +124,9 @@ class _Branches:
                 continue
             part = np.abs(blocks - np.round(blocks))
             if not len(blocks) or part.max() <= PART:
-                if value > branch.value * (1 + STEP):  # more chains may raise it further
+                if bound > branch.bound * (1 + STEP) or self._may_reach(
+                    branch, value
+                ):  # more chains may raise it further
                     heappush(open_, replace(branch, bound=bound, value=value, made=2 * looked))
                 else:
                     least = min(least, bound)
@@ -134,6 +139,11 @@ class _Branches:
             heappush(open_, _Branch(bound, value, 2 * looked, branch.least, fewer))
             heappush(open_, _Branch(bound, value, 2 * looked + 1, more, branch.most))
         return min([least, *(branch.bound for branch in open_[:1])])
+
+    def _may_reach(self, branch: _Branch, value: float) -> bool:
+        """Whether a branch whose bound is close to the goal has a program whose value rises still, below that bound or above."""
+        left = 1.0 - branch.bound
+        return left < CLOSE and value > branch.value * (1 + min(STEP, left / ROUNDS))
 
     def _solved(self, branch: _Branch) -> tuple[float, float, Array]:
         """The bound of a branch, the last value of its program, and the blocks of each rank in its solution; none where there is none."""
