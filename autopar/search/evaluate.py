@@ -190,7 +190,7 @@ class Evaluator(Closer):
             candidate.virtual_stages == 1
             or self.placed.has(candidate)
             or candidate.moves
-            or "full" not in found[1].cut.modes
+            or not {"selective", "full"} & {*found[1].cut.modes}
         ):
             return found
         turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)

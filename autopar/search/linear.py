@@ -315,7 +315,9 @@ class LinearProgram:
                 return goal_s
             if result.x is None:
                 break
-            stalled = stalled + 1 if result.fun < solved * (1 + STEP) else 0
+            # close to the goal a small rise may be all that is missing
+            step = min(STEP, (1.0 - found) / STALLED)
+            stalled = stalled + 1 if result.fun < solved * (1 + step) else 0
             solved = max(solved, result.fun)
             found = max(found, solved * (1 - SLACK))
             # chains are those of stages between the program's and the best so far: fewer are needed
@@ -324,7 +326,7 @@ class LinearProgram:
             time_s = chains[0].time_s + self.every.once_s
             if time_s < inside_s or not len(inside):
                 inside, inside_s = point, time_s
-            if found >= 1.0 or stalled >= STALLED or inside_s <= max(solved * (1 + STEP), found) * goal_s:
+            if found >= 1.0 or stalled >= STALLED or inside_s <= max(solved * (1 + step), found) * goal_s:
                 break
             for chain in chains:
                 self._cut(chain, goal_s)

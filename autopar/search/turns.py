@@ -1,9 +1,12 @@
 """Which blocks of a rank with several stages recompute: those that take the least time of all choices that fit.
 
 A rank's stages are full at different moments, so that the same block frees more on one of them than on another. All choices
-of how many blocks of each stage recompute are weighed against the rank's fullest moments, rank by rank. Of those of equal
-time the ones that recompute on the same turn on all ranks are the quickest: ranks run their stages of one turn side by side,
-and wait for each other. Which turn is best depends on the fill and the drain of the pipeline; each is tried.
+of how many blocks of each stage recompute in each mode are weighed against the rank's fullest moments, rank by rank.
+
+Of those of equal time the ones that recompute on the same turn on all ranks are the quickest: ranks run their stages of one turn
+side by side, and wait for each other. Which turn is best depends on the fill and the drain of the pipeline; each is tried. What
+ranks wait for is on each turn the longest of their stages: so times of turns are tried too within which every rank has a choice that
+fits, those of the least sums.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import combinations_with_replacement, product
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +23,16 @@ from numpy.typing import NDArray
 from autopar.cost.memory import StageCost
 from autopar.search.fitting import Fitting
 from autopar.search.inter import Cut, StageCutter
-from autopar.search.ways import BlockOption, none_if_moved
+from autopar.search.ways import BlockOption, Way, none_if_moved
 
 MAX_CHOICES = 4096
-"""Choices of one rank that are weighed; where there are more, none is."""
+"""Choices of one rank that are weighed; where there are more, those of two modes are, and where these are too many, none is."""
+
+MAX_TIMES = 2**22
+"""Times of turns that are compared with choices of ranks, all in all; where there are more, none is tried."""
+
+MOST = 8
+"""Times of turns of the least sums that are tried."""
 
 _TIE = 1 + 1e-9
 
@@ -32,15 +42,23 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Stage:
-    """A stage by how many of its blocks recompute, those first that free the most for their time.
+    """A stage by its choices of modes, none of which another one is better than in all.
 
-    ``order``: these blocks; ``kept``, ``passing``, ``time_s``: bytes of a micro-batch, bytes in passing, seconds of recompute.
+    ``modes``: of its blocks; ``kept``, ``passing``, ``time_s``: bytes of a micro-batch, bytes in passing, seconds of all blocks.
     """
 
-    order: list[int]
+    modes: list[tuple[Way, ...]]
     kept: Array
     passing: Array
     time_s: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rank:
+    """Choices of a rank that fit: of each of its stages which one, and the seconds of it [choices, turns]."""
+
+    counts: Counts
+    times_s: Array
 
 
 def by_turns(
@@ -59,70 +77,106 @@ def by_turns(
         limits: bytes of tensors that fit on each rank.
     """
     pp, cut = len(limits), first.cut
+    stages: list[_Stage] = []
+    for is_wanted in (lambda options: options, lambda options: (options[0], options[-1])):
+        stages = _stages(first, cutter, kept_bytes, is_wanted)
+        if stages and max(np.prod([len(own.kept) for own in stages[rank::pp]]) for rank in range(pp)) <= MAX_CHOICES:
+            break
+    else:
+        return []
+    ranks = []
+    for rank in range(pp):
+        found = _choices(stages[rank::pp], first, rank, pp, peaks[rank], limits[rank])
+        if not len(found.counts):
+            return []
+        ranks.append(found)
+    turns = len(stages) // pp
+    made = []
+    for chosen in [*_on_turns(ranks, turns), *_within_times(ranks)]:
+        modes: list[Way] = []
+        for s, own in enumerate(stages):
+            modes += own.modes[int(chosen[s % pp][s // pp])]
+        made.append(replace(cut, modes=tuple(modes)))
+    return list({one.modes: one for one in made if one.modes != cut.modes}.values())
+
+
+def _stages(
+    first: Fitting,
+    cutter: StageCutter,
+    kept_bytes: Callable[[StageCost, int], int],
+    wanted: Callable[[Sequence[BlockOption]], Sequence[BlockOption]],
+) -> list[_Stage]:
+    """None where one of them has too many choices."""
+    cut = first.cut
     edges = list(zip((0, *cut.stops), cut.stops, strict=False))
-    known: dict[object, _Stage] = {}
+    known: dict[object, _Stage | None] = {}
     stages = []
     for s, (start, stop) in enumerate(edges):
+        own = cutter.blocks[start:stop]
         key = (
-            tuple(b.key for b in cutter.blocks[start:stop]),
+            tuple(b.key for b in own),
             tuple(map(id, first.made[s].blocks)),
+            cut.modes[start:stop] if any(len(b.options) == 1 for b in own) else (),
             s > 0,
             s + 1 < len(edges),
         )
         if key not in known:
-            known[key] = _stage(first.made[s], start, cutter, partial(_at, kept_bytes, s))
-        stages.append((start, known[key]))
-    chosen: list[list[Counts]] = []  # of each rank, by the turn that is preferred
-    for rank in range(pp):
-        found = list(_choices([own for _, own in stages[rank::pp]], first, rank, pp, peaks[rank], limits[rank]))
-        if not found:
+            options = [wanted(block.options) for block in own]
+            known[key] = _stage(first.made[s], cut.modes[start:stop], options, partial(_at, kept_bytes, s))
+        found = known[key]
+        if found is None:
             return []
-        chosen.append(found)
-    made = []
-    for turn in range(len(stages) // pp):
-        modes = list(cut.modes)
-        for s, (start, own) in enumerate(stages):
-            count = int(chosen[s % pp][turn][s // pp])
-            for place, i in enumerate(own.order):
-                plain, other = _ends(cutter, start + i)
-                modes[start + i] = (other if place < count else plain).mode
-        made.append(replace(cut, modes=tuple(modes)))
-    return list({one.modes: one for one in made if one.modes != cut.modes}.values())
+        stages.append(found)
+    return stages
 
 
 def _at(kept_bytes: Callable[[StageCost, int], int], number: int, stage: StageCost) -> int:
     return kept_bytes(stage, number)
 
 
-def _ends(cutter: StageCutter, block: int) -> tuple[BlockOption, BlockOption]:
-    return cutter.blocks[block].options[0], cutter.blocks[block].options[-1]
-
-
-def _stage(made: StageCost, start: int, cutter: StageCutter, kept_bytes: Callable[[StageCost], int]) -> _Stage:
-    gains = []
-    for i in range(len(made.blocks)):
-        plain, other = _ends(cutter, start + i)
-        more_s, freed = other.time_s - plain.time_s, plain.held_bytes - other.held_bytes
-        if more_s > 0 and freed > 0:
-            gains.append((-freed / more_s, i, more_s))
-    gains.sort()
-    order = [i for _, i, _ in gains]
-    kept, passing = [], []
-    for count in range(len(order) + 1):
-        again = {*order[:count]}
-        modes = tuple(
-            none_if_moved(_ends(cutter, start + i)[i in again].mode) if i in order else mode
-            for i, mode in enumerate(made.recompute)
-        )
-        one = StageCost(blocks=made.blocks, recompute=modes)
-        kept.append(kept_bytes(one))
-        passing.append(_passing(one))
+def _stage(
+    made: StageCost,
+    now: Sequence[Way],
+    options: Sequence[Sequence[BlockOption]],
+    kept_bytes: Callable[[StageCost], int],
+) -> _Stage | None:
+    """A stage whose equal blocks are in modes of ever less recompute; ``now``: those of blocks with one option."""
+    alike: dict[tuple[int, tuple[BlockOption, ...]], list[int]] = {}
+    for i, own in enumerate(options):
+        useful = tuple(o for k, o in enumerate(own) if not any(_is_as_good(other, o) for other in own[:k]))
+        alike.setdefault((id(made.blocks[i]), useful), []).append(i)
+    if (
+        np.prod([float(comb(len(own) + len(places) - 1, len(places))) for (_, own), places in alike.items()])
+        > MAX_CHOICES
+    ):
+        return None
+    every = [combinations_with_replacement(reversed(own), len(places)) for (_, own), places in alike.items()]
+    found = []
+    for chosen in product(*every):
+        modes, time_s = [*now], 0.0
+        for places, own in zip(alike.values(), chosen, strict=True):
+            for i, option in zip(places, own, strict=True):
+                modes[i] = option.mode if len(options[i]) > 1 else now[i]
+                time_s += option.time_s
+        again = tuple(map(none_if_moved, modes))
+        one = StageCost(blocks=made.blocks, recompute=again)
+        found.append((time_s, kept_bytes(one), _passing(one), tuple(modes)))
+    found.sort(key=lambda own: own[:3])
+    worth: list[tuple[float, int, int, tuple[Way, ...]]] = []
+    for one_s, kept, passing, chosen_modes in found:
+        if not any(kept >= other[1] and passing >= other[2] for other in worth):
+            worth.append((one_s, kept, passing, chosen_modes))
     return _Stage(
-        order=order,
-        kept=np.array(kept, dtype=np.float64),
-        passing=np.array(passing, dtype=np.float64),
-        time_s=np.cumsum([0.0, *(more_s for _, _, more_s in gains)]),
+        modes=[own[3] for own in worth],
+        kept=np.array([own[1] for own in worth], dtype=np.float64),
+        passing=np.array([own[2] for own in worth], dtype=np.float64),
+        time_s=np.array([own[0] for own in worth]),
     )
+
+
+def _is_as_good(one: BlockOption, other: BlockOption) -> bool:
+    """Whether what recomputes less takes no longer and keeps no more."""
+    return one.time_s <= other.time_s and one.held_bytes <= other.held_bytes
 
 
 def _passing(stage: StageCost) -> int:
@@ -134,23 +188,50 @@ def _passing(stage: StageCost) -> int:
     return peak
 
 
-def _choices(
-    own: Sequence[_Stage], first: Fitting, rank: int, pp: int, peaks: Counts, limit: float
-) -> Iterator[Counts]:
-    """For each turn the blocks of each stage that recompute, of the quickest choices those with most on this turn."""
-    sizes = [len(stage.kept) for stage in own]
-    if np.prod(sizes) > MAX_CHOICES:
-        return
+def _choices(own: Sequence[_Stage], first: Fitting, rank: int, pp: int, peaks: Counts, limit: float) -> _Rank:
+    """Those of a rank that fit."""
     memory, now = first.memory[rank], max(_passing(stage) for stage in first.made[rank::pp])
     fixed = memory.parameters + memory.gradients + memory.optimizer + memory.transient - now
-    counts = np.array(list(product(*map(range, sizes))), dtype=np.int64)
+    counts = np.array(list(product(*(range(len(stage.kept)) for stage in own))), dtype=np.int64)
     kept = np.stack([stage.kept[counts[:, t]] for t, stage in enumerate(own)])
     passing = np.max([stage.passing[counts[:, t]] for t, stage in enumerate(own)], axis=0)
-    time_s = np.sum([stage.time_s[counts[:, t]] for t, stage in enumerate(own)], axis=0)
+    times_s = np.stack([stage.time_s[counts[:, t]] for t, stage in enumerate(own)], axis=1)
     fits = fixed + (peaks @ kept).max(axis=0) + passing <= limit
-    if not fits.any():
+    return _Rank(counts=counts[fits], times_s=times_s[fits])
+
+
+def _on_turns(ranks: Sequence[_Rank], turns: int) -> Iterator[list[Counts]]:
+    """For each turn the choices of ranks, of the quickest those with most on this turn."""
+    for turn in range(turns):
+        chosen = []
+        for own in ranks:
+            time_s = own.times_s.sum(axis=1)
+            best = np.flatnonzero(time_s <= time_s.min() * _TIE)
+            times_s = own.times_s[best]
+            after = [times_s[:, t] for t in reversed(range(turns)) if t != turn]
+            chosen.append(own.counts[best[np.lexsort([*(-column for column in after), -times_s[:, turn]])[0]]])
+        yield chosen
+
+
+def _within_times(ranks: Sequence[_Rank]) -> Iterator[list[Counts]]:
+    """For times of turns within which all ranks have a choice their quickest ones."""
+    alike = {own.times_s.tobytes(): own.times_s for own in ranks}
+    levels = [np.unique(np.concatenate(column)) for column in zip(*(own.T for own in alike.values()), strict=True)]
+    least = np.array([own.min(axis=0) for own in alike.values()]).max(axis=0)
+    levels = [own[own >= most] for own, most in zip(levels, least, strict=True)]  # all ranks have to have one
+    size = float(np.prod([float(len(own)) for own in levels]))
+    if size * max(map(len, alike.values())) > MAX_TIMES:
         return
-    best = counts[fits & (time_s <= time_s[fits].min() * _TIE)]
-    for turn in range(len(own)):
-        after = [best[:, t] for t in reversed(range(len(own))) if t != turn]
-        yield best[np.lexsort([*(-column for column in after), -best[:, turn]])[0]]
+    times_s = np.stack(np.meshgrid(*levels, indexing="ij"), axis=-1).reshape(-1, len(levels))
+    for own in alike.values():
+        below = np.ones((len(times_s), len(own)), dtype=bool)
+        for turn in range(len(levels)):
+            below &= own[:, turn] <= times_s[:, turn, None]
+        times_s = times_s[below.any(axis=1)]
+    order = np.argsort(times_s.sum(axis=1), kind="stable")
+    for most_s in times_s[order[:MOST]]:
+        chosen = []
+        for rank in ranks:
+            fits = np.flatnonzero((rank.times_s <= most_s).all(axis=1))
+            chosen.append(rank.counts[fits[rank.times_s[fits].sum(axis=1).argmin()]])
+        yield chosen

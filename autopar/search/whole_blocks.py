@@ -44,7 +44,10 @@ PART = 1e-5
 """Of a block, what is taken as none."""
 
 STEP = 1e-4
-"""Of the bound of a branch that is of whole blocks, by which it has to rise to be looked at once more."""
+"""Of the value of a branch that is of whole blocks, by which it has to rise to be looked at once more."""
+
+CLOSE = 1e-3
+"""Of the time that is aimed at, what is missing to it where the values of programs below an earlier bound are raised too."""
 
 BINDS = 1e-7
 """Of the time that is aimed at, up to which a chain is as long as the step."""
@@ -72,9 +75,13 @@ def in_whole_blocks(
 
 @dataclass(order=True, frozen=True, slots=True)
 class _Branch:
-    """A branch by its bound, and when it came: blocks of the group on each rank, at least and at most."""
+    """A branch by its bound, the last value of its program, and when it came: blocks of the group on each rank, at least and at most.
+
+    What was known before may be above the values of programs, which rise with more chains.
+    """
 
     bound: float
+    value: float = field(compare=False)
     made: int
     least: Array = field(compare=False)
     most: Array = field(compare=False)
@@ -106,19 +113,21 @@ class _Branches:
     def bound(self, found: float) -> float:
         """Of all branches, of which ``found`` is one."""
         sums = len(self.sums)
-        open_ = [_Branch(found, 0, np.zeros(sums), np.full(sums, np.inf))]
+        open_ = [_Branch(found, 0.0, 0, np.zeros(sums), np.full(sums, np.inf))]
         least = 1.0  # of those of which more is not found
         for looked in count(1):
             if not open_ or open_[0].bound >= least or self.work > WORK:
                 break
             branch = heappop(open_)
-            bound, blocks = self._solved(branch)
+            bound, value, blocks = self._solved(branch)
             if bound >= 1.0:
                 continue
             part = np.abs(blocks - np.round(blocks))
             if not len(blocks) or part.max() <= PART:
-                if bound > branch.bound * (1 + STEP):  # more chains may raise it further
-                    heappush(open_, replace(branch, bound=bound, made=2 * looked))
+                if bound > branch.bound * (1 + STEP) or self._may_reach(
+                    branch, value
+                ):  # more chains may raise it further
+                    heappush(open_, replace(branch, bound=bound, value=value, made=2 * looked))
                 else:
                     least = min(least, bound)
                 continue
@@ -127,24 +136,29 @@ class _Branches:
             some = int(np.where(parts > PART, np.floor(blocks[: len(parts)]) + parts, -1.0).argmax())
             fewer, more = branch.most.copy(), branch.least.copy()
             fewer[some], more[some] = math.floor(blocks[some]), math.floor(blocks[some]) + 1.0
-            heappush(open_, _Branch(bound, 2 * looked, branch.least, fewer))
-            heappush(open_, _Branch(bound, 2 * looked + 1, more, branch.most))
+            heappush(open_, _Branch(bound, value, 2 * looked, branch.least, fewer))
+            heappush(open_, _Branch(bound, value, 2 * looked + 1, more, branch.most))
         return min([least, *(branch.bound for branch in open_[:1])])
 
-    def _solved(self, branch: _Branch) -> tuple[float, Array]:
-        """The bound of a branch, and the blocks of each rank in its solution; none where there is none."""
-        bound, blocks = branch.bound, np.zeros(0)
+    def _may_reach(self, branch: _Branch, value: float) -> bool:
+        """Whether a branch whose bound is close to the goal has a program whose value rises still, below that bound or above."""
+        left = 1.0 - branch.bound
+        return left < CLOSE and value > branch.value * (1 + min(STEP, left / ROUNDS))
+
+    def _solved(self, branch: _Branch) -> tuple[float, float, Array]:
+        """The bound of a branch, the last value of its program, and the blocks of each rank in its solution; none where there is none."""
+        bound, value, blocks = branch.bound, branch.value, np.zeros(0)
         for _ in range(ROUNDS):
             value, columns = self._solve(branch)
             if not len(columns):
-                return (1.0 if math.isinf(value) else bound), np.zeros(0)
+                return (1.0 if math.isinf(value) else bound), branch.value, np.zeros(0)
             bound = max(bound, value * (1 - self.slack))
             blocks = self.sums @ columns
             if bound >= 1.0:
                 break
             if not self._takes_in(columns):
                 self._cut(columns)
-        return bound, blocks
+        return bound, value, blocks
 
     def _solve(self, branch: _Branch) -> tuple[float, Array]:
         """The value of a branch's program and its columns; without a solution infinity and none, where the solver fails 0 and none."""
