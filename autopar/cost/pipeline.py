@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 
 import numpy as np
 
@@ -98,24 +97,25 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     last = every >= 2 * (stages - 1) * m
     needs = np.where(is_backward & last, every - m, np.where(~is_backward & (stage == 0), -1, needs))
     needed = needs.tolist()
-    next_of = [0] * pp
     order: list[int] = []
-    waiting: dict[int, int] = {}
+    waiting: dict[int, int] = {}  # ranks by what their next action needs
+    left = [iter(own) for own in numbers]
+    following = [next(own, -1) for own in left]
     ready = list(range(pp))
     while ready:
         rank = ready.pop()
-        own, i = numbers[rank], next_of[rank]
-        for number in islice(own, i, None):
+        number, own = following[rank], left[rank]
+        while number >= 0:
             need = needed[number]
             if need >= 0 and place[need] < 0:
                 waiting[need] = rank
                 break
             place[number] = len(order)
             order.append(number)
-            i += 1
             if number in waiting:
                 ready.append(waiting.pop(number))
-        next_of[rank] = i
+            number = next(own, -1)
+        following[rank] = number
     positions, took = np.array([*place, -1]), np.array(order)
     made = needs // (2 * m)  # the stage before, or the one after
     message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
@@ -129,21 +129,9 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     return Compiled(ranks, need, durations, messages, tuple(before), tuple(latest))
 
 
-def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
-    """Simulate one step.
-
-    Args:
-        name: of the schedule.
-        pp: pipeline ranks; ``len(stages)`` is a multiple of it, stage ``s`` runs on rank ``s % pp``.
-        num_micro_batches: of the step.
-        stages: in order of the model.
-
-    Raises:
-        UsageError: the schedule cannot serve these numbers.
-    """
-    if pp == 1 and len(stages) == 1:  # every schedule is the plain sum
-        busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
-        return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
+@lru_cache(maxsize=16)
+def _simulated(name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...]) -> PipelineTimes:
+    """A step of several stages; a search asks for the same one again where a cut that is in time is the one that fits."""
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations, sends = durations_of(stages), sends_of(stages)
     ends: list[float] = []
@@ -163,6 +151,24 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
         free[rank] = end
         ends.append(end)
     return PipelineTimes(finish_s=tuple(free), busy_s=tuple(busy_s), exposed_send_s=tuple(exposed))
+
+
+def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
+    """Simulate one step.
+
+    Args:
+        name: of the schedule.
+        pp: pipeline ranks; ``len(stages)`` is a multiple of it, stage ``s`` runs on rank ``s % pp``.
+        num_micro_batches: of the step.
+        stages: in order of the model.
+
+    Raises:
+        UsageError: the schedule cannot serve these numbers.
+    """
+    if pp == 1 and len(stages) == 1:  # every schedule is the plain sum
+        busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
+        return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
+    return _simulated(name, pp, num_micro_batches, tuple(stages))
 
 
 def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], core_share: float) -> float:

@@ -89,6 +89,7 @@ class BestFirst:
             first |= own
             self.evaluator.layouts.know(options)
         self.bounds |= {candidate: first[i] for i, candidate in enumerate(self.pool)}
+        self.evaluator.know_ideal_bounds({self.pool[i]: first[i] for i in first if not self._is_rough(i)})
         alike: dict[Split, list[int]] = {}
         for i, candidate in enumerate(self.pool):
             if math.isfinite(self.bounds[candidate]):

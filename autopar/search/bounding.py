@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -117,6 +117,10 @@ class Bounding:
             if c not in known:
                 known[c] = self._offloaded_s(c) if c.on_host else math.inf
         return [known[c] for c in candidates]
+
+    def know_ideal_bounds(self, bounds_s: Mapping[Candidate, float]) -> None:
+        """What :meth:`ideal_bounds_s` of another process gave."""
+        self._ideal_s.update(bounds_s)
 
     def rows_of(self, candidate: Candidate) -> RowMaker:
         """What makes the rows of a candidate where ranks are alike."""

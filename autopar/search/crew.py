@@ -210,6 +210,13 @@ class Crew:
             return 0
         return max(0, int(self._owners[self._parts[part]]) - 1)
 
+    def distance(self, part: Hashable) -> int:
+        """0 for a part of this process, 1 for one that is nobody's, 2 for another's."""
+        number = self._parts.get(part) if self.is_forked else None
+        if number is None or not self._owners[number]:
+            return 1
+        return 0 if self._owners[number] == 1 + self.rank else 2
+
     # --- meetings: every process comes to each of them, in the same order
 
     def gather(self, value: T) -> list[T]:

@@ -62,7 +62,9 @@ def explain(
     said: dict[int, str] = {}
     if evaluator.by_rule:  # nobody has asked for these: together it takes less, and is the same in every process
         evaluator.ideal_bounds_s([other for _, other in others])
-    for i in sorted(range(len(others)), key=lambda i: crew.owner(splits[i]) != crew.rank):  # what is known here first
+    apart = [crew.distance(split) for split in splits]
+    # what is known here first, then what is new to all; of what another knows, that which it comes to last
+    for i in sorted(range(len(others)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
         if crew.takes(i):
             said[i] = _compare(evaluator, best, others[i][1])
     for found in crew.gather(said):

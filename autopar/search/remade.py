@@ -69,6 +69,8 @@ class Remaking:
         """Whose storage an operand lies in, or is a copy of; None where that is no value of a block, or a change of type is between."""
         ref = op.operands[operand]
         made, wanted = self.chosen[ref.name].outputs[ref.index], self.chosen[op.name].inputs[operand]
+        if made == wanted:  # as most are
+            return self._roots.get(ref, ref)
         change = conversion(made, wanted, requires_grad=self.graph.spec(ref).requires_grad)
         return None if change is None or change.target else self._roots.get(ref, ref)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.block import fan_in_bytes
@@ -154,16 +154,18 @@ class LayoutNeeds:
         if id(solved) not in self._places:
             ops = self.costs.graph.block_ops(solved.block)
             last = max((i for i, op in enumerate(ops) if solved.problem.saves[op.name]), default=-1)
-            self._places[id(solved)] = solved, tuple(self._place(solved, op) for op in ops), last
+            inside = {op.name for op in ops}
+            self._places[id(solved)] = solved, tuple(self._place(solved, op, inside) for op in ops), last
         return self._places[id(solved)][1:]
 
-    def _place(self, solved: BlockProblem, op: Op) -> _Place:
+    def _place(self, solved: BlockProblem, op: Op, inside: Collection[str]) -> _Place:
         problem, graph, costs = solved.problem, self.costs.graph, self.costs
         saved = []
+        roots = [costs.root(own) for own in op.operands] if problem.saves[op.name] else []
         for ref in problem.saves[op.name]:
-            reads = tuple(i for i, own in enumerate(op.operands) if costs.root(own) == ref)
+            reads = tuple(i for i, root in enumerate(roots) if root == ref)
             roles = reads or tuple(i for i in range(len(op.outputs)) if Ref(op.name, i) == ref)
-            sizes = [self._least_bytes(solved.block, op.operands[i]) for i in reads] or [graph.spec(ref).num_bytes]
+            sizes = [self._least_bytes(inside, op.operands[i]) for i in reads] or [graph.spec(ref).num_bytes]
             saved.append((ref, min(sizes), bool(reads), roles))
         live = (i for i, ref in enumerate(op.operands) if not graph.is_parameter(ref) and not graph.is_prelude(ref))
         read = ((i, ref) for i, ref in enumerate(op.operands) if graph.is_parameter(ref))
@@ -172,10 +174,9 @@ class LayoutNeeds:
         works = dict(zip(map(id, states), costs.operators(op, states, ()), strict=True))
         return _Place(works, tuple(saved), tuple(live), tuple(weights))
 
-    def _least_bytes(self, block: Block, ref: Ref) -> int:
-        """Of a value and those of the block that it is a view of."""
+    def _least_bytes(self, inside: Collection[str], ref: Ref) -> int:
+        """Of a value and those of the block, of these operators, that it is a view of."""
         graph, least = self.costs.graph, self.costs.graph.spec(ref).num_bytes
-        inside = {op.name for op in graph.block_ops(block)}
         while ref.name in inside and (op := graph.producer(ref)) is not None and op.target in VIEWS:
             ref = op.operands[0]
             least = min(least, graph.spec(ref).num_bytes)

@@ -200,6 +200,8 @@ def test_each_part_is_one_processs() -> None:
         assert crew.takes("no part") is (crew.rank == 0)
         assert crew.of_owner("part 7", lambda: f"of {crew.rank}") == f"of {crew.owner('part 7')}"
         assert crew.of_first(lambda: crew.rank) == 0
+        assert all(crew.distance(f"part {i}") == 2 * (owners[i] != crew.rank) for i in range(50))
+        assert crew.distance("no part") == crew.distance(0) == 1
     assert sorted(i for own in taken for i in own) == list(range(50))
     assert all(owners[i] == rank for rank, own in enumerate(taken) for i in own)
 

@@ -55,6 +55,9 @@ class Known:
     def ideal_bounds_s(self, pool: Sequence[Candidate]) -> list[float]:
         return [0.5 * self.bounds[self._index(c)] for c in pool]
 
+    def know_ideal_bounds(self, bounds_s: Mapping[Candidate, float]) -> None:
+        """They are given."""
+
     def least_bounds_s(self, pool: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         return [0.75 * self.bounds[self._index(c)] for c in pool]
 
