@@ -33,14 +33,15 @@ bench: setup
 
 # A GPU machine may have no network: there the python3 that already has torch runs it from the checkout, with what else
 # is missing from a folder of wheels (pip download --no-deps -d wheels NAME, on a machine that has a network).
+# GPU="--only profile predictions" runs some of its steps.
 gpu:
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 		if ls wheels/*.whl >/dev/null 2>&1; then \
 			$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target out/site wheels/*.whl; \
 		fi; \
-		PYTHONPATH=.:out/site $(PYTHON) -m autopar.profile.gpu --out out/gpu; \
+		PYTHONPATH=.:out/site $(PYTHON) -m autopar.benchmark.gpu --out out/gpu $(GPU); \
 	else \
-		$(MAKE) --no-print-directory setup && $(BIN)/python -m autopar.profile.gpu --out out/gpu; \
+		$(MAKE) --no-print-directory setup && $(BIN)/python -m autopar.benchmark.gpu --out out/gpu $(GPU); \
 	fi
 
 clean:

@@ -204,9 +204,8 @@ def _measured(  # noqa: PLR0913  what the two ways to get here differ in
         steps=wish.steps,
         warm_up=wish.warm_up,
         timeout_s=wish.timeout_s,
+        alone=device_type == "cuda",  # models of a GPU: many do not fit beside each other
         as_rank=wish.as_rank,
     )
     title = f"{wish.title}, {where}"
-    # models of a GPU take turns one by one: many do not fit beside each other
-    batch = 1 if device_type == "cuda" else 8
-    return benchmark(job, choice, launch, title=title, results=results, batch=batch, advance=advance)
+    return benchmark(job, choice, launch, title=title, results=results, advance=advance)

@@ -6,6 +6,7 @@ Under torchrun on other machines: ``torchrun ... autopar/benchmark/ranks.py JOB 
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import pickle
@@ -44,6 +45,7 @@ class Job:
         device_type: ``cpu`` or ``cuda``.
         rounds, steps: each round runs ``steps`` timed steps of each plan in turn, after one that is not timed.
         warm_up: steps of each plan before the first round.
+        alone: one plan is built, run and freed before the next one: where several do not fit beside each other.
         as_rank: instead of a job of many ranks this one process is that rank of a group of fakes, whose
             collectives move nothing: for compute and memory of a plan for more ranks.
     """
@@ -55,6 +57,7 @@ class Job:
     rounds: int = 3
     steps: int = 3
     warm_up: int = 2
+    alone: bool = False
     as_rank: int | None = None
     timeout_s: float = 120.0
 
@@ -94,10 +97,23 @@ def _fake_group(job: Job) -> None:
 
 def _run(job: Job) -> dict[str, dict[str, Any]]:
     model = job.source.build()
+    worlds: dict[Mesh, World] = {}  # plans of a mesh share its groups: the threads of each keep waking up
+    results: dict[str, dict[str, Any]] = {}
+    for keys in [[key] for key in job.plans] if job.alone else [list(job.plans)]:
+        results |= _in_turns(job, {key: job.plans[key] for key in keys}, model, worlds)
+        if job.alone:
+            gc.collect()  # hooks and their modules refer to each other
+            torch.cuda.empty_cache()
+    return results
+
+
+def _in_turns(
+    job: Job, plans: Mapping[str, Plan], model: torch.nn.Module, worlds: dict[Mesh, World]
+) -> dict[str, dict[str, Any]]:
+    """Plans whose steps take turns, so that whatever else the machine does meets all of them."""
     runners: dict[str, _Runner] = {}
     results: dict[str, dict[str, Any]] = {}
-    worlds: dict[Mesh, World] = {}  # plans of a mesh share its groups: the threads of each keep waking up
-    for key, plan in job.plans.items():
+    for key, plan in plans.items():
         try:
             if plan.mesh not in worlds:
                 worlds[plan.mesh] = World(plan.mesh, job.device_type)

@@ -181,10 +181,11 @@ def _calls(
 
 def _measure_operators(calls: list[str], machine: MachineProfile, device: torch.device, output: Path) -> dict[str, Any]:
     """Time what the file beside ``output`` does not have, and write the profile; what to tell of it."""
+    from autopar.profile.detect import identity
     from autopar.profile.ops import OperatorFile
 
     path = output.with_suffix(".operators.json")
-    file = OperatorFile(path, _identity())
+    file = OperatorFile(path, identity())
     with progress("timing operators") as advance:
         before = len(file.times)
         file.measure(calls, device, progress=advance)
@@ -193,7 +194,7 @@ def _measure_operators(calls: list[str], machine: MachineProfile, device: torch.
 
 def _write_device(machine: MachineProfile, path: Path, output: Path, file: Any) -> dict[str, Any]:
     """The machine's profile with its operator times; fails where none could be taken."""
-    from autopar.profile.detect import measured_host
+    from autopar.profile.detect import identity, measured_host
     from autopar.profile.files import write_toml
     from autopar.profile.measure import host_link
     from autopar.profile.store import profile_to_dict
@@ -203,7 +204,7 @@ def _write_device(machine: MachineProfile, path: Path, output: Path, file: Any) 
     if not file.times:
         raise AutoparError("some operator can be timed alone", value=f"{len(file.failed)} failed", place=str(path))
     data = profile_to_dict(replace(machine, device=replace(machine.device, operators=None)))
-    where = f"measured {time.strftime('%Y-%m-%d')} on {_identity()}"
+    where = f"measured {time.strftime('%Y-%m-%d')} on {identity()}"
     note = f"{where}: medians of warm calls, one operator at a time"
     data["device"]["operators"] = {"file": path.name, "provenance": note}
     if machine.device.kind == "cuda":
@@ -222,6 +223,7 @@ def _shared_operators(
     import json
     from datetime import timedelta
 
+    from autopar.profile.detect import identity
     from autopar.profile.links import IDLE_S
     from autopar.profile.ops import OperatorFile
 
@@ -238,7 +240,7 @@ def _shared_operators(
     calls = json.loads(store.get("calls"))
     if calls is None:
         raise AutoparError("rank 0 knows what to measure", value="it failed", place=f"rank {rank}")
-    mine = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), _identity())
+    mine = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), identity())
     with progress("timing operators") as advance:
         mine.measure([c for c in calls[rank::world] if c not in mine.times], local_device(), progress=advance)
     if rank != 0:
@@ -284,15 +286,6 @@ def _device(machine: MachineProfile) -> torch.device:
             remedy="run it there, or name a cluster of this machine ('local')",
         )
     return torch.device("cpu") if machine.device.kind == "cpu" else local_device()
-
-
-def _identity() -> str:
-    """What times belong to."""
-    import torch
-
-    from autopar.profile.detect import device_name
-
-    return f"{device_name()}, torch {torch.__version__}"
 
 
 # --- links

@@ -92,6 +92,11 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
 
 
+def identity() -> str:
+    """What measured times belong to: the device and the software."""
+    return f"{device_name()}, torch {torch.__version__}"
+
+
 def fingerprint() -> str:
     """What a kept measurement belongs to: machine, processor, cores, torch."""
     parts = (platform.node(), device_name(), os.cpu_count(), torch.__version__, _CACHE_VERSION)
