@@ -30,6 +30,11 @@ from autopar.search.classes import compact
 from autopar.search.tables import Cost, Weights
 
 
+def micro_batch_size(mesh: Mesh, global_batch_size: int) -> int:
+    """Of which a rank takes four in a step where stages pass them on, and else two, over which gradients add up as well."""
+    return global_batch_size // ((4 if mesh.pp > 1 else 2) * mesh.data)
+
+
 class SimplePrices:
     """Seconds: an element read or made costs 1, a byte moved ``byte_price``, a launch of a collective 10."""
 

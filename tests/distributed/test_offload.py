@@ -15,7 +15,7 @@ from autopar.cost.model import CostModel
 from autopar.host import HostLink
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
-from tests.distributed.plans import make_plan
+from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.subjects import SEQUENCE, HfSubject
 from tests.distributed.test_layouts import LAYOUTS, traced
 from tests.distributed.test_traffic import stages_of
@@ -104,7 +104,7 @@ def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: s
     subject = HfSubject("gpt2", dropout=dropout)
     graph = subject.trace() if dropout else traced("gpt2")[1]
     mesh, options = LAYOUTS[layout]
-    micro = 16 // (4 * mesh.data)
+    micro = micro_batch_size(mesh, 16)
     plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, **options)
     moved = replace(plan, blocks=tuple(replace(b, offload=b.index != 1) for b in plan.blocks))
     data = batches(subject, 2)

@@ -15,7 +15,7 @@ from autopar.plan import BF16, RECOMPUTES, Recompute
 from autopar.runtime.verify import adamw, loss_of
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
-from tests.distributed.plans import make_plan
+from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.subjects import HfSubject
 from tests.distributed.test_layouts import LAYOUTS, traced
 
@@ -28,7 +28,7 @@ def planned(layout: str, kind: str, **changes: Any) -> tuple[HfSubject, Any, Any
     subject, graph = traced(kind)
     mesh, options = LAYOUTS[layout]
     plan = make_plan(
-        graph, mesh, global_batch_size=16, micro_batch_size=16 // (4 * mesh.data), **{**options, **changes}
+        graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **{**options, **changes}
     )
     return subject, plan, graph
 
@@ -132,7 +132,7 @@ def _bf16_plan(layout: str) -> tuple[Any, Any]:
     subject = HfSubject("llama")
     graph = trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")
     mesh, options = LAYOUTS_OF_CASTS[layout]
-    micro = 16 // (4 * mesh.data)
+    micro = micro_batch_size(mesh, 16)
     return make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, precision=BF16, **options), graph
 
 
@@ -149,7 +149,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
             graph,
             mesh,
             global_batch_size=16,
-            micro_batch_size=16 // (4 * mesh.data),
+            micro_batch_size=micro_batch_size(mesh, 16),
             **{**options, "recompute": recompute},
         )
         found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0)
@@ -165,7 +165,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
 def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layout: str) -> None:
     subject, (batch,) = HfSubject("gpt2", dropout=0.2), batches(HfSubject("gpt2"), 1)
     graph, (mesh, options) = subject.trace(), LAYOUTS[layout]
-    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=16 // (4 * mesh.data), **options)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **options)
     wanted = loss_of(HfSubject("gpt2").build()(**batch)).item()
     for found in pool.run(jobs.evaluated, subject, plan, graph, batch, size=mesh.world_size, timeout_s=60.0):
         assert found["losses"] == pytest.approx([wanted] * 3, rel=1e-5)
