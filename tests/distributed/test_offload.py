@@ -46,7 +46,7 @@ def with_host(cluster: str, **changes: Any) -> Cluster:
 )
 def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "llama")
-    data = batches(subject, 3)
+    data = batches(subject, 2)
     norms, parameters = clipped(subject, data)
     plan = replace(plan, offload=("optimizer",))
     for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
@@ -57,7 +57,7 @@ def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str
 def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: WorkerPool) -> None:
     plan, graph = _bf16_plan("dp4 ZeRO 3")
     subject, _ = traced("llama")
-    data = batches(subject, 3)
+    data = batches(subject, 2)
     there, here = (
         pool.run(jobs.train, subject, replace(plan, offload=offload), graph, data, 0.1, timeout_s=60.0)[0]
         for offload in (("optimizer",), ())
