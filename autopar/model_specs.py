@@ -248,18 +248,17 @@ _EXPERTS = {"experts_implementation": "grouped_mm"}
 
 # --- families -------------------------------------------------------------------------------------
 
+_OF_GPT2 = {
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "vocab": "vocab_size",
+    "ffn": "n_inner",
+    "seq": "n_positions",
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
-    "gpt": (
-        "gpt2",
-        {
-            "layers": "n_layer",
-            "hidden": "n_embd",
-            "heads": "n_head",
-            "vocab": "vocab_size",
-            "ffn": "n_inner",
-            "seq": "n_positions",
-        },
-    ),
+    "gpt": ("gpt2", _OF_GPT2),
     "llama": (
         "llama",
         {
@@ -273,17 +272,7 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
             "tied": "tie_word_embeddings",
         },
     ),
-    "mpt": (
-        "gpt2",
-        {
-            "layers": "n_layer",
-            "hidden": "n_embd",
-            "heads": "n_head",
-            "vocab": "vocab_size",
-            "ffn": "n_inner",
-            "seq": "n_positions",
-        },
-    ),
+    "mpt": ("gpt2", _OF_GPT2),
     "bloom": ("bloom", {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"}),
     "mixtral": (
         "mixtral",

@@ -23,8 +23,9 @@ from typing import Any, cast
 import torch
 
 from autopar.errors import UsageError
+from autopar.graph.batch import named_batch
 from autopar.graph.ir import Graph
-from autopar.graph.trace import named_batch, trace
+from autopar.graph.trace import trace
 from autopar.model_inputs import Field, example_of, fields_of_config, fields_of_examples, random_batch
 from autopar.model_specs import FAMILIES, GRAMMAR, MeanSquareLoss, family_model, hugging_face, quiet_transformers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,9 @@ settings.load_profile("autopar")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--update-golden`` writes the expected texts anew; review the difference."""
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+
+
+gc.set_threshold(20_000, 20, 20)  # exports make millions of objects, of which few are garbage in circles
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

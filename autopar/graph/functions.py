@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.graph.failures import FAILURES
-from autopar.graph.probe import Subject, Unclear, are_same, draw, outcomes
+from autopar.graph.trials import Subject, Unclear, are_same, draw, outcomes
 
 
 class _Context:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, TraceError, UsageError
-from autopar.graph import functions, probe
+from autopar.graph import functions, probe, trials
 from autopar.graph.builder import Builder, Call, Value
 from autopar.graph.failures import FAILURES
 from autopar.graph.ir import Argument, Graph, Op, Ref, TensorSpec
@@ -105,7 +105,7 @@ class Regions:
                 look = partial(_examined, original, draft, specs, self.batch_size)
                 self.modules[key] = probe.apart_from_trace(look, self.modes)
             region, output = self.modules[key]
-        except (probe.Unclear, *FAILURES) as error:
+        except (trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)
 
@@ -137,17 +137,17 @@ class Regions:
             draft, inputs = _draft(FUNCTION, name, args, kwargs)
             key = (cls, draft.tree, repr(draft.constants), tuple((tuple(x.shape), x.dtype) for x in inputs))
             if key not in self.functions:
-                subject = probe.Subject(
+                subject = trials.Subject(
                     region=draft, call=of_function(cls), inputs=tuple(map(_spec, inputs)), parameters=(), buffers=()
                 )
                 self.functions[key] = probe.apart_from_trace(partial(self._examined, cls, subject), self.modes)
-        except probe.Unclear as error:
+        except trials.Unclear as error:
             raise _refused_function(cls, str(error)) from error
         if self.functions[key] is not None:
             _check_import(cls, name)
         return self.functions[key], inputs
 
-    def _examined(self, cls: type[torch.autograd.Function], subject: probe.Subject) -> tuple[Region, Any] | None:
+    def _examined(self, cls: type[torch.autograd.Function], subject: trials.Subject) -> tuple[Region, Any] | None:
         with torch.random.fork_rng(devices=[]):
             return None if functions.is_plain(cls, subject) else probe.examine(subject, self.batch_size)
 
@@ -160,7 +160,7 @@ def _examined(
         torch.manual_seed(0)
         call = stateless(_without_dropout(original))
         before = state_of(call.module)
-        subject = probe.Subject(
+        subject = trials.Subject(
             region=draft,
             call=call,
             inputs=inputs,
@@ -170,7 +170,7 @@ def _examined(
         found = probe.examine(subject, batch_size)
     left = changed(before, state_of(call.module))
     if left:
-        raise probe.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
+        raise trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
     return found
 
 
@@ -189,11 +189,11 @@ def _draft(kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     for _, value in constants:
         if value is not None and not isinstance(value, _LITERALS):
-            raise probe.Unclear(f"it is called with a {type(value).__name__}, not tensors and numbers alone")
+            raise trials.Unclear(f"it is called with a {type(value).__name__}, not tensors and numbers alone")
     try:
         text = pytree.treespec_dumps(tree)
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise probe.Unclear(f"its arguments cannot be written down: {error}") from error
+        raise trials.Unclear(f"its arguments cannot be written down: {error}") from error
     region = Region(
         kind=kind, name=name, tree=text, constants=constants, parameters=(), buffers=(), outputs=(), splits=None,
         why="", is_linear_backward=False,
@@ -213,7 +213,7 @@ def _emit(
     leaves, tree = pytree.tree_flatten(output)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, (torch.Tensor, *_LITERALS)):
-            raise probe.Unclear(f"it returns a {type(leaf).__name__}")
+            raise trials.Unclear(f"it returns a {type(leaf).__name__}")
     return pytree.tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
 
 
@@ -249,7 +249,7 @@ def _without_dropout(module: torch.nn.Module) -> torch.nn.Module:
 def _refused(path: str, module: torch.nn.Module, error: BaseException) -> RegionError:
     found = RegionError(
         "an opaque module takes and returns tensors, and runs on random inputs",
-        value=str(error) if isinstance(error, probe.Unclear | AutoparError) else f"{type(error).__name__}: {error}",
+        value=str(error) if isinstance(error, trials.Unclear | AutoparError) else f"{type(error).__name__}: {error}",
         place=f"{path} ({type(module).__name__})",
         remedy="name a module around it with opaque=, or mend it",
     )

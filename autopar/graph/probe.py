@@ -1,8 +1,6 @@
 """What a region of unknown code does, found by running it on small random inputs on this machine.
 
-Samples are apart when halves of a batch give the halves of the outputs and of every input's gradient, and parameters'
-gradients add up. The two halves are drawn from distributions far apart in mean and scale, so that a branch on a
-statistic of the batch (its mean, its largest value) goes another way for a half than for the whole.
+What it does to samples is in :mod:`autopar.graph.apart`.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,61 +19,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.graph.double import in_double
+from autopar.graph.apart import DRAWS, samples_apart
 from autopar.graph.failures import FAILURES, first_line
 from autopar.graph.ir import TensorSpec
+from autopar.graph.trials import Call, Subject, Unclear, draw, gradients_of
 from autopar.opaque_ops import Region, run, tensors_of
 
 MAX_BYTES = 2**32
 """Of parameters: larger regions are not run while tracing."""
-
-DRAWS = 8
-"""Batches on which samples must be apart."""
-
-MAX_CHOICES = 8
-_TOLERANCE = {torch.float64: 1e-9}
-_COARSE = 1e-4
-"""Relative, where the code computes in less than float64."""
-
-Call = Callable[..., Any]
-Gradients = tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]
-
-
-class Unclear(Exception):  # noqa: N818  no error yet: it becomes a reason
-    """The region cannot be run or followed; says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A region, its code, and what it is run on.
-
-    Attributes:
-        inputs: shapes and dtypes as traced.
-        parameters, buffers: values; random ones for those on meta.
-        span: random inputs lie between 0 and this, or anywhere: some code takes roots and logarithms, or arc cosines of
-            products.
-    """
-
-    region: Region
-    call: Call
-    inputs: tuple[TensorSpec, ...]
-    parameters: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...]
-    span: float | None = None
-
-    def wide(self) -> Subject:
-        """The same in float64."""
-
-        def widened(x: Tensor) -> Tensor:
-            return x.double() if x.is_floating_point() else x
-
-        inputs = (replace(s, dtype=torch.float64) if s.dtype.is_floating_point else s for s in self.inputs)
-        return replace(
-            self,
-            inputs=tuple(inputs),
-            parameters=tuple(map(widened, self.parameters)),
-            buffers=tuple(map(widened, self.buffers)),
-        )
 
 
 def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode] = ()) -> Any:
@@ -112,7 +62,7 @@ def examine(subject: Subject, batch_size: int) -> tuple[Region, Any]:
     except FAILURES as error:
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
     subject = replace(subject, region=region)
-    splits, why, linear = _splits(subject, batch_size)
+    splits, why, linear = samples_apart(subject, batch_size)
     return replace(region, splits=splits, why=why, is_linear_backward=linear), output
 
 
@@ -172,7 +122,7 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
         output = _output(subject, inputs, subject.parameters, buffers)
     outputs = _described(output)
     with FlopCounterMode(display=False) as backward:
-        _gradients(tensors_of(output), (*inputs, *subject.parameters))
+        gradients_of(tensors_of(output), (*inputs, *subject.parameters))
     if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
         raise Unclear("it changes its inputs in place")
     if any(x.grad is not None for x in (*inputs, *subject.parameters)):
@@ -231,195 +181,3 @@ def _check_numbers(subject: Subject, output: Any) -> None:
 
 def _numbers(output: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)]
-
-
-# --- samples --------------------------------------------------------------------------------------
-
-
-def _splits(
-    subject: Subject, batch_size: int
-) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
-    """Dims along which samples lie, or why they are not apart; and whether backward is linear."""
-    try:
-        with in_double():
-            return _splits_in(subject.wide(), batch_size)
-    except (Unclear, *FAILURES) as error:
-        wide = first_line(error)
-    try:
-        return _splits_in(subject, batch_size)
-    except (Unclear, *FAILURES):
-        return None, wide, False
-
-
-def _splits_in(
-    precision: Subject, batch_size: int
-) -> tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]:
-    """In one dtype.
-
-    Raises:
-        Unclear, FAILURES: it does not run in it.
-    """
-    trial, one = _within_its_domain(precision)
-    first, second = (outcomes(trial, one, seed=seed) for seed in (1, 2))
-    if not are_same(first[0], second[0]):
-        again = outcomes(trial, one, seed=1)
-        drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
-        return None, drawn or "it gives other results on the same inputs", False
-    linear, why = _is_linear(trial, one), ""  # why not: the first reason is that of samples in dim 0 of every input
-    for dims in choices(trial.inputs, batch_size):
-        try:
-            return (dims, _apart(trial, dims)), "", linear
-        except (Unclear, *FAILURES) as error:
-            why = why or first_line(error)
-    return None, why or _NO_BATCH, linear
-
-
-def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
-    """The subject with a span in which what it returns is finite, and inputs in it.
-
-    Raises:
-        Unclear: no span is known.
-    """
-    for span in _SPANS:
-        found = replace(subject, span=span)
-        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span)
-        if all(y.isfinite().all() for y in outcomes(found, inputs, seed=1)[0] if y.is_floating_point()):
-            return found, inputs
-    raise Unclear("random inputs give values that are not finite")
-
-
-_SPANS = (None, 1.0, 0.01)
-_NO_BATCH = "no input has a batch dim"
-
-
-def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int | None, ...]]:
-    """Where samples may lie: in dim 0 of all inputs that it fits, or of some; then in dim 1."""
-
-    def fits(spec: TensorSpec, dim: int) -> bool:
-        return len(spec.shape) > dim and spec.shape[dim] > 0 and spec.shape[dim] % batch_size == 0
-
-    count = 0
-    for dim in (0, 1):
-        options: list[tuple[int | None, ...]] = [(dim, None) if fits(spec, dim) else (None,) for spec in inputs]
-        for chosen in product(*options):
-            if any(d is not None for d in chosen) and count < MAX_CHOICES:
-                count += 1
-                yield chosen
-
-
-def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Dims of the outputs along which the samples of two batches lie side by side.
-
-    Raises:
-        Unclear: they do not.
-    """
-    found: tuple[int, ...] | None = None
-    for number in range(DRAWS):
-        whole = draw(subject.inputs, dims, number, span=subject.span)
-        parts = [
-            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
-            for half in (0, 1)
-        ]  # fmt: skip
-        outputs, of_inputs, of_parameters = outcomes(subject, whole, seed=3)
-        halves = [outcomes(subject, part, seed=3) for part in parts]
-        found = tuple(
-            _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
-        )
-        _demand(outputs, halves[0][0], halves[1][0], found, "outputs")
-        _demand(of_inputs, halves[0][1], halves[1][1], dims, "gradients of inputs")
-        _demand(of_parameters, halves[0][2], halves[1][2], (None,) * len(of_parameters), "gradients of parameters")
-    assert found is not None
-    return found
-
-
-def _dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
-    """The dim along which ``whole`` is twice as long as each of two equal halves."""
-    if first.shape == second.shape and whole.dim() == first.dim():
-        longer = [d for d, (n, m) in enumerate(zip(whole.shape, first.shape, strict=True)) if n != m]
-        if len(longer) == 1 and whole.shape[longer[0]] == 2 * first.shape[longer[0]]:
-            return longer[0]
-    raise Unclear(
-        f"output {index} of a batch of two halves has shape {tuple(whole.shape)}, of a half {tuple(first.shape)}"
-    )
-
-
-def _demand(
-    whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dims: Sequence[int | None], what: str
-) -> None:
-    joined = [a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)]
-    if not all(x.isfinite().all() for x in whole if x.is_floating_point()):
-        raise Unclear("random inputs give values that are not finite")
-    if not are_same(joined, whole):
-        raise Unclear(f"the {what} of a batch are not those of its halves")
-
-
-def outcomes(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
-    """Outputs, and gradients of inputs and parameters under :func:`_direction`."""
-    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    torch.manual_seed(seed)
-    outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
-    gradients = _gradients(outputs, (*taken, *subject.parameters))
-    return tuple(y.detach() for y in outputs), gradients[: len(taken)], gradients[len(taken) :]
-
-
-def _gradients(outputs: Sequence[Tensor], sources: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
-    flows = [y for y in outputs if y.requires_grad]
-    wanted = [x for x in sources if x.requires_grad]
-    if not flows or not wanted:
-        return [torch.zeros_like(x) for x in sources]
-    given = [factor * _direction(y.detach()) for y in flows]
-    made = iter(torch.autograd.grad(flows, wanted, given, allow_unused=True))
-    found = [next(made) if x.requires_grad else None for x in sources]
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True)]
-
-
-def _direction(y: Tensor) -> Tensor:
-    """A gradient for ``y`` that each element determines by itself, however a batch is cut."""
-    return 0.5 + y / (1.0 + y.abs())
-
-
-def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
-    """Whether a multiple of the gradient gives the multiple of every gradient."""
-    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    results = {}
-    for factor in (1.0, -3.0, 1e4):
-        outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
-        results[factor] = _gradients(outputs, (*taken, *subject.parameters), factor)
-    return all(are_same([factor * g for g in results[1.0]], made) for factor, made in results.items())
-
-
-def draw(
-    specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int, *, span: float | None = None
-) -> list[Tensor]:
-    """Random inputs; along a batch dim two batches, the second far from the first; ``span``: between 0 and that."""
-    generator = torch.Generator().manual_seed(number)
-    scale = 10.0 ** (number % 4 - 1)
-    found = []
-    for spec, dim in zip(specs, dims, strict=True):
-        shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
-        if not spec.dtype.is_floating_point:
-            found.append(torch.randint(0, 2, shape, generator=generator).to(spec.dtype))
-            continue
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if dim is not None:
-            half = shape[dim] // 2
-            sign = 1.0 if number % 2 else -1.0
-            x.narrow(dim, 0, half).mul_(scale).add_(sign * scale)
-            x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
-        found.append((x if span is None else span * x.sigmoid()).to(spec.dtype).requires_grad_())
-    return found
-
-
-def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Equal to rounding, all of them."""
-    for a, b in zip(found, wanted, strict=True):
-        if a.shape != b.shape:
-            return False
-        if not b.is_floating_point():
-            if not torch.equal(a, b):
-                return False
-            continue
-        size = float(b.abs().max()) if b.numel() else 0.0
-        if b.numel() and not float((a - b).abs().max()) <= _TOLERANCE.get(b.dtype, _COARSE) * max(size, 1e-6):
-            return False
-    return True

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -19,12 +17,13 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.graph import checks, counts, memory, steps
+from autopar.graph.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.graph.builder import Builder
 from autopar.graph.cleanup import finish
 from autopar.graph.convert import Converter, needs_decomposition, source_of
 from autopar.graph.failures import EXPORTS, FAILURES, NO_VALUES, explained, module_of_failure, not_copied
 from autopar.graph.gradient_off import cut_off
-from autopar.graph.ir import Graph, Input, TensorSpec
+from autopar.graph.ir import Graph
 from autopar.graph.leaves import declare, loss_output
 from autopar.graph.moe import swap_experts
 from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
@@ -164,7 +163,7 @@ def _without_region(cause: TraceError, error: TraceError) -> TraceError:
 def _traced(job: _Job, times: int = 1) -> Graph:
     """One trace, at ``times`` the batch size of the example."""
     model, mode = job.model, FakeTensorMode()
-    batch, batch_size = _fake_batch(job.batch, mode, times)
+    batch, batch_size = fake_batch(job.batch, mode, times)
     wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
     regions = Regions(model, batch_size)
     regions.swap(wrapper.model, job.opaque)
@@ -176,7 +175,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
             notes = steps.check(wrapper, wrapper.model, mode, batch) if times == 1 and not job.repeats else ()
     builder = Builder()
     converter = Converter(builder)
-    inputs = _inputs(batch, batch_size)
+    inputs = inputs_of(batch, batch_size)
     parameters, buffers = declare(builder, converter.env, program, model, inputs, batch)
     try:
         outputs = converter.run(program.graph.nodes, program.graph_module, converter.env, grad=True)
@@ -208,84 +207,6 @@ def _within(error: TraceError, path: str) -> TraceError:
     found = _UntraceableError(error.law, value=error.value, place=error.place, remedy=error.remedy)
     found.path = path
     return found
-
-
-# --- the batch ------------------------------------------------------------------------------------
-
-
-def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Example inputs by the names of ``forward``'s parameters; entries that are None are dropped."""
-    names = [
-        parameter.name
-        for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(args) > len(names):
-        raise TraceError(
-            "example inputs fit the model's forward",
-            value=f"{len(args)} positional inputs for {len(names)} parameters ({', '.join(names)})",
-            place=type(model).__name__,
-            remedy="give the example inputs by name",
-        )
-    batch = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return {key: value for key, value in batch.items() if value is not None}
-
-
-def arguments(forward: Callable[..., Any], batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Entries of a batch that ``forward`` takes: those by position alone, in order, and those by name."""
-    parameters = inspect.signature(forward).parameters.values()
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    known = {p.name for p in parameters}
-    positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.name in batch]
-    return positional, [k for k in batch if (k in known or takes_any) and k not in positional]
-
-
-def _fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple[dict[str, Any], int]:
-    """The batch as fake tensors, and its size; a batch of one doubled."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    if not tensors:
-        raise TraceError(
-            "the example inputs hold at least one tensor with a batch dim",
-            value=f"{sorted(batch) or 'no inputs'}",
-            remedy="give example inputs (a dict for the model's forward)",
-        )
-    sizes = Counter(tensor.shape[0] for tensor in tensors)
-    most = max(sizes.values())
-    size = next(tensor.shape[0] for tensor in tensors if sizes[tensor.shape[0]] == most)
-    doubled = times * (2 if size == 1 else 1)
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = list(leaf.shape)
-        if shape and shape[0] == size:
-            shape[0] *= doubled
-        with mode:
-            return torch.empty(shape, dtype=leaf.dtype, device="cpu")
-
-    return pytree.tree_map(fake, batch), size * doubled
-
-
-def _inputs(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
-    return tuple(
-        Input(
-            name=name,
-            spec=TensorSpec(shape=tuple(leaf.shape), dtype=leaf.dtype),
-            batch_dim=0 if leaf.dim() and leaf.shape[0] == batch_size else None,
-        )
-        for name, leaf in named_inputs(batch).items()
-        if isinstance(leaf, torch.Tensor)
-    )
-
-
-def named_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in a batch by the names of a graph's inputs: lists and dicts of tensors taken apart, None dropped."""
-    leaves, _ = pytree.tree_flatten_with_path({key: value for key, value in batch.items() if value is not None})
-    return {_path_name(path): leaf for path, leaf in leaves}
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-    return "_".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 # --- the model ------------------------------------------------------------------------------------

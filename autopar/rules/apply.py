@@ -30,11 +30,13 @@ from autopar.graph.ir import Argument, Block, Graph, Input, Layout, Op, Paramete
 from autopar.layout import I, P, R, S, Type
 from autopar.rules import zigzag
 from autopar.rules.conversions import conversion, emitted_arguments
+from autopar.rules.parts import BATCH, layout_before, part_of
 from autopar.rules.samples import SampleSums
 from autopar.rules.signature import signature
 from autopar.rules.types import Local, Strategy, Typing
 
-BATCH = "batch"
+__all__ = ["BATCH", "OVER_DATA", "crosses_samples", "part_of", "shard"]
+
 OVER_DATA = "autopar.change_over_data"
 """A change of type over samples: over all data ranks, each with its samples in one micro-batch."""
 
@@ -342,24 +344,11 @@ class _Sharding:
                 args=arguments,
                 outputs=(local,),
                 module=producer.module if producer is not None else "",
-                layouts=((*self._layout_before(origin), (self.axis, wanted)),),
+                layouts=((*layout_before(self.graph, origin), (self.axis, wanted)),),
             )
         )
         self.types[Ref(name)], self.specs[Ref(name)] = wanted, local
         return Ref(name)
-
-    def _layout_before(self, ref: Ref) -> Layout:
-        """Types on the axes applied before, where the value is used: R of parameters whose gradient is summed later."""
-        producer = self.graph.producer(ref)
-        if producer is not None:
-            return producer.layouts[ref.index] if producer.layouts else ()
-        if self.graph.is_parameter(ref):
-            parameter = self.graph.parameter(ref.name)
-            pending = (*parameter.gradient_sum_axes, BATCH)
-            return tuple((a, R if a in pending and kind == I else kind) for a, kind in parameter.layout)
-        by_samples = any(axis == BATCH for p in self.graph.parameters[:1] for axis, _ in p.layout)
-        leaf = next((leaf for leaf in self.graph.inputs if leaf.name == ref.name), None)
-        return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()
 
     def _same_without_gradient(self, ref: Ref, found: Type, wanted: Type) -> bool:
         return not self.specs[ref].requires_grad and {found.kind, wanted.kind} <= {"I", "R"}
@@ -402,24 +391,3 @@ def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
 
     new: Op = rules.localize(op, strategy, local)
     return new
-
-
-def part_of(spec: TensorSpec, kind: Type, typing: Typing, place: str) -> TensorSpec:
-    """What one rank of the typing's axis has of a tensor of a type.
-
-    Raises:
-        RuleError: the dim does not exist or does not divide.
-    """
-    if not kind.is_split:
-        return spec
-    if kind.dim >= len(spec.shape):
-        raise RuleError("a split dim exists", value=f"{kind} of shape {spec.shape}", place=place)
-    part, rest = divmod(spec.shape[kind.dim] * typing.size.denominator, typing.size.numerator)
-    if rest:
-        raise RuleError(
-            f"a split dim divides by the axis ({typing.axis}={typing.size})",
-            value=f"{kind} of shape {spec.shape}",
-            place=place,
-        )
-    shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
-    return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)

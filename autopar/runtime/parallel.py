@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import RuntimeMismatchError, UsageError
-from autopar.graph.trace import named_inputs
 from autopar.local_step import LocalSteps
 from autopar.lower.emit import is_random
 from autopar.lower.program import Program
@@ -25,6 +24,7 @@ from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
+from autopar.runtime.local_batch import local_batch
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
@@ -351,43 +351,7 @@ class Parallel:
 
     def _local(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's samples of a batch, on its device."""
-        inputs = self._program.graph.inputs
-        batch = named_inputs(batch)
-        expected = [leaf.name for leaf in inputs]
-        if set(batch) != set(expected):
-            unknown = [name for name in batch if name not in expected]
-            raise UsageError(
-                f"the batch has the inputs that the model was traced with ({', '.join(expected)})",
-                value=", ".join(batch) or "none",
-                remedy=f"leave out {', '.join(unknown)}: what was no tensor in the example inputs is a constant of the plan"
-                if unknown and not any(isinstance(batch[name], Tensor) for name in unknown)
-                else "",
-            )
-        whole, own = self.plan.global_batch_size, self.samples
-        part = len(own)
-        local: dict[str, Tensor] = {}
-        for leaf in inputs:
-            value, dim = batch[leaf.name], leaf.batch_dim
-            rest = [size for d, size in enumerate(value.shape) if d != dim]
-            if rest != [size for d, size in enumerate(leaf.spec.shape) if d != dim]:
-                raise UsageError(
-                    "inputs have the shape that the plan was made for, the number of samples aside",
-                    value=tuple(value.shape),
-                    place=leaf.name,
-                    remedy=f"pad to {leaf.spec.shape} or search a plan for the new shape",
-                )
-            if dim is not None:
-                if value.shape[dim] not in (whole, part):
-                    raise UsageError(
-                        f"a batch has {whole} samples (the global batch) or {part} (this rank's)",
-                        value=value.shape[dim],
-                        place=leaf.name,
-                    )
-                if value.shape[dim] != part:
-                    value = value.narrow(dim, own.start, part)
-            dtype = leaf.spec.dtype if value.is_floating_point() and leaf.spec.dtype.is_floating_point else value.dtype
-            local[leaf.name] = value.to(self._world.device, dtype, non_blocking=True)
-        return local
+        return local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
 
 
 class _GlobalLoss(torch.autograd.Function):

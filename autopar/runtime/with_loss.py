@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from autopar.graph.trace import LossFunction, arguments
+from autopar.graph.batch import arguments
+from autopar.graph.trace import LossFunction
 
 if TYPE_CHECKING:
     from autopar.runtime.verify import Subject

@@ -192,6 +192,7 @@ def _receive(worker: _Worker) -> _Outcome:
 def _serve(connection: Connection, rank: int, num_threads: int) -> None:
     """A worker's life: jobs from the pipe, one after the other, until an empty message."""
     torch.set_num_threads(num_threads)
+    gc.freeze()  # what the server imported stays: a job is not to look through it for garbage, nor to copy its pages
     while True:
         try:
             message = connection.recv_bytes()

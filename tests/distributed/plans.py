@@ -29,6 +29,31 @@ from autopar.search.chain import AxisSolver
 from autopar.search.classes import compact
 from autopar.search.tables import Cost, Weights
 
+UNPRICED = Prediction(
+    step_time_s=1.0,
+    step_time_interval_s=(1.0, 1.0),
+    peak_memory_bytes=1,
+    memory_limit_bytes=1,
+    mfu=1.0,
+    tokens_per_s=1.0,
+    breakdown=Breakdown(
+        compute_s=1.0,
+        recompute_s=0.0,
+        tensor_parallel_s=0.0,
+        data_parallel_s=0.0,
+        pipeline_s=0.0,
+        bubble_s=0.0,
+        optimizer_s=0.0,
+    ),
+    memory=(),
+)
+"""Of a plan that nobody has priced."""
+
+
+def micro_batch_size(mesh: Mesh, global_batch_size: int) -> int:
+    """Of which a rank takes four in a step where stages pass them on, and else two, over which gradients add up as well."""
+    return global_batch_size // ((4 if mesh.pp > 1 else 2) * mesh.data)
+
 
 class SimplePrices:
     """Seconds: an element read or made costs 1, a byte moved ``byte_price``, a launch of a collective 10."""
@@ -120,24 +145,7 @@ def make_plan(
         ),
         blocks=blocks,
         stages=tuple(StagePlan(index=i, start=cuts[i], stop=cuts[i + 1], pp_rank=i % mesh.pp) for i in range(stages)),
-        predicted=Prediction(
-            step_time_s=1.0,
-            step_time_interval_s=(1.0, 1.0),
-            peak_memory_bytes=1,
-            memory_limit_bytes=1,
-            mfu=1.0,
-            tokens_per_s=1.0,
-            breakdown=Breakdown(
-                compute_s=1.0,
-                recompute_s=0.0,
-                tensor_parallel_s=0.0,
-                data_parallel_s=0.0,
-                pipeline_s=0.0,
-                bubble_s=0.0,
-                optimizer_s=0.0,
-            ),
-            memory=(),
-        ),
+        predicted=UNPRICED,
         search=SearchRecord(wall_time_s=0.0, candidates=1, evaluated=1, lower_bound_s=0.0, gap=0.0),
     )
 

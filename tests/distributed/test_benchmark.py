@@ -102,6 +102,7 @@ def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
 ) -> None:
     monkeypatch.setattr(Cluster, "parse", lambda text, cache_dir=None: CPU4)  # nothing is measured
+    monkeypatch.setattr("autopar.benchmark.command.machine_profile", lambda **options: None)
     monkeypatch.setattr(
         "autopar.benchmark.command.local_ranks",
         lambda count, timeout_s: nullcontext(lambda job: pool.run(ranks.run, job, size=count, timeout_s=timeout_s)),

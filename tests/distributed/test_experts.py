@@ -56,7 +56,7 @@ def test_experts_on_ranks_equal_one_device(pool: WorkerPool, case: str) -> None:
     wanted = {key: int(value) for key, _, value in (pin.partition("=") for pin in pins) if key in ("ep", "ep_data")}
     assert all(getattr(plan.mesh, key) == value for key, value in wanted.items())
     assert plan.num_micro_batches == 1 or not subject.balanced
-    verify(subject, plan, graph_of(subject), pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph_of(subject), steps=2, pool=pool, timeout_s=60.0).check()
 
 
 def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool) -> None:
@@ -120,4 +120,4 @@ def test_the_router_loss_of_a_family_is_that_of_the_global_batch(pool: WorkerPoo
     graph = subject.trace()
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=4", "dp_shard=4"])
     assert plan.num_micro_batches == 1
-    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()

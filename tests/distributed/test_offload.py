@@ -15,7 +15,7 @@ from autopar.cost.model import CostModel
 from autopar.host import HostLink
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
-from tests.distributed.plans import make_plan
+from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.subjects import SEQUENCE, HfSubject
 from tests.distributed.test_layouts import LAYOUTS, traced
 from tests.distributed.test_traffic import stages_of
@@ -46,7 +46,7 @@ def with_host(cluster: str, **changes: Any) -> Cluster:
 )
 def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "llama")
-    data = batches(subject, 3)
+    data = batches(subject, 2)
     norms, parameters = clipped(subject, data)
     plan = replace(plan, offload=("optimizer",))
     for rank in pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0):
@@ -57,7 +57,7 @@ def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str
 def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: WorkerPool) -> None:
     plan, graph = _bf16_plan("dp4 ZeRO 3")
     subject, _ = traced("llama")
-    data = batches(subject, 3)
+    data = batches(subject, 2)
     there, here = (
         pool.run(jobs.train, subject, replace(plan, offload=offload), graph, data, 0.1, timeout_s=60.0)[0]
         for offload in (("optimizer",), ())
@@ -104,7 +104,7 @@ def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: s
     subject = HfSubject("gpt2", dropout=dropout)
     graph = subject.trace() if dropout else traced("gpt2")[1]
     mesh, options = LAYOUTS[layout]
-    micro = 16 // (4 * mesh.data)
+    micro = micro_batch_size(mesh, 16)
     plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, **options)
     moved = replace(plan, blocks=tuple(replace(b, offload=b.index != 1) for b in plan.blocks))
     data = batches(subject, 2)

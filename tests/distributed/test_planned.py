@@ -11,6 +11,7 @@ from autopar.plan import FP32
 from autopar.runtime.verify import verify
 from autopar.runtime.workers import WorkerPool
 from tests.distributed.oddities import UnusualSubject
+from tests.distributed.plans import micro_batch_size
 from tests.distributed.test_layouts import traced
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -39,11 +40,10 @@ def test_a_pinned_plan_equals_one_device(pool: WorkerPool, kind: str, layout: st
     subject, graph = traced(kind)
     mesh, pins = PINNED[layout]
     degrees = [f"{axis}={getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp")]
-    plan = api.estimate(
-        graph, cluster=f"cpu:1x{mesh.world_size}", global_batch_size=16, pins=[*degrees, "micro_batch=2", *pins]
-    )
+    wanted = [*degrees, f"micro_batch={micro_batch_size(mesh, 16)}", *pins]
+    plan = api.estimate(graph, cluster=f"cpu:1x{mesh.world_size}", global_batch_size=16, pins=wanted)
     assert plan.mesh == mesh
-    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
 
 
 def test_weights_of_two_stages_of_one_rank_learn_from_both(pool: WorkerPool) -> None:
@@ -52,4 +52,4 @@ def test_weights_of_two_stages_of_one_rank_learn_from_both(pool: WorkerPool) -> 
     pins = ["pp=2", "micro_batch=2", "schedule=Interleaved1F1B", "virtual_stages=2"]
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins)
     assert {stages for _, stages in lower(plan, graph).tied} == {(1, 3)}
-    verify(subject, plan, graph, pool=pool, timeout_s=60.0).check()
+    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()

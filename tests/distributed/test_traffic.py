@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 from autopar.plan import BF16, Plan
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import recording
-from tests.distributed.plans import make_plan
+from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.test_layouts import LAYOUTS, traced
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -110,7 +110,8 @@ def test_a_step_runs_the_collectives_that_are_priced(
 ) -> None:
     _, graph = traced(kind)
     mesh, given = LAYOUTS[layout]
-    plan = make_plan(graph, mesh, global_batch_size=GLOBAL_BATCH, micro_batch_size=2, **(given | options))
+    micro = micro_batch_size(mesh, GLOBAL_BATCH)
+    plan = make_plan(graph, mesh, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro, **(given | options))
     compare(pool, kind, plan, graph)
 
 

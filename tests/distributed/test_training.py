@@ -15,7 +15,7 @@ from autopar.plan import BF16, RECOMPUTES, Recompute
 from autopar.runtime.verify import adamw, loss_of
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
-from tests.distributed.plans import make_plan
+from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.subjects import HfSubject
 from tests.distributed.test_layouts import LAYOUTS, traced
 
@@ -28,7 +28,7 @@ def planned(layout: str, kind: str, **changes: Any) -> tuple[HfSubject, Any, Any
     subject, graph = traced(kind)
     mesh, options = LAYOUTS[layout]
     plan = make_plan(
-        graph, mesh, global_batch_size=16, micro_batch_size=16 // (4 * mesh.data), **{**options, **changes}
+        graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **{**options, **changes}
     )
     return subject, plan, graph
 
@@ -60,7 +60,7 @@ def clipped(subject: HfSubject, data: list[dict[str, Tensor]]) -> tuple[list[flo
 @pytest.mark.parametrize("layout", MIXED)
 def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "llama")
-    data = batches(subject, 3)
+    data = batches(subject, 2)
     norms, parameters = clipped(subject, data)
     found = pool.run(jobs.train, subject, plan, graph, data, 0.1, size=plan.mesh.world_size, timeout_s=60.0)
     for rank in found:
@@ -116,7 +116,7 @@ LAYOUTS_OF_CASTS = {**LAYOUTS, "pp2 x dp2 ZeRO 3 without shards": (Mesh(pp=2, dp
 )
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str) -> None:
     subject = HfSubject("llama")
-    data = batches(subject, 3)
+    data = batches(subject, 2)
     exact = loss_of(subject.build()(**data[0])).item()
     plan, graph = _bf16_plan(layout)
     found = pool.run(jobs.train, subject, plan, graph, data, None, size=plan.mesh.world_size, timeout_s=60.0)
@@ -132,7 +132,7 @@ def _bf16_plan(layout: str) -> tuple[Any, Any]:
     subject = HfSubject("llama")
     graph = trace(subject.build().bfloat16(), kwargs=subject.make_batch(2, seed=0), name="llama")
     mesh, options = LAYOUTS_OF_CASTS[layout]
-    micro = 16 // (4 * mesh.data)
+    micro = micro_batch_size(mesh, 16)
     return make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro, precision=BF16, **options), graph
 
 
@@ -149,7 +149,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
             graph,
             mesh,
             global_batch_size=16,
-            micro_batch_size=16 // (4 * mesh.data),
+            micro_batch_size=micro_batch_size(mesh, 16),
             **{**options, "recompute": recompute},
         )
         found[recompute] = pool.run(jobs.train, subject, plan, graph, data, None, size=mesh.world_size, timeout_s=60.0)
@@ -165,7 +165,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str) -
 def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layout: str) -> None:
     subject, (batch,) = HfSubject("gpt2", dropout=0.2), batches(HfSubject("gpt2"), 1)
     graph, (mesh, options) = subject.trace(), LAYOUTS[layout]
-    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=16 // (4 * mesh.data), **options)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=micro_batch_size(mesh, 16), **options)
     wanted = loss_of(HfSubject("gpt2").build()(**batch)).item()
     for found in pool.run(jobs.evaluated, subject, plan, graph, batch, size=mesh.world_size, timeout_s=60.0):
         assert found["losses"] == pytest.approx([wanted] * 3, rel=1e-5)
@@ -174,16 +174,17 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layou
 
 
 MOVES = [
-    ("tp2 x dp2", "tp4"),
-    ("tp2 x dp2", "dp4"),
-    ("dp4 ZeRO 3", "pp2 x tp2"),
-    ("tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"),
-    ("dp4", "tp2 x dp2 ZeRO 3"),
+    ("gpt2", "tp2 x dp2", "tp4"),
+    ("gpt2", "tp2 x dp2", "dp4"),
+    ("gpt2", "dp4 ZeRO 3", "pp2 x tp2"),
+    ("gpt2", "tp2 x dp2 ZeRO 3", "dp4 ZeRO 2"),
+    ("gpt2", "dp4", "tp2 x dp2 ZeRO 3"),
+    ("llama", "tp2 x dp2 ZeRO 3", "pp2 x tp2"),
+    ("llama", "pp2 x dp2 ZeRO 1", "dp4 ZeRO 3"),
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), MOVES)
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("kind", "before", "after"), MOVES)
 def test_checkpoint_goes_on_under_another_plan(
     pool: WorkerPool, tmp_path: Path, kind: str, before: str, after: str
 ) -> None:

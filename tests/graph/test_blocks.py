@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.graph import Graph, trace
+from autopar.graph import Graph
 from autopar.graph.blocks import find_blocks
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.models import resolve_model
-from tests.graph.zoo import subject
+from tests.graph.zoo import traced
 
 SPEC = TensorSpec(shape=(2, 8), dtype=torch.float32, requires_grad=True)
 
@@ -20,6 +22,7 @@ def hashes(graph: Graph) -> list[str]:
     return [block.hash for block in graph.blocks]
 
 
+@cache
 def layers(family: str, count: int, **more: int) -> Graph:
     sizes = {"layers": count, "hidden": 32, "heads": 4, "vocab": 64, **more}
     return resolve_model(f"{family}:{','.join(f'{k}={v}' for k, v in sizes.items())}", sequence_length=8).trace()
@@ -81,8 +84,7 @@ def test_a_literal_or_a_shape_makes_another_hash() -> None:
 
 
 def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
-    model, batch = subject("mlp")
-    graph = trace(model, (), batch)
+    graph = traced("mlp")
     sizes = [b.stop - b.start for b in graph.blocks]
     assert len(set(hashes(graph)[1:4])) == 1
     assert sizes[1:4] == [2, 2, 2]
@@ -90,8 +92,7 @@ def test_layers_unrolled_by_hand_under_random_names_are_found() -> None:
 
 
 def test_encoder_and_decoder_are_both_found() -> None:
-    model, batch = subject("t5")
-    found = hashes(trace(model, (), batch))
+    found = hashes(traced("t5"))
     repeated = [h for h in found if found.count(h) > 1]
     assert len(repeated) == 4, "the first of three layers computes the positions for the others"
     assert len(set(repeated)) == 2

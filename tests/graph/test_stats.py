@@ -9,19 +9,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost.work import work
-from autopar.graph import Graph, trace
+from autopar.graph import Graph
 from autopar.graph.evaluate import evaluate
 from autopar.graph.ir import Ref
 from autopar.graph.stats import backward_flops, op_flops
 from autopar.graph.storage import contiguous, storage_roots
 from autopar.models import resolve_model
-from tests.graph.zoo import loss_of, subject
+from tests.graph.zoo import loss_of, subject, traced
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "vit", "handwritten"])
 def test_forward_flops_are_those_of_torchs_counter(kind: str) -> None:
     model, batch = subject(kind)
-    graph = trace(model, (), batch)
+    graph = traced(kind)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss_of(model(**batch))
     assert sum(op_flops(graph, op) for op in graph.ops) == counter.get_total_flops()
@@ -29,7 +29,7 @@ def test_forward_flops_are_those_of_torchs_counter(kind: str) -> None:
 
 def test_backward_flops_are_those_of_torchs_counter_without_attention() -> None:
     model, batch = subject("handwritten")
-    graph = trace(model, (), batch)
+    graph = traced("handwritten")
     with FlopCounterMode(display=False) as counter:
         loss_of(model(**batch)).backward()
     total = sum(op_flops(graph, op) + backward_flops(graph, op) for op in graph.ops)
@@ -39,7 +39,7 @@ def test_backward_flops_are_those_of_torchs_counter_without_attention() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "vit", "t5", "handwritten"])
 def test_what_backward_keeps_is_what_autograd_saves(kind: str) -> None:
     model, batch = subject(kind)
-    graph = trace(model, (), batch)
+    graph = traced(kind)
     measured = _saved_by_autograd(graph, model, batch)
     counted = _saved_by_count(graph)
     assert counted == pytest.approx(measured, rel=0.01)
@@ -75,8 +75,7 @@ def _saved_by_count(graph: Graph) -> int:
 
 
 def test_views_share_storage_and_flattened_expansions_do_not() -> None:
-    model, batch = subject("llama")
-    graph = trace(model, (), batch)
+    graph = traced("llama")
     everything = (*graph.prelude, *graph.ops)
     roots = storage_roots(everything, graph.spec)
     for op in graph.ops:
@@ -95,13 +94,15 @@ def test_strides_of_a_dense_tensor() -> None:
         assert contiguous(shape) == torch.empty(shape).stride()
 
 
-def test_a_big_llama_is_traced_in_seconds_and_cut_into_its_layers() -> None:
-    spec = "llama:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256"
+def test_a_big_llama_is_cut_into_its_layers() -> None:
+    """Llama 3 70B but for 60 of its 80 layers, which are equal to the other ones."""
+    spec = "llama:layers=20,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256"
     graph = resolve_model(spec, sequence_length=4096, dtype=torch.bfloat16).trace()
-    assert len(graph.blocks) == 82
-    assert graph.num_parameters == 70_553_706_496
+    assert len(graph.blocks) == 22
+    layer = sum(p.spec.numel for p in graph.block_parameters(graph.blocks[1]))
+    assert graph.num_parameters + 60 * layer == 70_553_706_496
     assert len({b.hash for b in graph.blocks}) == 3
     per_token = sum(op_flops(graph, op) for op in graph.ops) / (2 * 4096)
-    matrices = 2 * (graph.num_parameters - 128256 * 8192 - (2 * 80 + 1) * 8192)
-    attention = 80 * 2 * 2 * 4096 * 8192
+    matrices = 2 * (graph.num_parameters - 128256 * 8192 - (2 * 20 + 1) * 8192)
+    attention = 20 * 2 * 2 * 4096 * 8192
     assert per_token == matrices + attention

@@ -16,7 +16,7 @@ from autopar.graph.evaluate import evaluate, leaves, run
 from autopar.graph.ir import Op, Ref
 from autopar.models import resolve_model
 from autopar.rules.verify import verify_rule
-from tests.graph.zoo import HUGGING_FACE, LENGTH, loss_of, subject
+from tests.graph.zoo import HUGGING_FACE, LENGTH, loss_of, subject, traced, traced_on_meta
 
 CASES = [
     ("gpt2", False),
@@ -39,7 +39,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "padded"), CASES)
 def test_loss_and_every_gradient_equal_the_models(kind: str, padded: bool) -> None:
     model, batch = subject(kind, padded=padded)
-    graph = trace(model, (), batch)
+    graph = trace(model, (), batch) if padded else traced(kind)
     loss = loss_of(model.train()(**batch))
     loss.backward()
     whole = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
@@ -113,7 +113,7 @@ def attention(graph: Graph) -> list[Op]:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen3"])
 def test_a_causal_mask_is_recognised_and_a_padding_mask_is_kept(kind: str) -> None:
     source = resolve_model(HUGGING_FACE[kind], sequence_length=LENGTH)
-    plain = source.trace()
+    plain = traced_on_meta(kind)
     assert len(attention(plain)) == 3
     assert all(op.args[3] is None and op.args[5] is True for op in attention(plain))
     assert not any(buffer.spec.dtype == torch.bool for buffer in plain.buffers), "the mask is dropped"
@@ -188,7 +188,7 @@ def test_large_masks_are_told_without_holding_them(length: int, offset: int, win
 
 
 def test_gelu_written_out_is_one_operator() -> None:
-    graph = resolve_model(HUGGING_FACE["gpt2"], sequence_length=LENGTH).trace()
+    graph = traced_on_meta("gpt2")
     gelus = [op for op in graph.ops if op.target == "aten.gelu.default"]
     assert len(gelus) == 3
     assert all(op.kwargs == (("approximate", "tanh"),) for op in gelus)
@@ -196,29 +196,28 @@ def test_gelu_written_out_is_one_operator() -> None:
 
 
 def test_fused_projections_become_linears_over_parts() -> None:
-    graph = resolve_model(HUGGING_FACE["gpt2"], sequence_length=LENGTH).trace()
+    graph = traced_on_meta("gpt2")
     parts = [p for p in graph.parameters if p.fqn == "transformer.h.1.attn.c_attn.weight"]
     assert [(p.part.dim, p.part.start, p.part.stop) for p in parts if p.part] == [(1, 0, 32), (1, 32, 64), (1, 64, 96)]
     assert [p.key.rsplit(".", 1)[-1] for p in parts] == ["weight[0:32]", "weight[32:64]", "weight[64:96]"]
     assert not any(op.target == "aten.slice.Tensor" for op in graph.ops)
-    model, batch = subject("encoder")
-    encoder = trace(model, (), batch)
+    encoder = traced("encoder")
     assert sum(p.fqn.endswith("in_proj_weight") and p.part is not None for p in encoder.parameters) == 9
     assert not any(op.target == "aten.select.int" for op in encoder.ops)
 
 
 def test_tied_weights_are_one_parameter_with_aliases() -> None:
-    graph = resolve_model(HUGGING_FACE["gpt2"], sequence_length=LENGTH).trace()
+    graph = traced_on_meta("gpt2")
     (tied,) = [p for p in graph.parameters if p.fqn == "transformer.wte.weight"]
     assert tied.aliases == ("lm_head.weight",)
     assert len(graph.users(Ref(tied.name))) == 2
-    untied = resolve_model(HUGGING_FACE["llama"], sequence_length=LENGTH).trace()
+    untied = traced_on_meta("llama")
     assert not any(p.aliases for p in untied.parameters)
 
 
 def test_meta_and_real_models_give_the_same_graph() -> None:
     source = resolve_model(HUGGING_FACE["llama"], sequence_length=LENGTH)
-    meta, real = source.trace(), trace(source.build(), (), source.make_batch(3))
+    meta, real = traced_on_meta("llama"), trace(source.build(), (), source.make_batch(3))
     assert meta.fingerprint == real.fingerprint
     assert [op.target for op in meta.ops] == [op.target for op in real.ops]
     values = {b.fqn: b.value is not None for b in meta.buffers if b.fqn}
@@ -229,7 +228,7 @@ def test_meta_and_real_models_give_the_same_graph() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "encoder"])
 def test_decomposing_first_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = subject(kind)
-    short = trace(model, (), batch)
+    short = traced(kind)
     monkeypatch.setattr(sys.modules["autopar.graph.trace"], "needs_decomposition", lambda module: True)
     long = trace(model, (), batch)
     assert [op.target for op in short.ops] == [op.target for op in long.ops]
@@ -246,7 +245,7 @@ def test_dropout_is_one_operator_with_a_salt_of_its_own() -> None:
 
 
 def test_the_mean_of_the_loss_is_a_sum_over_a_count_of_the_prelude() -> None:
-    graph = resolve_model(HUGGING_FACE["llama"], sequence_length=LENGTH).trace()
+    graph = traced_on_meta("llama")
     last = graph.ops[-1]
     assert (Ref(last.name), last.target) == (graph.loss, "aten.div.Tensor")
     total, count = last.operands

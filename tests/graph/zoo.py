@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.graph import Graph, trace
 from autopar.models import resolve_model
 
 SMALL = "num_hidden_layers=3&hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64"
@@ -104,6 +106,19 @@ def subject(kind: str, *, padded: bool = False) -> tuple[nn.Module, dict[str, Te
     if kind == "mlp":
         return Mlp(), {"x": torch.randn(2, 6), "y": torch.tensor([0, 4])}
     return {"encoder": Encoder, "handwritten": Handwritten}[kind](), tokens()
+
+
+@cache
+def traced(kind: str) -> Graph:
+    """The graph of :func:`subject`, which whoever asks for it only reads."""
+    model, batch = subject(kind)
+    return trace(model, (), batch)
+
+
+@cache
+def traced_on_meta(kind: str) -> Graph:
+    """The graph of a Hugging Face model without weights, likewise."""
+    return resolve_model(HUGGING_FACE[kind], sequence_length=LENGTH).trace()
 
 
 def loss_of(output: Any) -> Tensor:

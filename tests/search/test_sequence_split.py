@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -10,20 +11,26 @@ import torch
 from autopar import api
 from autopar.cost.work import work
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.graph.ir import Graph, Op, Ref, TensorSpec
 from autopar.plan import Plan
 from autopar.search.candidates import candidates, conflict
 from autopar.search.pins import Pins
 from tests.distributed.subjects import HfSubject
 from tests.search.test_candidates import PROBLEM
 
-LONG = replace(PROBLEM, sequences=(32768,), key_heads=(8,))
+SMALL = replace(PROBLEM, world_size=16, global_batch_size=32)
+LONG = replace(SMALL, sequences=(32768,), key_heads=(8,))
+
+
+@cache
+def traced(kind: str) -> Graph:
+    graph: Graph = HfSubject(kind).trace()
+    return graph
 
 
 def planned(kind: str, *pins: str, subject: str = "llama", ranks: int = 2, world: int = 0) -> Plan:
-    graph = HfSubject(subject).trace()
     wanted = [f"cp={ranks}", f"cp_attention={kind}", "micro_batch=2", *pins]
-    return api.estimate(graph, cluster=f"cpu:1x{world or ranks}", global_batch_size=4, pins=wanted)
+    return api.estimate(traced(subject), cluster=f"cpu:1x{world or ranks}", global_batch_size=4, pins=wanted)
 
 
 def test_a_long_sequence_is_split_without_being_asked() -> None:
@@ -38,7 +45,7 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     assert "2 * cp divides the sequence of 36 (ring)" in conflict(odd, Pins.parse(["cp=4", "cp_attention=ring"]))
     assert candidates(odd, Pins.parse(["cp=4", "cp_attention=gather"]))
     assert "cp divides 8 heads (Ulysses)" in conflict(LONG, Pins.parse(["cp=16", "cp_attention=ulysses"]))
-    plain = replace(PROBLEM, sequences=())
+    plain = replace(SMALL, sequences=())
     assert "cp=1 in a model without attention operators" in conflict(plain, Pins.parse(["cp=2"]))
 
 
