@@ -194,9 +194,7 @@ class DataParallel:
             return 0.0
         return _beside([unit.gather_s for unit in units], times, interference)
 
-    def adding_s(
-        self, units: Sequence[Unit], num_micro_batches: int, device: Device, *, casts: bool = False
-    ) -> float:
+    def adding_s(self, units: Sequence[Unit], num_micro_batches: int, device: Device, *, casts: bool = False) -> float:
         """Adding the gradients of a micro-batch to those before, on average over a step: the first ones are only kept.
 
         The sum is read and written and the new gradient read: whole where gradients accumulate, else the rank's shard.
