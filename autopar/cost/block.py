@@ -20,6 +20,7 @@ from autopar.cost.fusion import (
     inner,
     joined_projections,
 )
+from autopar.cost.megatron import as_megatron, split_projections
 from autopar.cost.messages import Message, messages
 from autopar.cost.storages import Storages, Wiring, wiring_of
 from autopar.cost.work import Specs, Work, work
@@ -347,12 +348,15 @@ def block_work(
         ),
         parameters=_parameters(graph, block, wiring),
     )
-    if fused:
+    if fused and not kernels.megatron:
         works = fuse(graph, ops, works)
     inside: set[int] = set()
     if kernels.projections:
         works = fuse_projections(ops, operands, works)
-        inside = {i for group in joined_projections(ops) for i in group[1:]}
+        joined = joined_projections(ops)
+        inside = {i for group in joined for i in group[1:]}
+        for group in joined if kernels.megatron else ():
+            split_projections(group, works, sum(ops[i].spec.num_bytes for i in group))
     fan_in = tuple(fan_in_bytes(ops, wiring, specs, inside))
     operands = operands if kernels == EAGER else ()
     return BlockWork(
@@ -402,6 +406,10 @@ def _as_run(graph: Graph, op: Op, operands: Specs, done: Work, kernels: Kernels)
         done = fuse_ring(op, operands, done)
     if kernels.dropout:
         done = fuse_dropout(graph, op, operands, done, in_chain=kernels.elementwise)
+    if kernels.megatron:
+        done = as_megatron(
+            graph, op, operands, done, biased_scores=kernels.biased_scores, copied_logits=kernels.copied_logits
+        )
     return done
 
 

@@ -155,7 +155,7 @@ class BlockModel:
         if not step.adds_gradients:
             return 0.0
         data = self._data(step)
-        return data.adding_s([self._unit(block, data)], step.num_micro_batches, self.device)
+        return data.adding_s([self._unit(block, data)], step.num_micro_batches, self.device, casts=step.casts_gradients)
 
     def block_state(self, block: BlockCost, step: Step) -> State:
         """Bytes of a block's parameters, gradients and optimizer states on one rank."""

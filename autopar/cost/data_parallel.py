@@ -194,16 +194,24 @@ class DataParallel:
             return 0.0
         return _beside([unit.gather_s for unit in units], times, interference)
 
-    def adding_s(self, units: Sequence[Unit], num_micro_batches: int, device: Device) -> float:
+    def adding_s(self, units: Sequence[Unit], num_micro_batches: int, device: Device, *, casts: bool = False) -> float:
         """Adding the gradients of a micro-batch to those before, on average over a step: the first ones are only kept.
 
         The sum is read and written and the new gradient read: whole where gradients accumulate, else the rank's shard.
+
+        Args:
+            casts: a kernel of its own casts each new gradient to the sum's dtype before; the sums are there, filled with zeros,
+                from the first micro-batch on.
         """
         whole, compute = self.accumulates(num_micro_batches), itemsize(self.precision.compute)
         kept = itemsize(self.precision.reduce if self.uses_fsdp and whole else self.precision.storage)
         numel = sum(u.trained_numel + u.spread_numel if whole else u.trained_shard_numel for u in units)
         moved = numel * (2 * kept + (compute if self.uses_fsdp and whole else kept))
-        once = moved / device.memory_bandwidth_bytes_per_s + device.launch_s * sum(u.num_trained for u in units)
+        launches = sum(u.num_trained for u in units)
+        if casts and whole and kept > compute:
+            moved, launches = moved + 2 * numel * kept, 2 * launches
+            return moved / device.memory_bandwidth_bytes_per_s + device.launch_s * launches
+        once = moved / device.memory_bandwidth_bytes_per_s + device.launch_s * launches
         return once * (num_micro_batches - 1) / num_micro_batches
 
     def after_step_s(self, units: Sequence[Unit]) -> float:

@@ -31,6 +31,9 @@ class Kernels:
         projections: linear layers of one input run as one product (query, key and value; gate and up).
         ring: attention in a ring is fused.
         dropout: dropout is torch's kernel, which makes its noise itself.
+        megatron: norms, attention that keeps its scores and the loss are Megatron's of 2021 (:mod:`autopar.cost.megatron`).
+        biased_scores: these scores add to positions (ALiBi).
+        copied_logits: this loss copies its logits first.
     """
 
     elementwise: bool = False
@@ -38,6 +41,9 @@ class Kernels:
     projections: bool = False
     ring: bool = False
     dropout: bool = False
+    megatron: bool = False
+    biased_scores: bool = False
+    copied_logits: bool = False
 
 
 EAGER = Kernels()

@@ -167,8 +167,8 @@ class CostModel(BlockModel):
         """The longest chains of actions of a step; see :func:`autopar.cost.critical.longest_chains`."""
         data, parts = self._data(step), self.parts(step.mesh)
         sums = self._all_sums(stages, self._all_units(stages, step, parts), data, step)
-        overheads = [part.device.overheads for part in parts]
-        times = stage_times(stages, sums, step, self.collectives, overheads, by_hop=self.is_mixed)
+        devices = [part.device for part in parts]
+        times = stage_times(stages, sums, step, self.collectives, devices, by_hop=self.is_mixed)
         after_s = [0.0] * step.mesh.pp
         return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
 
@@ -177,8 +177,8 @@ class CostModel(BlockModel):
         data, count, parts = self._data(step), step.num_micro_batches, self.parts(step.mesh)
         units = self._all_units(stages, step, parts)
         sums = self._all_sums(stages, units, data, step)
-        overheads = [part.device.overheads for part in parts]
-        times = stage_times(stages, sums, step, self.collectives, overheads, by_hop=self.is_mixed)
+        devices = [part.device for part in parts]
+        times = stage_times(stages, sums, step, self.collectives, devices, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         of_step = self._of_step(step)
         if of_step.once_s is None:
@@ -331,7 +331,7 @@ class CostModel(BlockModel):
         self, stage: StageCost, units: Sequence[Unit], data: DataParallel, step: Step, device: Device
     ) -> float:
         """Sums of gradients in one backward: with those of earlier micro-batches, and of several uses of a parameter."""
-        earlier = data.adding_s(units, step.num_micro_batches, device)
+        earlier = data.adding_s(units, step.num_micro_batches, device, casts=step.casts_gradients)
         return earlier + shared_sums_s(stage.blocks, itemsize(self.precision.compute), device)
 
     # --- once a step

@@ -12,7 +12,7 @@ from autopar.cost.data_parallel import DataParallel, Unit
 from autopar.cost.memory import StageCost
 from autopar.cost.pipeline import StageTimes
 from autopar.cost.step import Step
-from autopar.device import Overheads
+from autopar.device import Device, Overheads
 from autopar.host import HostLink
 from autopar.plan import Recompute
 
@@ -122,14 +122,14 @@ def stage_times(
     sums: Sequence[StageSums],
     step: Step,
     collectives: CollectiveModel,
-    overheads: Sequence[Overheads],
+    devices: Sequence[Device],
     *,
     by_hop: bool = False,
 ) -> list[StageTimes]:
     """What the pipeline simulates of each stage, in order of the model.
 
     Args:
-        overheads: of each pipeline rank's devices.
+        devices: of each pipeline rank.
         by_hop: messages are priced on the link between the two pipeline ranks, not on the slowest of all such links.
     """
     times = []
@@ -142,25 +142,71 @@ def stage_times(
             known[size, hop] = _send_s(size, step, collectives, hop)
         return known[size, hop]
 
+    def gather_s(size: int) -> float:
+        return collectives.time_s("all_gather", size, step.mesh, ("tp",)) if step.partitioned_sends else 0.0
+
     for i, (stage, own) in enumerate(zip(stages, sums, strict=True)):
         forward_send = stage.blocks[-1].send_bytes if stage.blocks and i < len(stages) - 1 else 0
         before = stages[i - 1].blocks[-1] if i and stages[i - 1].blocks else None
         backward_send = before.send_gradient_bytes if before is not None else 0
         sent, sent_back = send_s(forward_send, i), send_s(backward_send, i - 1)
-        waits = sent + received if step.blocking_sends else 0.0
+        forward_waits = backward_waits = 0.0
+        if step.blocking_sends:
+            forward_waits = sent + received + gather_s(backward_send)
+            # DeepSpeed gathers a stage's outputs, of which it kept its part, once more beside their gradients
+            backward_waits = sent + received + (1 + step.copied_sends) * gather_s(forward_send)
         received = sent
-        forward_host, backward_host = _host_s(stages, i, pp, overheads[i % pp])
+        forward_host, backward_host = _host_s(stages, i, pp, devices[i % pp].overheads)
+        if step.copied_sends:
+            copies = copies_s(backward_send, forward_send, step.mesh.tp, devices[i % pp])
+            forward_host, backward_host = forward_host + copies[0], backward_host + copies[1]
         times.append(
             StageTimes(
-                forward_s=own.forward_s + waits + forward_host,
-                backward_s=own.backward_s + waits + backward_host,
-                send_forward_s=0.0 if step.blocking_sends else sent,
-                send_backward_s=0.0 if step.blocking_sends else sent_back,
+                forward_s=own.forward_s + forward_waits + forward_host,
+                backward_s=own.backward_s + backward_waits + backward_host,
+                send_forward_s=0.0 if step.blocking_sends else sent + gather_s(forward_send),
+                send_backward_s=0.0 if step.blocking_sends else sent_back + gather_s(backward_send),
                 first_forward_s=0.0 if step.gathers_after_step else own.data_first_s,
-                schedule_s=2 * waits + forward_host + backward_host,
+                schedule_s=forward_waits + backward_waits + forward_host + backward_host,
             )
         )
     return times
+
+
+def copies_s(received: int, sent: int, ranks: int, device: Device) -> tuple[float, float]:
+    """What DeepSpeed's pipeline copies for one forward and one backward of a stage besides its messages, with their kernels.
+
+    By deepspeed/runtime/pipe/engine.py and ``PartitionedTensor`` of deepspeed/runtime/utils.py (0.5 to 0.9): what arrives, a tensor
+    and a small one that describes it, is copied when it is received and once more before forward; the part that is sent is a
+    copy. A gather fills its output with zeros, copies the rank's part into it, gathers into a list, which c10d copies out of a
+    flat buffer one by one, and copies the whole; forward gathers the input, backward the output and its gradient. Nothing
+    is cut where ``ranks``, those of ``tp``, are one.
+
+    Args:
+        received, sent: bytes of the whole input and the whole output; 0 where the stage has none.
+        ranks: of ``tp``.
+        device: whose memory copies.
+    """
+
+    def gathered(size: int) -> tuple[float, int]:
+        return (5 * size + 2 * size / ranks, ranks + 3) if ranks > 1 and size else (0.0, 0)
+
+    def cut(size: int) -> tuple[float, int]:
+        return (2 * size / ranks, 1) if ranks > 1 and size else (0.0, 0)
+
+    def seconds(moved: float, launches: int) -> float:
+        return moved / device.memory_bandwidth_bytes_per_s + launches * device.launch_s
+
+    # what describes a part travels beside it
+    tensors = 2 if ranks > 1 else 1
+    arrivals, leavings = tensors * (received > 0), tensors * (sent > 0)
+    (bytes_in, launches_in), (bytes_out, launches_out) = gathered(received), gathered(sent)
+    cut_out, cut_back = cut(sent), cut(received)
+    forward_s = seconds(
+        bytes_in + 4 * received / ranks + cut_out[0], launches_in + cut_out[1] + 3 * arrivals + leavings
+    )
+    backward_s = seconds(2 * bytes_out + cut_back[0], 2 * launches_out + cut_back[1] + arrivals + leavings)
+    return forward_s, backward_s
 
 
 def _host_s(stages: Sequence[StageCost], i: int, pp: int, overheads: Overheads) -> tuple[float, float]:
@@ -180,7 +226,4 @@ def _send_s(num_bytes: int, step: Step, collectives: CollectiveModel, hop: int |
     def alone(size: float) -> float:
         return collectives.send_time_s(size, step.mesh) if hop is None else collectives.hop_time_s(size, step.mesh, hop)
 
-    if not step.partitioned_sends:
-        return alone(num_bytes)
-    sent = alone(num_bytes / step.mesh.tp)
-    return sent + collectives.time_s("all_gather", num_bytes, step.mesh, ("tp",))
+    return alone(num_bytes / step.mesh.tp if step.partitioned_sends else num_bytes)

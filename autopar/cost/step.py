@@ -28,6 +28,8 @@ class Step:
             (DeepSpeed's pipeline); the runtime of autopar does not wait for them.
         partitioned_sends: each rank of ``tp`` sends its part of a message that all of them hold, and the receivers gather
             it (DeepSpeed's ``is_pipe_partitioned``, Megatron's scatter and gather); the runtime of autopar sends it whole.
+        copied_sends: such messages are DeepSpeed's ``PartitionedTensor``, which copies and fills besides (:func:`copies_s` of
+            :mod:`autopar.cost.stages`).
         late_reductions: gradients are summed over the data axes after the last backward, nothing beside them (Megatron until
             2022); the runtime of autopar sums them beside it.
         quantized_gathers: parameters are gathered in the byte an element that fp8 products take (torchtitan's and Megatron's
@@ -38,6 +40,8 @@ class Step:
             ``overlap_grad_reduce`` and ``overlap_param_gather``); the runtime of autopar waits for them.
         adds_gradients: counts the kernels of autograd that add a micro-batch's gradients to those before; Megatron's
             ``gradient_accumulation_fusion`` has none; the runtime of autopar has them.
+        casts_gradients: a kernel of its own casts each gradient before it is added to a sum in a longer dtype (DeepSpeed's
+            BF16_Optimizer); torch's adds do so inside.
         gathers_after_step: at ZeRO 1 and 2 all ranks gather parameters at once when they have been stepped (DeepSpeed,
             Megatron), so that no stage's first forward waits for those of the stages before; the runtime of autopar gathers
             in each stage's first forward (FSDP2).
@@ -60,9 +64,11 @@ class Step:
     preludes_s: tuple[float, ...] = ()
     blocking_sends: bool = False
     partitioned_sends: bool = False
+    copied_sends: bool = False
     overlapped_reductions: bool = False
     gathers_after_step: bool = False
     adds_gradients: bool = False
+    casts_gradients: bool = False
     all_reduces: bool = False
     broadcasts: bool = False
     late_reductions: bool = False

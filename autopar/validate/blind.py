@@ -54,9 +54,9 @@ _MISSED = """
   since: the largest half precision one that mli/transformers-benchmarks measured on a V100 reaches 95 TFLOP/s of 125 (A100: 230 of
   312, the same share), and the profile gives at most 98. The runs of slow days take 2.0 to 2.4 times the predicted time whatever their micro-batch.
 - DeepSpeed's pipelines: on the same V100s Megatron with DeepSpeed reaches 38 TFLOP/s at 13B (recompute
-  counted; tr1-13B, 27 % too fast), Megatron alone 53 at 52B; MT-NLG (21 %) and BigScience's A100s (8 %, left out) run it as well. Looked for: what its engine does for each
+  counted; tr1-13B, 27 % too fast), Megatron alone 53 at 52B; MT-NLG (21 %) and BigScience's A100s (6 %, left out) run it as well. Looked for: what its engine does for each
   micro-batch (one synchronization, copies of inputs, parts of messages sent and gathered), its checkpoints, sums and checks of
-  gradients. By its code they are worth a few percent; none explains the rest.
+  gradients. By its code they are worth 0.2 % here and 1.3 of BigScience's A100s, and are in the model since ([validation.md](validation.md)); none explains the rest.
 - FSDP through slow network cards (IBM's A100s with 400 Gbit/s a node): 21 to 25 % too slow when compiled. Collectives
   that the network holds up take memory bandwidth and multiprocessors for less of their time than those inside a node;
   `interference` counts their whole time.

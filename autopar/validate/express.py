@@ -85,7 +85,7 @@ class Expressed:
         key = (
             sizes_of(run, site),
             layout,
-            kernels_of(site),
+            kernels_of(site, run),
             site.regathers,
             site.recomputes_products,
             site.recomputes_attention,
@@ -173,6 +173,8 @@ def as_megatron(sequence: int, split_rows: bool | None, op: Op, offered: tuple[S
     if op.target in LINEAR or TABLE in op.operands:
         weight = 1 if op.target in LINEAR else op.operands.index(TABLE)
         offered = tuple(s for s in offered if s.inputs[weight].is_split)
+    if op.target == DROPOUT:  # of whole sums, not of each rank's part of one
+        offered = tuple(s for s in offered if s.outputs[0].kind != "P")
     shape = op.spec.shape
     if split_rows and op.target in NORMS and len(shape) == 3:
         return tuple(s for s in offered if s.outputs[0].is_split and s.outputs[0].dim == 1)
@@ -199,7 +201,7 @@ def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: K
         if site.recomputes_products:
             seconds = second_products(graph)
             again.append(lambda op: op.name in seconds)
-    kernels = kernels_of(site)
+    kernels = kernels_of(site, run)
     works = tuple(
         block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=kernels) for b in graph.blocks
     )
@@ -210,14 +212,18 @@ def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: K
     return Structure(works=works, members=members, block_flops=flops)
 
 
-def kernels_of(site: Site) -> Kernels:
-    """The kernels of a site's software."""
+def kernels_of(site: Site, run: Run) -> Kernels:
+    """The kernels of a site's software; BLOOM's scores add to positions."""
+    keeps_scores = site.megatron_kernels and run.attention == "scores"
     return Kernels(
         elementwise=site.fused_elementwise,
         loss=site.fused_loss,
         projections=site.fused_projections,
         ring=site.fused_ring,
         dropout=site.dropout,
+        megatron=keeps_scores,
+        biased_scores=keeps_scores and run.family == "bloom",
+        copied_logits=site.copied_logits,
     )
 
 
@@ -342,9 +348,11 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         tokens_per_sample=run.seq,
         blocking_sends=site.blocking_sends,
         partitioned_sends=site.partitioned_sends and run.sequence_parallel is False,
+        copied_sends=site.copied_sends and run.pp > 1,
         overlapped_reductions=site.overlapped_reductions,
         gathers_after_step=site.gathers_after_step,
         adds_gradients=not site.adds_in_products,
+        casts_gradients=site.casts_gradients and run.precision == "bf16_fp32_grad_accum",
         late_reductions=site.late_reductions,
         quantized_gathers=site.quantized_gathers and run.precision == "fp8",
         all_reduces=site.all_reduces_sums,

@@ -36,6 +36,7 @@ class Site:
         blocking_launches: the host waits for every kernel (``CUDA_LAUNCH_BLOCKING=1``).
         blocking_sends: pipeline messages stand in the stream of computation.
         partitioned_sends: each rank of ``tp`` sends its part of such a message.
+        copied_sends: such messages, or whole ones, are those of DeepSpeed's pipeline, which copies and fills besides.
         fused_elementwise: chains of elementwise operators run as one kernel each.
         fused_loss: so does cross entropy.
         fused_projections: linear layers of one input run as one product.
@@ -44,11 +45,15 @@ class Site:
         triton_attention: fused attention is the first one in Triton.
         flash2_attention: fused attention is FlashAttention-2, torch's own, where the profile knows a faster one.
         dropout: attention and feed-forward drop some of what they add; attention that keeps its scores some of these.
+        megatron_kernels: norms, attention that keeps its scores and the loss are Megatron's of 2021 and 2022.
+        copied_logits: this loss copies its logits first (Megatron-DeepSpeed).
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
             computation.
         overlapped_gradients: sums of an input's gradient over the tensor axis run beside the product of its weight's gradient.
         sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
         adds_in_products: gradients of weights add to those of the micro-batches before in the products that make them.
+        casts_gradients: gradients in half precision are cast by kernels of their own before they add to sums in single
+            precision (DeepSpeed's BF16_Optimizer).
         gathers_after_step: ranks gather parameters all at once after the optimizer (ZeRO 1 of DeepSpeed and Megatron).
         regathers: linear layers keep their part of an input gathered over ``tp`` and gather it again in backward.
         recomputes_products: selective recompute makes every second product of a layer again, besides what is cheap.
@@ -79,6 +84,7 @@ class Site:
     blocking_launches: bool = False
     blocking_sends: bool = False
     partitioned_sends: bool = False
+    copied_sends: bool = False
     fused_elementwise: bool = False
     fused_loss: bool = False
     fused_projections: bool = False
@@ -87,10 +93,13 @@ class Site:
     triton_attention: bool = False
     flash2_attention: bool = False
     dropout: bool = False
+    megatron_kernels: bool = False
+    copied_logits: bool = False
     overlapped_tensor_parallel: bool = False
     overlapped_reductions: bool = False
     overlapped_gradients: bool = False
     sequence_parallel: bool = False
+    casts_gradients: bool = False
     gathers_after_step: bool = False
     adds_in_products: bool = False
     regathers: bool = False
