@@ -165,9 +165,10 @@ class Ruled:
                 known[key] = found
             strategies.update(zip([op.name for op in ops], found, strict=True))
             for p in graph.block_parameters(block):
-                if p.spec not in rests:
-                    rests[p.spec] = rests_of(p.spec, split.tp)
-                if typing.parameters.get(p.name) not in (pinned.get(p.name) or rests[p.spec]):
+                types = pinned.get(p.name) or rests.get(p.spec)
+                if types is None:
+                    types = rests[p.spec] = rests_of(p.spec, split.tp)
+                if typing.parameters.get(p.name) not in types:
                     return None
         return replace(typing, size=size, strategies=strategies)
 
