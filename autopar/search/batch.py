@@ -236,7 +236,7 @@ def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
     operands = tuple([graph.spec(ref) for ref in op.operands])
     offered = rules.strategies(op, operands, axis=BATCH, size=size, fallback=True)
     trained = [i for i, ref in enumerate(op.operands) if graph.is_parameter(ref) and operands[i].requires_grad]
-    return tuple([s for s in offered if all(s.inputs[i] != I for i in trained)]) if trained else offered
+    return tuple([s for s in offered if I not in [s.inputs[i] for i in trained]]) if trained else offered
 
 
 def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
@@ -305,6 +305,8 @@ def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
 
     def changes(ref: Ref, wanted: Type) -> bool:
         found = types.get(ref, R)
+        if found == wanted:
+            return False
         total = found == P and not wanted.is_split and graph.is_prelude(ref)
         return not total and ((found == P) != (wanted == P) or found.is_split != wanted.is_split)
 

@@ -153,9 +153,10 @@ class Ruled:
         rests: dict[TensorSpec, tuple[Type, ...]] = {}
         for block in graph.blocks:
             ops = graph.block_ops(block)
-            if not all(op.name in typing.strategies for op in ops):
+            names = [op.name for op in ops]
+            if not typing.strategies.keys() >= {*names}:
                 return None
-            wanted = [typing.strategies[op.name] for op in ops]
+            wanted = [typing.strategies[name] for name in names]
             key = (block.hash, *map(id, wanted))  # the typing keeps them, so that their ids stay their own
             found = known.get(key)  # equal blocks are offered the same
             if found is None:
@@ -163,7 +164,7 @@ class Ruled:
                 if found is None:
                     return None
                 known[key] = found
-            strategies.update(zip([op.name for op in ops], found, strict=True))
+            strategies.update(zip(names, found, strict=True))
             for p in graph.block_parameters(block):
                 types = pinned.get(p.name) or rests.get(p.spec)
                 if types is None:
