@@ -277,8 +277,8 @@ def price_block(
     return replaced(
         done.shape,
         selective=selective,
-        forward_s=sum(time.forward_s for time in times),
-        backward_s=sum(time.backward_s for time in times) + fan_in_s + sum(times[i].forward_s for i in done.again),
+        forward_s=sum([time.forward_s for time in times]),
+        backward_s=sum([time.backward_s for time in times]) + fan_in_s + sum([times[i].forward_s for i in done.again]),
         communication_forward_s=seconds[False],
         communication_backward_s=seconds[True],
         context_forward_s=context[False],

@@ -88,4 +88,4 @@ def _products_s(flops: float, products: tuple[Product, ...], done: Work, rate: M
         return flops / rate.attention_flops_per_s(done.smallest_dim, backward=backward)
     if not products or not rate.num_units:
         return flops / rate.flops_per_s(done.smallest_dim, backward=backward)
-    return sum(p.flops / rate.product_flops_per_s(p.count, p.rows, p.columns, p.depth) for p in products)
+    return sum([p.flops / rate.product_flops_per_s(p.count, p.rows, p.columns, p.depth) for p in products])

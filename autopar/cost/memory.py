@@ -69,7 +69,7 @@ def state_bytes(
     else:
         gradients = (unit.trained_shard_numel - unit.spread_numel) * storage
     gradients += unit.spread_numel * storage
-    kept = sum(optimizer.state_bytes(shape, storage) for shape in unit.trained_shard_shapes)
+    kept = sum([optimizer.state_bytes(shape, storage) for shape in unit.trained_shard_shapes])
     if on_host:
         copies = 2 * unit.trained_shard_numel * storage
         return State(parameters=parameters, gradients=gradients, optimizer=0, host=kept + copies)

@@ -19,11 +19,12 @@ def _product(
 ) -> Work:
     """A product of operands ``left`` and ``right``; further operands (a bias) are added."""
     a, b = operands[left], operands[right]
-    saved = tuple(i for i, other in ((left, b), (right, a)) if other.requires_grad)
+    saved = tuple([i for i, other in ((left, b), (right, a)) if other.requires_grad])
     gradients = with_grad(operands)
     products = [spec for spec in (a, b) if spec.requires_grad]
-    reads = sum((b if spec is a else a).num_bytes + op.spec.num_bytes for spec in products)
-    back = tuple(g for g, spec in zip(shape.gradients, (a, b), strict=True) if spec.requires_grad) if shape else ()
+    made = op.spec.num_bytes
+    reads = sum([(b if spec is a else a).num_bytes + made for spec in products])
+    back = tuple([g for g, spec in zip(shape.gradients, (a, b), strict=True) if spec.requires_grad]) if shape else ()
     return Work(
         flops=flops,
         products=(shape,) if shape else (),
@@ -32,9 +33,9 @@ def _product(
         backward_matmuls=len(products),
         backward_flops=flops * len(products),
         smallest_dim=max(smallest, 1),
-        num_bytes=total(operands) + op.spec.num_bytes,
+        num_bytes=total(operands) + made,
         backward_bytes=reads + total(gradients),
-        beside_bytes=op.spec.num_bytes if len(gradients) > len(products) else 0,
+        beside_bytes=made if len(gradients) > len(products) else 0,
         backward_launches=len(gradients),
         saved=saved,
     )

@@ -82,6 +82,8 @@ _SAVE_CONDITION = {"aten.where.self": (0,), "aten.where.ScalarOther": (0,), "ate
 _SAVE_CONDITION |= {"aten.masked_fill.Scalar": (1,), "aten.masked_fill.Tensor": (1,), "aten.index.Tensor": (1,)}
 _SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1,)}
 
+_NOTHING = Work(launches=0)
+
 _FACTORIES = (
     "aten.zeros",
     "aten.ones",
@@ -113,8 +115,9 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     found = maker(op, operands, kind) if maker else _elementwise(op, operands)
     if op.target in FUNCTIONS and operands:
         found = replaced(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
-    if any(spec.requires_grad for spec in op.outputs):
-        return found
+    for spec in op.outputs:
+        if spec.requires_grad:
+            return found
     return replaced(
         found, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
         saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
@@ -129,13 +132,13 @@ def is_elementwise(op: Op) -> bool:
 def _view(op: Op, operands: Specs) -> Work:
     """Nothing forward; backward of a part fills a whole gradient, that of an expansion sums."""
     if not op.spec.requires_grad:
-        return Work(launches=0)
+        return _NOTHING
     source, out = operands[0], op.spec
     if op.target in _PARTIAL_VIEWS and source.numel != out.numel:
         return Work(launches=0, backward_launches=2, backward_bytes=source.num_bytes + 2 * out.num_bytes)
     if source.numel != out.numel:
         return Work(launches=0, backward_launches=1, backward_bytes=source.num_bytes + out.num_bytes)
-    return Work(launches=0)
+    return _NOTHING
 
 
 def _elementwise(op: Op, operands: Specs) -> Work:
@@ -143,7 +146,7 @@ def _elementwise(op: Op, operands: Specs) -> Work:
     if target.startswith(_FACTORIES):
         return Work(num_bytes=total(op.outputs))
     if target in ("aten.to.dtype", "aten._to_copy.default") and operands and operands[0].dtype == op.spec.dtype:
-        return Work(launches=0)
+        return _NOTHING
     gradients = with_grad(operands)
     saved, saves_output = _saved(op, operands)
     needed = sum(operands[i].num_bytes for i in saved) + (op.spec.num_bytes if saves_output else 0)
@@ -299,7 +302,7 @@ def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
     """Gathering or scattering along an inner dim copies the whole tensor into and out of rank order; zig-zag order too."""
     in_order = op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0
     if in_order and not op.target.startswith("autopar.zigzag_"):
-        return Work(launches=0)
+        return _NOTHING
     whole = max(operands[0].num_bytes, op.spec.num_bytes)
     back = op.args[-1] != "I"  # an all-gather to I slices its gradient
     return Work(

@@ -180,7 +180,7 @@ class Graph:
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.spec.numel for p in self.parameters)
+        return sum([prod(p.spec.shape) for p in self.parameters])
 
     @cached_property
     def _index(self) -> Index:

@@ -203,22 +203,27 @@ class _Sharding:
         if self.is_zigzag:
             zigzag.check_strategy(strategy, f"{op.name} ({op.target})")
         operands = tuple(
-            self._converted(ref, wanted, op, section) for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
+            [
+                self._converted(ref, wanted, op, section)
+                for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
+            ]
         )
         outputs = tuple(
-            self._local(spec, kind, f"{op.name} ({op.target})")
-            for spec, kind in zip(op.outputs, strategy.outputs, strict=True)
+            [
+                self._local(spec, kind, f"{op.name} ({op.target})")
+                for spec, kind in zip(op.outputs, strategy.outputs, strict=True)
+            ]
         )
         local = Local(
             axis=self.axis,
             size=self.typing.size,
-            operands=tuple(self.specs[ref] for ref in operands),
+            operands=tuple([self.specs[ref] for ref in operands]),
             outputs=outputs,
             count_scale=self.count_scale,
         )
         before = op.layouts or ((),) * len(op.outputs)
         layouts: tuple[Layout, ...] = tuple(
-            (*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)
+            [(*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)]
         )
         called = _localize(op.with_operands(operands), strategy, local)
         new = Op(

@@ -104,7 +104,8 @@ class RuleTable:
             operands,
             op.outputs,
             axis,
-            size,
+            size.numerator,
+            size.denominator,
         )
         known = self._known.get(key)
         if known is None:

@@ -141,11 +141,7 @@ def _solved(compact: Compact, size: Fraction) -> Typing:
 
 def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     graph = compact.graph
-    offered = {
-        op.name: rules.strategies(op, tuple([graph.spec(r) for r in op.operands]), axis=BATCH, size=size, fallback=True)
-        for op in (*graph.prelude, *graph.ops)
-    }
-    offered = {name: tuple([s for s in found if _sums_up(graph, name, s)]) for name, found in offered.items()}
+    offered = {op.name: _summing_up(graph, op, size) for op in (*graph.prelude, *graph.ops)}
     for op in (*graph.prelude, *graph.ops):
         if not offered[op.name] and op.target == "autopar.opaque":
             raise _opaque(graph, op)
@@ -235,15 +231,12 @@ def _cost(compact: Compact, strategies: Mapping[str, Strategy], costs: _BatchCos
     return total if fits and costs.change(graph.spec(graph.loss), end, P) is not None else None
 
 
-def _sums_up(graph: Graph, name: str, strategy: Strategy) -> bool:
-    """Whether no trained parameter is read as I: data ranks sum its gradient, which would be whole on each of them."""
-    if I not in strategy.inputs:
-        return True
-    op = graph.producer(Ref(name))
-    return op is None or not any(
-        kind == I and graph.is_parameter(ref) and graph.spec(ref).requires_grad
-        for ref, kind in zip(op.operands, strategy.inputs, strict=True)
-    )
+def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
+    """Strategies that read no trained parameter as I: data ranks sum its gradient, which would be whole on each of them."""
+    operands = tuple([graph.spec(ref) for ref in op.operands])
+    offered = rules.strategies(op, operands, axis=BATCH, size=size, fallback=True)
+    trained = [i for i, ref in enumerate(op.operands) if graph.is_parameter(ref) and operands[i].requires_grad]
+    return tuple([s for s in offered if I not in [s.inputs[i] for i in trained]]) if trained else offered
 
 
 def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
@@ -312,6 +305,8 @@ def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
 
     def changes(ref: Ref, wanted: Type) -> bool:
         found = types.get(ref, R)
+        if found == wanted:
+            return False
         total = found == P and not wanted.is_split and graph.is_prelude(ref)
         return not total and ((found == P) != (wanted == P) or found.is_split != wanted.is_split)
 

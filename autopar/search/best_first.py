@@ -67,6 +67,8 @@ class BestFirst:
         self._heap: list[tuple[float, int, int]] = []
         self._level: dict[int, int] = {}
         self._given: set[int] = set()
+        by_rule = evaluator.by_rule
+        self._rough = [by_rule and not candidate.on_host for candidate in pool]
 
     def split(self, index: int) -> Split:
         """Equal for candidates that share their layouts."""
@@ -101,8 +103,7 @@ class BestFirst:
 
     def _is_rough(self, index: int) -> bool:
         """Whether the first bound of a candidate is of its work alone."""
-        candidate = self.pool[index]
-        return self.evaluator.by_rule and not candidate.on_host
+        return self._rough[index]
 
     def walk(self) -> Iterator[int]:
         """Candidates that may be faster than the best plan, in order of their bounds and then of the pool.

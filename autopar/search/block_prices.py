@@ -87,7 +87,7 @@ class BlockPrices:
             if reads not in frame.preludes:
                 frame.preludes[reads] = local, self.model.prelude_time_s(local)
             for own, i in missing.items():
-                frame.known[own] = self._priced(local, local.blocks[i])
+                frame.known[own] = self._priced(local, local.blocks[i], self._alike(local, local.blocks[i]))
         prelude, prelude_s = frame.preludes[reads]
         return _together([frame.known[own] for own in keys], prelude, prelude_s, padding)
 
@@ -97,19 +97,19 @@ class BlockPrices:
         for block in graph.blocks:
             alike = self._alike(graph, block)
             if alike not in known:
-                known[alike] = self._priced(graph, block)
+                known[alike] = self._priced(graph, block, alike)
             every.append(known[alike])
         return _together(every, graph, self.model.prelude_time_s(graph), {})
 
-    def _priced(self, graph: Graph, block: Block) -> _Known:
+    def _priced(self, graph: Graph, block: Block, alike: Hashable) -> _Known:
         work = self.model.block_work(graph, block, selective=self.is_selective)
-        return _Known(alike=self._alike(graph, block), work=work, cost=self.model.price(work, self.mesh))
+        return _Known(alike=alike, work=work, cost=self.model.price(work, self.mesh))
 
     def _alike(self, graph: Graph, block: Block) -> Hashable:
         """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
-        shared = tuple(p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1)
-        sent = tuple(graph.spec(ref) for ref in graph.block_outputs(block))
-        return block.hash, shared, sent, graph.loss.name in {op.name for op in graph.block_ops(block)}
+        shared = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
+        sent = tuple([graph.spec(ref) for ref in graph.block_outputs(block)])
+        return block.hash, shared, sent, graph.loss.name in [op.name for op in graph.block_ops(block)]
 
 
 def _together(every: list[_Known], prelude: Graph, prelude_s: float, padding: Mapping[str, int]) -> PricedBlocks:

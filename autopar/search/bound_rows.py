@@ -116,6 +116,13 @@ class Row:
         return found
 
     @property
+    def least_each(self) -> float:
+        """Those that each stage holds at least."""
+        if self.most >= self.count:
+            return 0.0
+        return max(self.count - self.most * (self.pp * self.virtual_stages - 1), 0.0)
+
+    @property
     def least_once_s(self) -> float:
         """What rank 0 does at least once a step."""
         own = max(self.virtual_stages - self.others - 1 - (self.pp == 1), 0)
@@ -226,3 +233,9 @@ def counts_of(schedule: str, pp: int, virtual_stages: int, num_micro_batches: in
         left=left,
         all=both,
     )
+
+
+@lru_cache(maxsize=8192)
+def table_of_counts(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int, others: int) -> Array:
+    """:func:`counts_of` as one table, a line for each of its fields."""
+    return np.array(counts_of(schedule, pp, virtual_stages, num_micro_batches, others))

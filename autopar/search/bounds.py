@@ -29,7 +29,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.bound_rows import BlockPrice, Counts, Row, counts_of, passing_bytes
+from autopar.search.bound_rows import BlockPrice, Counts, Row, passing_bytes, table_of_counts
 from autopar.search.flow import around, flow_s
 
 Array = NDArray[np.float64]
@@ -73,6 +73,7 @@ class _Columns:
             return np.array(values, dtype=np.float64)
 
         self.ranks = max(r.pp for r in rows)
+        self.around = [around(r) for r in rows]
         self.first, self.last, self.group = (
             dict(zip(_PRICES, np.array([_prices_of(part) for part in own], dtype=np.float64).T.copy(), strict=True))
             for own in ([r.first for r in rows], [r.last for r in rows], [r.group for r in rows])
@@ -91,10 +92,12 @@ class _Columns:
         rank = np.arange(self.ranks)[:, None]
         self.active = rank < self.pp
         self.is_first, self.is_last = (rank == 0) & self.active, rank + 1 == self.pp
-        of_rank = [counts_of(r.schedule, r.pp, r.virtual_stages, r.num_micro_batches, r.others) for r in rows]
-        counts = Counts(*(self._by_rank([found[k] for found in of_rank]) for k in range(len(Counts._fields))))
+        table = np.zeros((len(Counts._fields), self.ranks, len(rows)))
+        for i, r in enumerate(rows):
+            table[:, : r.pp, i] = table_of_counts(r.schedule, r.pp, r.virtual_stages, r.num_micro_batches, r.others)
+        counts = Counts(*table)
         # blocks that every stage has, because the others cannot hold them; then no stage has another block alone
-        each = np.array([float(r.least_on(np.ones(1, dtype=np.int64))[0]) for r in rows])
+        each = column([r.least_each for r in rows])
         counts = counts._replace(
             held_more=np.maximum(counts.held_more, each * counts.held_over),
             todo_more=np.maximum(counts.todo_more, each * counts.todo_over),
@@ -117,7 +120,7 @@ class _Columns:
     def _times(self, rows: Sequence[Row], rank: NDArray[np.int64], counts: Counts) -> None:
         first, last, group, m, every_s = self.first, self.last, self.group, self.m, self.every_s
         waits, is_first, is_last = self.waits, self.is_first, self.is_last
-        before_s, before_forward_s, after_s = (self._by_rank(found) for found in zip(*map(around, rows), strict=True))
+        before_s, before_forward_s, after_s = (self._by_rank(found) for found in zip(*self.around, strict=True))
         gathers_before_s = self._by_rank([r.stage_gathers_s[: r.pp] for r in rows])
         own_gathers_s = np.array([r.stage_gathers_s[r.virtual_stages] for r in rows])
         gathers_s = np.array([r.gathers_s + r.stage_gathers_s[-1] for r in rows])
@@ -310,7 +313,7 @@ def bounds(rows: Sequence[Row], at_most_s: float = np.inf, *, precision: float =
         return np.zeros(0)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         columns = _Columns(rows)
-    low = np.array([flow_s(row) for row in rows])
+    low = np.array([flow_s(row, beside) for row, beside in zip(rows, columns.around, strict=True)])
     found = np.where(_fits(columns), low, np.inf)
     asked = np.flatnonzero(np.isfinite(found) & (low < at_most_s))
     low, once_s = low[asked], columns.once_s[asked]

@@ -6,7 +6,7 @@ candidates of a search and, when there are none, the smallest set of constraints
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -100,7 +100,8 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     for constraint in constraints:
         keep &= constraint.holds(table)
     meshes: dict[tuple[int, ...], Mesh] = {}
-    return [_candidate(table, int(row), meshes) for row in np.flatnonzero(keep)]
+    kept: dict[str, list[int]] = {key: column[keep].tolist() for key, column in table.items()}
+    return [_candidate(kept, row, meshes) for row in range(len(kept["pp"]))]
 
 
 def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
@@ -215,18 +216,18 @@ def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
     return _values(pins, "ep_data", divisors(gcd(most, problem.world_size)))
 
 
-def _candidate(t: Table, row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
+def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
     """Equal meshes are one object: they are compared again and again."""
-    spread, degrees = int(t["ep_data"][row]), tuple(int(t[key][row]) for key in _DEGREES)
+    spread, degrees = t["ep_data"][row], tuple([t[key][row] for key in _DEGREES])
     if (mesh := meshes.get((*degrees, spread))) is None:
         mesh = Mesh(**dict(zip(_DEGREES, degrees, strict=True)), ep=spread, ep_data=spread)
         meshes[*degrees, spread] = mesh
-    schedule: ScheduleName = SCHEDULES[int(t["schedule"][row])]  # type: ignore[assignment]
+    schedule: ScheduleName = SCHEDULES[t["schedule"][row]]  # type: ignore[assignment]
     return Candidate(
         mesh=mesh,
-        micro_batch_size=int(t["micro_batch"][row]),
-        num_micro_batches=int(t["num_micro_batches"][row]),
-        zero_stage=int(t["zero"][row]),
+        micro_batch_size=t["micro_batch"][row],
+        num_micro_batches=t["num_micro_batches"][row],
+        zero_stage=t["zero"][row],
         schedule=schedule,
-        virtual_stages=int(t["virtual_stages"][row]),
+        virtual_stages=t["virtual_stages"][row],
     )

@@ -35,7 +35,7 @@ from autopar.search.intra import (
     crossing_types,
 )
 from autopar.search.problem import Choice, rests_of
-from autopar.search.tables import Weights
+from autopar.search.tables import Cost, Weights
 from autopar.search.values import Structures
 
 
@@ -80,6 +80,7 @@ class AxisSolver:
         rests: allowed types at rest by parameter name, where pins restrict them.
         narrow: keeps those of an operator's strategies that it may take; None: all.
         structures: what solvers of equal structure share, whatever they cost.
+        changes: what solvers of equal size and pricing share: costs of changes of type, by what these are of.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class AxisSolver:
         rests: Mapping[str, Sequence[Type]] | None = None,
         narrow: Narrow | None = None,
         structures: Structures | None = None,
+        changes: dict[tuple[object, ...], Cost | None] | None = None,
     ) -> None:
         self.compact, self.axis, self.size = compact, axis, size
         self.rests = rests or {}
@@ -108,6 +110,7 @@ class AxisSolver:
             owners=owners,
             narrow=narrow,
             structures=structures or Structures(),
+            changes={} if changes is None else changes,
         )
         self.boundaries = [boundary_of(graph, block, owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, size)

@@ -157,7 +157,7 @@ class Prepared:
 
         def decode(which: int, index: tuple[int, ...]) -> tuple[int, ...]:
             found = decode_small(which, tuple(lookup[i] for lookup, i in zip(back, index, strict=True)))
-            return tuple(int(s[i]) for s, i in zip(self.states, found, strict=True))
+            return tuple([s.item(i) for s, i in zip(self.states, found, strict=True)])
 
         return [Marginal(table=full[i], decode=partial(decode, i)) for i in range(count)]
 

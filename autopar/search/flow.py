@@ -10,8 +10,14 @@ from autopar.search.bound_rows import Row, counts_of
 Array = NDArray[np.float64]
 
 
-def flow_s(row: Row) -> float:
+Around = tuple[Array, Array, Array]
+
+
+def flow_s(row: Row, beside: Around | None = None) -> float:
     """The bound without memory, with blocks that can be cut anywhere: the chains of the ranks, on average.
+
+    Args:
+        beside: of :func:`around`, where it is known.
 
     With one stage a rank, for some rank r the step takes at least (time of the stages before r) + m * (its own). The
     split that makes the largest of these smallest is geometric and gives total / (1 - (1 - 1/m)^p); it holds for
@@ -25,7 +31,7 @@ def flow_s(row: Row) -> float:
     work_s = m * total_s + gathers_s
     counts = counts_of(row.schedule, pp, row.virtual_stages, m, row.others)
     around_s = backward_s * (1 - 1 / pp)
-    before_s, before_forward_s, after_s = (float(found.sum()) for found in around(row))
+    before_s, before_forward_s, after_s = (float(found.sum()) for found in beside or around(row))
     if not waits:
         around_s = (after_s + before_s - before_forward_s) / pp
     third = row.forward_s + stages * (row.every_s + row.send_s) - row.send_s + gathers_s + around_s
@@ -44,7 +50,21 @@ def least_flow_s(total_s: float, num_micro_batches: int, pp: int, stages: int) -
     return max(total_s / (1 - (1 - 1 / num_micro_batches) ** stages), num_micro_batches * total_s / pp)
 
 
-def around(row: Row) -> tuple[Array, Array, Array]:
+def whole_s(row: Row) -> float | None:
+    """The bound of a row without a pipeline whose blocks all fit as they are: nothing is cut, and :func:`flow_s` is all of it.
+
+    None where there is a pipeline, or where memory may ask for recompute.
+    """
+    if row.pp * row.virtual_stages > 1 or row.most < row.count:
+        return None
+    held = float(counts_of(row.schedule, 1, 1, row.num_micro_batches, row.others).held[0])
+    parts = ((row.first, 1), (row.last, 0 if row.alone else 1), (row.group, row.count))
+    kept = sum(n * (part.static_bytes + held * max(part.held_bytes, part.held_again_bytes)) for part, n in parts)
+    passing = max(row.group.passing_bytes, *(part.lean_bytes for part, _ in parts))
+    return flow_s(row) if kept + passing <= row.limit_bytes else None
+
+
+def around(row: Row) -> Around:
     """For each rank seconds of the blocks on the stages before its first one, of their forwards, of the backwards after its last."""
     before_s, forward_s, after_s = (np.array(v) for v in (row.before_s, row.before_forward_s, row.after_backward_s))
     if row.most < row.count and row.virtual_stages > 1:

@@ -66,6 +66,7 @@ class AxisCosts:
 
     ``owners``: how many blocks read a parameter; each pays its share of what is paid once.
     ``narrow``: keeps those of an operator's strategies that it may take; None: all.
+    ``changes``: of type, what they cost; may be those of other graphs at the same prices.
     ``structures``: may be those of other costs too.
     ``shared``: what problems at these prices have in common.
     ``kept``: operands and outputs that backward needs of the operators that were asked for, parameters among them.
@@ -77,7 +78,7 @@ class AxisCosts:
     pricing: Pricing
     owners: Mapping[str, int] = field(default_factory=dict)
     narrow: Narrow | None = None
-    _changes: dict[tuple[object, ...], Cost | None] = field(default_factory=dict)
+    changes: dict[tuple[object, ...], Cost | None] = field(default_factory=dict)
     structures: Structures = field(default_factory=Structures)
     shared: Shared = field(init=False)
     _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
@@ -146,8 +147,8 @@ class AxisCosts:
     def _work(self, op: Op, strategy: Strategy) -> Cost:
         """Work of one operator, and what it saves of its own making."""
         specs = [self.graph.spec(ref) for ref in op.operands]
-        operands = tuple(self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True))
-        outputs = tuple(self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True))
+        operands = tuple([self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True)])
+        outputs = tuple([self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True)])
         local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
         one = rules.localize(op, strategy, local)
         cost = self.pricing.op_cost(one, operands)
@@ -173,9 +174,9 @@ class AxisCosts:
             )
         else:
             key = (spec, source, target)
-        if key not in self._changes:
-            self._changes[key] = self._change(spec, source, target)
-        return self._changes[key]
+        if key not in self.changes:
+            self.changes[key] = self._change(spec, source, target)
+        return self.changes[key]
 
     def _change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         found = conversion(source, target, requires_grad=spec.requires_grad)
@@ -187,7 +188,7 @@ class AxisCosts:
         args = (Ref("value"), *emitted_arguments(self.axis, source, target))
         call = Op(name="change", target=found.target, args=args, outputs=(self.local(spec, target),))
         copied = self.pricing.op_cost(call, (local,))
-        forward_s, backward_s = (self._sent_s(kind, spec) for kind in (found.forward, found.backward))
+        forward_s, backward_s = self._sent_s(found.forward, spec), self._sent_s(found.backward, spec)
         return Cost(time_s=copied.time_s + forward_s + backward_s, forward_s=copied.forward_s + forward_s)
 
     def _sent_s(self, kind: str | None, spec: TensorSpec) -> float:

@@ -29,7 +29,7 @@ from autopar.search.intra import Narrow
 from autopar.search.options import Draft, Load, Made, Option, Split, split_of
 from autopar.search.padding import used_padding
 from autopar.search.pins import Pins
-from autopar.search.solving import Solving, pinned_type
+from autopar.search.solving import Solving, pinned_types
 from autopar.search.space import Space
 from autopar.search.uncounted import LayoutNeeds, Needs
 
@@ -58,7 +58,7 @@ class Layouts:
         self.by_rule = space.layouts == "rule"
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
-        self.pinned = {p.name: t for p in graph.parameters if (t := pinned_type(p, pins)) is not None}
+        self.pinned = pinned_types(graph, pins)
         keys = [
             tuple(self.pinned.get(p.name) for p in graph.block_parameters(block)) if self.pinned else None
             for block in graph.blocks

@@ -71,7 +71,7 @@ class LeastRows:
         self._parts: dict[tuple[object, ...], BlockCost] = {}
         self._added: dict[tuple[object, ...], list[_Added]] = {}
         self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice], Row]] = {}  # likewise
-        self._numel: dict[int, tuple[Option, float]] = {}  # likewise
+        self._numel: dict[tuple[int, ...], float] = {}
         self._state: dict[tuple[object, ...], tuple[Option, float]] = {}  # likewise
         self._drafted: dict[
             tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float, float, float]
@@ -102,12 +102,14 @@ class LeastRows:
 
     def _numel_of(self, whole: Option) -> float:
         """Trained elements of all blocks, experts over data ranks left out."""
-        if id(whole) not in self._numel:
+        costs = self._costs(whole)
+        key = tuple([id(cost.parameters) for cost in costs])  # kept, and the same ones for all micro-batches
+        if key not in self._numel:
             total = 0
-            for n, cost in zip(self.rows.counts, self.rows.private_costs(whole), strict=True):
+            for n, cost in zip(self.rows.counts, costs, strict=True):
                 total += n * sum(p.numel for p in cost.parameters if p.trained and not p.spread)
-            self._numel[id(whole)] = whole, total
-        return self._numel[id(whole)][1]
+            self._numel[key] = total
+        return self._numel[key]
 
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.

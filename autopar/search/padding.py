@@ -49,7 +49,7 @@ def used_padding(graph: Graph, wanted: Mapping[str, int], typing: Typing) -> dic
 
 def padding_notes(graph: Graph, padding: Sequence[PaddedParameter], tp: int) -> tuple[str, ...]:
     """One line for each length."""
-    lengths = {p.key: p.spec.shape for p in graph.parameters}
+    lengths = {p.key: p.spec.shape for p in graph.parameters} if padding else {}
     notes = []
     for length in sorted({entry.length for entry in padding}):
         names = [entry.parameter for entry in padding if entry.length == length]

@@ -191,7 +191,6 @@ class Pins:
                 value="selective", place=f"block {graph.blocks[min(both)].label or min(both)}",
                 remedy="pin recompute=none or full there, or leave the block on the device",
             )  # fmt: skip
-        names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)]
         if not (self.allows("ep", 1) and self.allows("ep_data", 1)) and not any(
             op.target == "autopar.experts" for op in graph.ops
         ):
@@ -204,7 +203,9 @@ class Pins:
                 "a pin of opaque holds for a model that is traced with it", value=repr(self.opaque[0]), place=graph.name,
                 remedy="give the model instead of its graph, or trace it with opaque=[...]",
             )  # fmt: skip
-        for pin in self.parameters:
+        pinned = self.parameters
+        names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)] if pinned else []
+        for pin in pinned:
             if not pin.matches(names):
                 raise UsageError(
                     "a pin names parameters of the model", value=repr(pin.pattern), place=f"pin '{pin.text}'",

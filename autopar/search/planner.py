@@ -85,16 +85,17 @@ class Planner:
         self.model = CostModel(task.cluster, task.precision, task.optimizer)
         self.evaluator = self._evaluator(task.pins, task.global_batch_size)
         layouts = self.evaluator.layouts
-        self.mixing = mixes_samples(layouts.compact.graph, layouts.batch)
+        same = layouts.compact.graph  # equal blocks have equal attention
+        self.mixing = mixes_samples(same, layouts.batch)
         self.problem = Problem(
             world_size=task.cluster.world_size,
             devices_per_node=task.cluster.devices_per_node,
             global_batch_size=task.global_batch_size,
             num_blocks=len(task.graph.blocks),
-            heads=attention_heads(task.graph),
-            key_heads=attention_heads(task.graph, operand=1),
-            sequences=attention_sequences(task.graph),
-            has_written_attention=has_written_attention(task.graph),
+            heads=attention_heads(same),
+            key_heads=attention_heads(same, operand=1),
+            sequences=attention_sequences(same),
+            has_written_attention=has_written_attention(same),
             space=task.space,
             mixes_samples=bool(self.mixing),
             experts=expert_counts(task.graph),

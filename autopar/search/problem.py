@@ -198,7 +198,7 @@ class Problem:
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
             factors = tuple(
-                Factor(scope=f.scope, table=f.parts[0]) for f in self.factors
+                [Factor(scope=f.scope, table=f.parts[0]) for f in self.factors]
             )  # what is forbidden is so at every price
             energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
             self._prepared = prepare(energy, keep, known=self.shared.structures.prepared)
@@ -218,7 +218,7 @@ class Problem:
 
     def time_s(self, assignment: Sequence[int]) -> float:
         """Seconds of a micro-batch under an assignment."""
-        return float(sum(f.parts[0][tuple(assignment[v] for v in f.scope)] for f in self.factors))
+        return float(sum([f.parts[0][tuple([assignment[v] for v in f.scope])] for f in self.factors]))
 
     # --- tables
 

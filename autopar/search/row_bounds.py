@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autopar.search.bound_rows import Row
 from autopar.search.bounds import PRECISION, bounds
+from autopar.search.flow import whole_s
 from autopar.search.mixed_bounds import mixed_bounds
 from autopar.search.mixed_rows import MixedRow
 
@@ -41,7 +42,10 @@ def row_bounds(
 def plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float) -> list[float]:
     """Of rows of one kind: many at once, those with few pipeline ranks apart from those with many."""
     if len(rows) < MANY:
-        return [float(bound) for bound in bounds(rows, at_most_s, precision=precision)]
+        known = [whole_s(row) for row in rows]
+        left = [row for row, bound_s in zip(rows, known, strict=True) if bound_s is None]
+        others = iter(bounds(left, at_most_s, precision=precision))
+        return [float(next(others)) if bound_s is None else bound_s for bound_s in known]
     found = [0.0] * len(rows)
     for least, most in pairwise((0, *FEW_RANKS, math.inf)):
         places = [i for i, row in enumerate(rows) if least < row.pp <= most]

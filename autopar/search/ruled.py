@@ -153,9 +153,10 @@ class Ruled:
         rests: dict[TensorSpec, tuple[Type, ...]] = {}
         for block in graph.blocks:
             ops = graph.block_ops(block)
-            if not all(op.name in typing.strategies for op in ops):
+            names = [op.name for op in ops]
+            if not typing.strategies.keys() >= {*names}:
                 return None
-            wanted = [typing.strategies[op.name] for op in ops]
+            wanted = [typing.strategies[name] for name in names]
             key = (block.hash, *map(id, wanted))  # the typing keeps them, so that their ids stay their own
             found = known.get(key)  # equal blocks are offered the same
             if found is None:
@@ -163,11 +164,12 @@ class Ruled:
                 if found is None:
                     return None
                 known[key] = found
-            strategies.update(zip([op.name for op in ops], found, strict=True))
+            strategies.update(zip(names, found, strict=True))
             for p in graph.block_parameters(block):
-                if p.spec not in rests:
-                    rests[p.spec] = rests_of(p.spec, split.tp)
-                if typing.parameters.get(p.name) not in (pinned.get(p.name) or rests[p.spec]):
+                types = pinned.get(p.name) or rests.get(p.spec)
+                if types is None:
+                    types = rests[p.spec] = rests_of(p.spec, split.tp)
+                if typing.parameters.get(p.name) not in types:
                     return None
         return replace(typing, size=size, strategies=strategies)
 

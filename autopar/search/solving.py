@@ -11,7 +11,7 @@ from functools import partial
 
 from autopar.cost.model import BlockCost, CostModel
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph, Op, Parameter
+from autopar.graph.ir import Graph, Op
 from autopar.layout import Type
 from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.rules.spread import EXPERTS
@@ -26,7 +26,7 @@ from autopar.search.pins import Pins
 from autopar.search.problem import rests_of
 from autopar.search.ruled import Changes, Ruled, SplitWeights, changes_of, moved_s
 from autopar.search.space import Space
-from autopar.search.tables import Weights
+from autopar.search.tables import Cost, Weights
 from autopar.search.uncounted import sums_s
 from autopar.search.values import Structures
 
@@ -74,6 +74,8 @@ class Solving:
             compact.graph.passes.setdefault(Structures, Structures()) if self.by_rule else Structures()
         )
         self._solvers: dict[tuple[Split, str], AxisSolver] = {}
+        self._costs: dict[tuple[int, int, int], dict[tuple[object, ...], Cost | None]] = {}
+        """Of changes of type, by what of a split decides the groups that communicate."""
         self._wide: dict[tuple[Split, str], Compact] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._least: dict[Split, float] = {}
@@ -167,6 +169,7 @@ class Solving:
                 rests=self._rests(base.graph, split.tp),
                 narrow=SplitWeights(base.graph, self.pinned, narrow) if self.by_rule else narrow,
                 structures=self._structures,
+                changes=self._costs.setdefault((split.cp, split.tp, split.ep_data), {}),
             )
         return self._solvers[key]
 
@@ -196,10 +199,9 @@ class Solving:
         return rests
 
 
-def pinned_type(parameter: Parameter, pins: Pins) -> Type | None:
-    """The last pin that matches wins."""
-    found = None
+def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
+    """Types at rest of the parameters that are pinned, by name; the last pin that matches wins."""
+    found: dict[str, Type] = {}
     for pin in pins.parameters:
-        if pin.matches((parameter.key, parameter.fqn, *parameter.aliases)):
-            found = pin.type
+        found |= {p.name: pin.type for p in graph.parameters if pin.matches((p.key, p.fqn, *p.aliases))}
     return found

@@ -82,7 +82,7 @@ def _step(
 def _sum(step: Step, tables: Sequence[Table]) -> Table:
     """The sum of the tables of a step, the energies side by side in front."""
     total: Table | None = None
-    full = (max((len(tables[k]) for k, _, _ in step.parts), default=1), *step.shape)
+    full = (max([len(tables[k]) for k, _, _ in step.parts], default=1), *step.shape)
     is_own = False  # else it is a view of a part
     for k, axes, shape in step.parts:
         part = tables[k] if axes is None else tables[k].transpose(axes)

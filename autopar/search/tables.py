@@ -64,7 +64,7 @@ class Parted:
 
     def within(self, prepared: Prepared) -> Parted:
         """Over the states alone that are left."""
-        return Parted(self.scope, tuple(prepared.restrict(self.scope, part) for part in self.parts))
+        return Parted(self.scope, tuple([prepared.restrict(self.scope, part) for part in self.parts]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -94,9 +94,9 @@ class Structures:
         """
         key = id(strategies), where, home
         if key not in self._wanted:
-            found = [frozenset(s.inputs[i] for i in where) for s in strategies]
+            found = [frozenset([s.inputs[i] for i in where]) for s in strategies]
             if home is not None:
-                found = [frozenset(home if t in (I, R) else t for t in types) for types in found]
+                found = [frozenset([home if t in (I, R) else t for t in types]) for types in found]
             self._wanted[key] = strategies, self.one(tuple(found))
         return self._wanted[key][1]
 

@@ -17,6 +17,7 @@ from autopar.schedule import live_peaks, schedule_actions
 from autopar.search.bound_rows import BlockPrice, Row, forwards_done
 from autopar.search.bounds import bounds
 from autopar.search.candidates import Candidate
+from autopar.search.flow import whole_s
 from autopar.search.least_prices import least_held
 from autopar.search.lines import again_prices, least_of
 
@@ -78,10 +79,10 @@ def sums(times: Iterable[float]) -> tuple[float, ...]:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[Row, list[float]]:
+def rows(draw: st.DrawFn, degrees: Sequence[tuple[str, int, int, int]] = _DEGREES) -> tuple[Row, list[float]]:
     """A first block, equal ones, a last block; and what each block's gather takes longer where no forward is beside it."""
     first, group, last = draw(_prices), draw(_prices), draw(_prices)
-    schedule, pp, v, m = draw(st.sampled_from(_DEGREES))
+    schedule, pp, v, m = draw(st.sampled_from(degrees))
     count = draw(st.integers(max(pp * v - 2, 1), max(pp * v, 4)))
     blocks = [first, *[group] * count, last]
     alone_s = [draw(st.sampled_from([0.0, 0.7])), *[draw(st.sampled_from([0.0, 0.5]))] * count, 0.3]
@@ -193,6 +194,37 @@ def test_a_bound_of_sums_alone_is_none_of_parts(one: tuple[Row, list[float]]) ->
         [replace(row, **less, forward_s=0.0, before_forward_s=zeros, after_backward_s=zeros, tells_apart=False)]
     )
     assert bound[0] <= least_of_all(row, alone_s) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows([("none", 1, 1, 3), ("none", 1, 1, 1), ("GPipe", 1, 1, 2)]), st.sampled_from([math.inf, 1.0, 0.5, 2.0]))
+def test_what_fits_without_a_pipeline_takes_its_flow(one: tuple[Row, list[float]], share: float) -> None:
+    """The same as of columns, which try times."""
+    row = one[0]
+    found = whole_s(replace(row, limit_bytes=100.0))
+    assert found is not None
+    assert bounds([replace(row, limit_bytes=100.0)], share * found)[0] == found
+    found = whole_s(row)
+    if found is not None:
+        assert bounds([row], share * found)[0] == found
+        assert step_s(row, [(0, row.count + 2)], [0] * (row.count + 2), one[1]) < math.inf
+
+
+def test_a_pipeline_or_recompute_is_looked_at_more_closely() -> None:
+    price = BlockPrice(
+        time_s=3.0, forward_s=1.0, again_s=1.0, least_again_s=1.0, once_s=0.5, gather_s=0.0, static_bytes=1.0,
+        held_bytes=4.0, held_again_bytes=1.0, passing_bytes=2.0, lean_bytes=5.0,
+    )  # fmt: skip
+    row = Row(
+        first=price, last=price, group=price, count=2, alone=False, others=0, total_s=12.0, forward_s=4.0,
+        before_s=(0.0,), before_forward_s=(0.0,), after_backward_s=(0.0,), once_s=2.0, gathers_s=0.0,
+        stage_gathers_s=(0.0,) * 2, every_s=0.0, send_s=0.0, send_back_s=0.0, stage_bytes=0.0, limit_bytes=25.0,
+        most=math.inf, schedule="none", pp=1, virtual_stages=1, num_micro_batches=2,
+    )  # fmt: skip
+    assert whole_s(row) == pytest.approx(2 * 12 + 2)  # four times five bytes, and five in passing
+    assert whole_s(replace(row, limit_bytes=24.9)) is None
+    assert whole_s(replace(row, pp=2)) is None
+    assert whole_s(replace(row, most=1.0)) is None
 
 
 def test_a_bound_is_reached_where_the_relaxations_do_not_matter() -> None:
