@@ -7,9 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autopar.cost.model import CostModel, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
@@ -109,14 +106,19 @@ class Bounding:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
         known = self._ideal_s
         asked = [c for c in candidates if c not in known]
-        plain = [c for c in asked if not c.on_host and not self._is_too_large(c)]
-        rows = [self._ideal_row(candidate) for candidate in plain]
-        found = self._at_speed(plain, row_bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
-        known.update(zip(plain, found, strict=True))
-        for c in asked:
-            if c not in known:
-                known[c] = self._offloaded_s(c) if c.on_host else math.inf
+        known.update(zip(asked, self._ideals_s(asked), strict=True))
         return [known[c] for c in candidates]
+
+    def ideal_bound_s(self, candidate: Candidate) -> float:
+        """As :meth:`ideal_bounds_s`, found for it alone: those that are found together depend on which within their precision."""
+        return self._ideals_s([candidate])[0]
+
+    def _ideals_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        plain = [c for c in candidates if not c.on_host and not self._is_too_large(c)]
+        rows = [self._ideal_row(candidate) for candidate in plain]
+        bounds_s = self._at_speed(plain, row_bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+        found = dict(zip(plain, bounds_s, strict=True))
+        return [found[c] if c in found else self._offloaded_s(c) if c.on_host else math.inf for c in candidates]
 
     def know_ideal_bounds(self, bounds_s: Mapping[Candidate, float]) -> None:
         """What :meth:`ideal_bounds_s` of another process gave."""
@@ -184,7 +186,7 @@ class Bounding:
             rows.append(self.least_rows_of(c).least(c, row, whole, self.step(c, whole), *quickest))
             places.append(i)
         at_most_s /= self._least_speed(candidates)
-        mixed = partial(self._mixed_bounds, at_most_s=at_most_s, only_test=True)
+        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True)
         found = row_bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
         for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
             known[i] = bound
@@ -293,7 +295,7 @@ class Bounding:
                     if row is None:
                         row = known[id(draft), same] = self.placed.free(candidate, self.layouts.option(draft))
                     asked.setdefault(id(row), (row, []))[1].append((candidate, id(draft)))
-        found = self._mixed_bounds([row for row, _ in asked.values()], at_most_s, only_test=True)
+        found = mixed_bounds([row for row, _ in asked.values()], at_most_s, only_test=True)
         for bound_s, (_, keys) in zip(found, asked.values(), strict=True):
             for key in keys:
                 self._bounds[key] = max(self._bounds[key][0], float(bound_s)), False
@@ -310,8 +312,7 @@ class Bounding:
             return
         makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
-        mixed = partial(self._mixed_bounds, at_most_s=at_most_s)
-        for (candidate, draft, _), bound in zip(asked, row_bounds(rows, at_most_s, mixed=mixed), strict=True):
+        for (candidate, draft, _), bound in zip(asked, row_bounds(rows, at_most_s), strict=True):
             known, _ = self._bounds[candidate, id(draft)]
             self._bounds[candidate, id(draft)] = (max(bound, known), True)
 
@@ -332,16 +333,18 @@ class Bounding:
         if math.isinf(at_most_s):
             return
         told = [own for own in self._open(pairs, at_most_s) if own[1].solution and not self.placed.has(own[0])]
-        rows: list[Row] = []
-        for c, draft in told:
-            ideal = self._ideal_row(c)
-            assert isinstance(ideal, Row)
-            whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
-            needs = self.layouts.needs(draft)
-            rows.append(self.least_rows_of(c).drafted(c, ideal, draft, whole, self.step(c, whole), needs))
+        rows = [self._drafted_row(c, draft) for c, draft in told]
         for (c, draft), bound in zip(told, plain_bounds(rows, at_most_s, COARSE), strict=True):
             if bound >= at_most_s:
                 self._bounds[c, id(draft)] = (bound, False)
+
+    def _drafted_row(self, candidate: Candidate, draft: Draft) -> Row:
+        """Of a layout before it is priced."""
+        ideal = self._ideal_row(candidate)
+        assert isinstance(ideal, Row)
+        whole, needs = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data), self.layouts.needs(draft)
+        step = self.step(candidate, whole)
+        return self.least_rows_of(candidate).drafted(candidate, ideal, draft, whole, step, needs)
 
     def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
         self._price([(candidate, draft)], at_most_s)
@@ -362,13 +365,6 @@ class Bounding:
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
         return self.rows_of(candidate).draft_s(candidate, draft, whole, step)
-
-    def _mixed_bounds(self, rows: list[MixedRow], at_most_s: float, *, only_test: bool = False) -> NDArray[np.float64]:
-        """With weighed chains that are known already, where they tell that a row takes longer than ``at_most_s``.
-
-        What they do not tell is left out: bounds must not depend on what was looked at before.
-        """
-        return mixed_bounds(rows, at_most_s, only_test=only_test, other=self.placed.chains.known_s)
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 from autopar.cost.model import CostModel, Step
 from autopar.graph.ir import Graph
 from autopar.plan import Recompute
-from autopar.search.bounding import Bounding
+from autopar.search.bounding import COARSE, Bounding
 from autopar.search.candidates import Candidate
+from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_whole import whole_bound_s
 from autopar.search.options import Draft, Option
 from autopar.search.pins import Pins
@@ -22,8 +22,8 @@ from autopar.search.unstaged import unstaged
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
 
-FINER = 0.2
-"""Of the precision asked for, that of the programs of pipelines whose ranks differ, which cost little."""
+PRECISION = 4e-3
+"""Of the programs of pipelines whose ranks differ, which cost little."""
 
 AGAIN = (1.0, 1.02, 1.1)
 """Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
@@ -38,22 +38,26 @@ class Closer(Bounding):
         """Closest bounds, and the time that they were asked to be above."""
 
     def settled_s(self, candidate: Candidate, best_s: float) -> float:
-        """The bound of a candidate that was evaluated, found for it alone: the same whatever was found before."""
-        found = math.inf
-        maker = self.placed if self.placed.has(candidate) else self.rows_of(candidate)
+        """The bound of a candidate that was evaluated, up to ``best_s``: the same whatever was found before or together."""
+        found = best_s
         for draft in self._drafts(candidate):
-            bound_s = self._draft_s(candidate, draft)
-            slow_s, is_priced = self._bounds.get((candidate, id(draft)), (0.0, True))
-            if not is_priced and slow_s >= best_s:
-                bound_s = slow_s
-            elif bound_s < best_s:
-                option = self.layouts.option(draft)
-                row = maker.exact(candidate, option, self.step(candidate, option))
-                mixed = partial(self._mixed_bounds, at_most_s=best_s)
-                bound_s = max(bound_s, *row_bounds([row], best_s, mixed=mixed))
-                self._bounds[candidate, id(draft)] = bound_s, True
+            bound_s, is_priced = self._settled(candidate, draft, best_s / self._speed(candidate))
+            self._bounds[candidate, id(draft)] = bound_s, is_priced
             found = min(found, self._shared_s(candidate, bound_s, draft.time_s))
-        return found if math.isfinite(found) else 0.0
+        return found
+
+    def _settled(self, candidate: Candidate, draft: Draft, best_s: float) -> tuple[float, bool]:
+        """Of stated times in one layout, and whether that is of its priced blocks: not where it takes ``best_s`` without."""
+        bound_s, is_placed = self._draft_s(candidate, draft), self.placed.has(candidate)
+        if bound_s < best_s and draft.solution and not is_placed:
+            (drafted_s,) = row_bounds([self._drafted_row(candidate, draft)], best_s, precision=COARSE)
+            bound_s = max(bound_s, drafted_s if drafted_s >= best_s else 0.0)
+        if bound_s >= best_s:
+            return bound_s, False
+        option = self.layouts.option(draft)
+        maker = self.placed if is_placed else self.rows_of(candidate)
+        (own_s,) = row_bounds([maker.exact(candidate, option, self.step(candidate, option))], best_s)
+        return max(bound_s, own_s), True
 
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
         """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
@@ -95,45 +99,68 @@ class Closer(Bounding):
         row = unstaged(self.rows, candidate, option, step, step_s)
         return max(bound_s, *(row_bounds([row], share * goal_s)[0] * (1 - ROUNDING) for share in AGAIN))
 
-    def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
-        """The closest bound that is known.
-
-        Where devices differ: without stages the step itself, whatever memory it needs, with stages that of
-        :mod:`autopar.search.mixed_chains`. Elsewhere :meth:`sharper_bound_s` where a precision is asked, else 0.
+    def closest_s(self, candidate: Candidate, at_most_s: float) -> float:
+        """Where devices differ the closest bound that is known: what it is depends on what was looked at before.
 
         Args:
             at_most_s: layouts are looked at until one is found that may take less.
-            precision: of the bound, if it is to be found whether a layout takes less or not.
         """
-        if not self.differs:
-            return 0.0 if precision is None else self.sharper_bound_s(candidate, at_most_s)
         speed = self._speed(candidate)
         drafts, at_most_s = self._least_first(candidate), at_most_s / speed
         found = [self._bounds[candidate, id(draft)][0] for draft in drafts]
         for i, draft in enumerate(drafts):
-            found[i] = self._closest_s(candidate, draft, at_most_s, precision)
-            if found[i] < at_most_s and precision is None:
+            found[i] = self._closest_s(candidate, draft, at_most_s)
+            if found[i] < at_most_s:
                 break
         return speed * min(found, default=0.0)
 
-    def _closest_s(self, candidate: Candidate, draft: Draft, at_most_s: float, precision: float | None) -> float:
+    def _closest_s(self, candidate: Candidate, draft: Draft, at_most_s: float) -> float:
         """Of stated times in one layout."""
         bound = self._bound(candidate, draft, at_most_s)[0]
         key = candidate, id(draft)
         found, asked_s = self._closest.get(key, (0.0, math.inf))
-        if self.differs and max(bound, found) < at_most_s and (precision or at_most_s < asked_s):
+        if self.differs and max(bound, found) < at_most_s < asked_s:
             option = self.layouts.option(draft)
             step = self.step(candidate, option)
             if candidate.mesh.pp == 1:
                 found = self._unstaged_s(option, step)
             else:
-                row = self.placed.exact(candidate, option, step)
-                finer = precision and precision * FINER
-                found = max(found, self.placed.chains.bound_s(row, at_most_s, precision=finer))
-                if precision is not None:
-                    found = whole_bound_s(row, self.placed.chains.of(row), max(bound, found), at_most_s)
+                found = max(found, self.placed.chains.bound_s(self.placed.exact(candidate, option, step), at_most_s))
             self._closest[key] = found, at_most_s
         return max(bound, found)
+
+    # --- of the certificate: functions of the candidate and the time alone, from settled bounds on
+
+    def closer_s(self, candidate: Candidate, at_most_s: float) -> float:
+        """Where devices differ: without stages the step itself, whatever memory it needs, with stages that of chains.
+
+        See :mod:`autopar.search.mixed_chains`; no chain is known but those that are found here.
+        """
+        return self._alone_s(candidate, at_most_s, is_whole=False)
+
+    def sharpest_s(self, candidate: Candidate, goal_s: float) -> float:
+        """Where devices differ, of whole blocks (:mod:`autopar.search.mixed_whole`); elsewhere :meth:`sharper_bound_s`."""
+        if self.differs:
+            return self._alone_s(candidate, goal_s, is_whole=True)
+        return self.sharper_bound_s(candidate, goal_s)
+
+    def _alone_s(self, candidate: Candidate, at_most_s: float, *, is_whole: bool) -> float:
+        speed, found = self._speed(candidate), math.inf
+        at_most_s /= speed
+        for draft in self._least_first(candidate):
+            bound_s = self._bound(candidate, draft, at_most_s)[0]
+            if bound_s < min(at_most_s, found):
+                option = self.layouts.option(draft)
+                step = self.step(candidate, option)
+                if candidate.mesh.pp == 1:
+                    bound_s = max(bound_s, self._unstaged_s(option, step))
+                else:
+                    row, chains = self.placed.exact(candidate, option, step), Chains()
+                    bound_s = max(bound_s, chains.bound_s(row, at_most_s, precision=PRECISION))
+                    if is_whole:
+                        bound_s = whole_bound_s(row, chains.of(row), bound_s, at_most_s)
+            found = min(found, bound_s)
+        return speed * min(found, at_most_s)
 
     def _unstaged_s(self, option: Option, step: Step) -> float:
         """Without a pipeline: the step with as little recompute as there may be."""

@@ -1,13 +1,20 @@
 """Bounds that are worked out for one candidate at a time, beside those that decide the order of a search.
 
 They say of a candidate whose turn it is whether it has to be evaluated at all, and in the end how much faster than the best
-plan another may be. What they are depends on what was looked at before, so that they decide on no order. The first is asked
-only where devices differ: elsewhere searches that share their results state the same gap to the last digit.
+plan another may be. The first is asked only where devices differ, and depends on what was looked at before, so that it
+decides on no order and is no part of what is stated in the end.
+
+The second, the certificate, is the same for any number of processes and any timing. A candidate's bound is raised step by
+step, and what each step gives is a function of the candidate and the best time alone: it is worked out for that candidate
+by itself, from nothing that the search has learned on its way. The candidate of the least bound is always the next one. Where
+two searches begin with other bounds, as those that are found in bulk differ within their precision, all that may be the least
+are settled before any of them is raised.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -15,17 +22,17 @@ from typing import Protocol
 from autopar.search.candidates import Candidate
 from autopar.search.ledger import Told
 
-MOST = 32
-"""Candidates of which closer bounds are worked out in the end."""
+GIVEN, SETTLED, CLOSER, SHARPEST = range(4)
+"""How far a candidate's bound has been raised."""
+
+MOST = {CLOSER: 256, SHARPEST: 32}
+"""Candidates of which closer bounds are worked out in the end: the last ones cost as much as the search itself."""
 
 CLOSE = 0.05
-"""Of a bound, up to which the best time above it is close enough: more costs as much as the search itself."""
+"""Of a bound, up to which the best time above it is close enough to ask for no sharpest one."""
 
 NEAR = 1 + 1e-3
 """Times the least bound of all, within which what decides is which bounds were asked for together: these are settled."""
-
-PRECISION = 0.02
-"""Of these bounds."""
 
 
 class HasCloser(Protocol):
@@ -36,7 +43,11 @@ class HasCloser(Protocol):
 
     def settled_s(self, candidate: Candidate, best_s: float) -> float: ...
 
-    def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float: ...
+    def closest_s(self, candidate: Candidate, at_most_s: float) -> float: ...
+
+    def closer_s(self, candidate: Candidate, at_most_s: float) -> float: ...
+
+    def sharpest_s(self, candidate: Candidate, goal_s: float) -> float: ...
 
 
 class Closest:
@@ -44,14 +55,16 @@ class Closest:
 
     def __init__(self, evaluator: HasCloser, pool: Sequence[Candidate]) -> None:
         self.evaluator, self.pool = evaluator, pool
-        self.known: dict[int, float] = {}
-        """Those found, by position."""
+        self._slow: dict[int, float] = {}
+        """Those found on the way."""
+        self._raised: dict[int, float] = {}
+        """Those of the certificate."""
 
     def is_slow(self, index: int, best_s: float) -> bool:
         """Whether a candidate takes no less than ``best_s``."""
-        if self.evaluator.differs and math.isfinite(best_s) and self.known.get(index, 0.0) < best_s:
-            self._raise(index, self.evaluator.closest_s(self.pool[index], best_s))
-        return self.known.get(index, 0.0) >= best_s
+        if self.evaluator.differs and math.isfinite(best_s) and self._slow.get(index, 0.0) < best_s:
+            self._slow[index] = self.evaluator.closest_s(self.pool[index], best_s)
+        return self._slow.get(index, 0.0) >= best_s
 
     def least_s(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
         """What no candidate goes below that may fit.
@@ -72,41 +85,39 @@ class Closest:
     ) -> None:
         """Closer bounds for the candidates of the least ones, until these are close to ``best_s``.
 
-        Bounds that were found together depend within their precision on which ones were: the least are first settled
-        alone, so that searches by any number of processes state the same.
-
         Args:
             bounds, found: as for :meth:`least_s`.
             best_s: of the best plan.
             asked: those that the search came to; of others nothing is known to be close to.
             of_owner: has the bound of a position worked out where its layouts are known.
         """
-        goal_s, raised, settled = best_s / (1 + CLOSE), set[int](), set[int]()
+        goal_s, level, made = best_s / (1 + CLOSE), dict[int, int](), Counter[int]()
         lower = [self._lower_s(i, bounds, found) for i in range(len(self.pool))]
         while math.isfinite(best_s):
             before_s = min(lower)
             least = lower.index(before_s)
             if before_s >= best_s or self.pool[least] not in asked:
                 return
-            if least not in settled:
+            if least not in level:
                 near = [i for i, bound_s in enumerate(lower) if bound_s < before_s * NEAR and self.pool[i] in asked]
-                for i in [i for i in near if i not in settled]:
+                for i in [i for i in near if i not in level]:
                     bounds[self.pool[i]] = of_owner(i, partial(self.evaluator.settled_s, self.pool[i], best_s))
-                    settled.add(i)
+                    level[i] = SETTLED
                     lower[i] = self._lower_s(i, bounds, found)
                 continue
-            if before_s >= goal_s or least in raised or len(raised) == MOST:
+            level[least] += 1 if self.evaluator.differs or level[least] > SETTLED else 2
+            if level[least] > (SHARPEST if before_s < goal_s else CLOSER) or made[level[least]] == MOST[level[least]]:
                 return
-            raised.add(least)
-            closer = partial(self.evaluator.closest_s, self.pool[least], goal_s, precision=PRECISION)
-            self._raise(least, of_owner(least, closer))
+            made[level[least]] += 1
+            if level[least] == CLOSER:
+                ask = partial(self.evaluator.closer_s, self.pool[least], best_s)
+            else:
+                ask = partial(self.evaluator.sharpest_s, self.pool[least], goal_s)
+            self._raised[least] = max(self._raised.get(least, 0.0), of_owner(least, ask))
             lower[least] = self._lower_s(least, bounds, found)
-
-    def _raise(self, index: int, bound_s: float) -> None:
-        self.known[index] = max(self.known.get(index, 0.0), bound_s)
 
     def _lower_s(self, index: int, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
         candidate, told = self.pool[index], found.get(index)
         if self.evaluator.differs and told is not None and told.needs_bytes and candidate.mesh.pp == 1:
             return math.inf  # without stages there is nothing to cut: it was found that nothing fits
-        return max(bounds.get(candidate, 0.0), self.known.get(index, 0.0))
+        return max(bounds.get(candidate, 0.0), self._raised.get(index, 0.0))

@@ -85,7 +85,7 @@ class Evaluator(Closer):
             self._price([(candidate, draft) for draft in drafts], at_most_s / speed)
             for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
-                bound = self._closest_s(candidate, draft, least, None)
+                bound = self._closest_s(candidate, draft, least)
                 # one that cannot fit says how much it needs where there is nothing else to say
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))

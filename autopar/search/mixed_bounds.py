@@ -57,14 +57,12 @@ def mixed_bounds(
     at_most_s: float = np.inf,
     *,
     only_test: bool = False,
-    other: Callable[[MixedRow], float] | None = None,
 ) -> Array:
     """For each row the step time below which no plan exists; see :func:`autopar.search.bounds.bounds`.
 
     Args:
         at_most_s: what is not possible in this time is not looked at more closely: it is then the bound.
         only_test: nor is what is possible, whose bound is then a quick one; with a finite ``at_most_s`` alone.
-        other: another bound, asked of what is possible here; taken where it is no less than a finite ``at_most_s``.
     """
     found = np.array([work_bound_s(row) for row in rows])
     open_: list[int] = []
@@ -72,10 +70,6 @@ def mixed_bounds(
         some = possible(np.full(len(places), at_most_s))
         found[places[~some]] = at_most_s
         open_ += places[some].tolist()
-    if other is not None and math.isfinite(at_most_s):
-        more = {i: other(rows[i]) for i in open_}
-        open_ = [i for i in open_ if more[i] < at_most_s]
-        found[[i for i in more if more[i] >= at_most_s]] = [own for own in more.values() if own >= at_most_s]
     if not (only_test and math.isfinite(at_most_s)):
         for places, possible in _possible(open_, rows):
             found[places] = least_possible(found[places], possible, at_most_s)

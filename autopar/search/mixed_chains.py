@@ -41,11 +41,6 @@ class Chains:
         self._chains: dict[tuple[object, ...], list[Chain]] = {}
         self._weighed: dict[tuple[object, ...], list[Chain]] = {}
 
-    def known_s(self, row: MixedRow) -> float:
-        """The bound of the weighed chains that are known; 0 where none are."""
-        known = self._weighed.get(key_of(row))
-        return Stages(row).least_s(side_by_side(known)) if known else 0.0
-
     def bound_s(self, row: MixedRow, at_most_s: float, *, precision: float | None = None) -> float:
         """Seconds below which no cut of a row exists.
 

@@ -176,8 +176,8 @@ class OuterSearch:
         index = self._chosen()
         best = {index: self._plans[index]} if index in self._plans else {}
         orders: list[int] = []
-        for bounds, found, order, finished, plans, known in self.crew.gather(
-            (own, self.ledger.found, self.order, self.finished, best, self.closest.known)
+        for bounds, found, order, finished, plans in self.crew.gather(
+            (own, self.ledger.found, self.order, self.finished, best)
         ):
             self.bounds |= {self.pool[i]: bound for i, bound in bounds.items()}
             for i, told in found.items():
@@ -185,7 +185,6 @@ class OuterSearch:
             orders += order
             self.finished &= finished
             self._plans |= plans
-            self.closest.known |= known
         self.order = orders
 
     @property

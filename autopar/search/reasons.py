@@ -60,8 +60,6 @@ def explain(
     if crew.is_forked:
         _exchange(evaluator.layouts, splits, crew)
     said: dict[int, str] = {}
-    if evaluator.by_rule:  # nobody has asked for these: together it takes less, and is the same in every process
-        evaluator.ideal_bounds_s([other for _, other in others])
     apart = [crew.distance(split) for split in splits]
     # what is known here first, then what is new to all; of what another knows, that which it comes to last
     for i in sorted(range(len(others)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
@@ -113,10 +111,12 @@ def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
 
 
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
-    least_s, best_s = evaluator.ideal_bounds_s([other])[0], best.prediction.step_time_s
+    # each by itself: bounds that were found on the way depend on what they were found with
+    least_s, best_s = evaluator.ideal_bound_s(other), best.prediction.step_time_s
     if least_s < best_s:
-        closer = evaluator.bounds_s if evaluator.layouts.by_rule else evaluator.least_bounds_s
-        least_s = max(least_s, closer([other], best_s)[0])
+        by_rule = evaluator.layouts.by_rule
+        closer_s = evaluator.settled_s(other, best_s) if by_rule else evaluator.least_bounds_s([other], best_s)[0]
+        least_s = max(least_s, closer_s)
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"

@@ -59,6 +59,10 @@ class SharedEvaluator(Evaluator):
         """See :class:`Bounding`; where shares differ, the computation of the slowest group."""
         return self._parted(candidates, super().ideal_bounds_s, self._computation_s)
 
+    def ideal_bound_s(self, candidate: Candidate) -> float:
+        """Likewise of one."""
+        return self._computation_s(candidate) if candidate.shares else super().ideal_bound_s(candidate)
+
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = math.inf) -> list[float]:
         """See :class:`Bounding`; where shares differ, the step with as little recompute as there may be."""
         return self._parted(
@@ -82,11 +86,17 @@ class SharedEvaluator(Evaluator):
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
         return self._fastest_s(candidate) if candidate.shares else super().settled_s(candidate, best_s)
 
-    def closest_s(self, candidate: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
+    def closest_s(self, candidate: Candidate, at_most_s: float) -> float:
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        if candidate.shares:
-            return self._fastest_s(candidate)
-        return super().closest_s(candidate, at_most_s, precision=precision)
+        return self._fastest_s(candidate) if candidate.shares else super().closest_s(candidate, at_most_s)
+
+    def closer_s(self, candidate: Candidate, at_most_s: float) -> float:
+        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
+        return self._fastest_s(candidate) if candidate.shares else super().closer_s(candidate, at_most_s)
+
+    def sharpest_s(self, candidate: Candidate, goal_s: float) -> float:
+        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
+        return self._fastest_s(candidate) if candidate.shares else super().sharpest_s(candidate, goal_s)
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """See :class:`Evaluator`; where shares differ nothing is known before an evaluation."""

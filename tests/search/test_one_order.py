@@ -65,9 +65,11 @@ class Known:
         """Worked out to the end below ``at_most_s`` alone."""
         return [min(self.bounds[self._index(c)], max(0.75 * self.bounds[self._index(c)], at_most_s)) for c in pool]
 
-    def closest_s(self, found: Candidate, at_most_s: float, *, precision: float | None = None) -> float:
+    def closest_s(self, found: Candidate, at_most_s: float) -> float:
         """Closer bounds depend on what was asked, and decide on no order."""
         return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], at_most_s)
+
+    closer_s = sharpest_s = closest_s
 
     def settled_s(self, found: Candidate, best_s: float) -> float:
         return self.bounds[self._index(found)]
