@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from autopar.graph.double import in_double
 from autopar.graph.failures import FAILURES, first_line
@@ -165,13 +166,13 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
         return x
 
     with (
-        FlopCounterMode(display=False) as forward,
+        _counter() as forward,
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         _assigned_buffers(subject.call) as assigned,
     ):
         output = _output(subject, inputs, subject.parameters, buffers)
     outputs = _described(output)
-    with FlopCounterMode(display=False) as backward:
+    with _counter() as backward:
         _gradients(tensors_of(output), (*inputs, *subject.parameters))
     if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
         raise Unclear("it changes its inputs in place")
@@ -188,6 +189,25 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
         saved_bytes=sum(saved.values()),
         numel=max(1, sum(spec.numel for spec in subject.inputs)),
     ), output
+
+
+class _NoModules(ModuleTracker):
+    """Torch's counter sorts FLOPs by module, by hooks on gradients that a gradient taken in forward does not bear."""
+
+    def __init__(self) -> None:
+        self.parents = {"Global"}
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        return
+
+
+def _counter() -> FlopCounterMode:
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()
+    return counter
 
 
 @contextmanager

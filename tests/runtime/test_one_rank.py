@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from autopar.errors import PlanError, RuntimeMismatchError, UsageError
 from autopar.graph.trace import trace
@@ -100,6 +101,35 @@ def test_checkpoint_round_trip(tmp_path: Path) -> None:
     for (name, mine), (_, theirs) in zip(parallel.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
         assert torch.equal(optimizer.state[mine]["exp_avg"].full_tensor(), fresh.state[theirs]["exp_avg"].full_tensor())
+
+
+def test_a_save_that_is_cut_off_leaves_the_checkpoint_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = build()
+    parallel.save(tmp_path)
+    saved = parallel.full_state_dict()
+
+    def cut_off(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched, torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.add_(1.0)
+        patched.setattr(FileSystemWriter, "finish", cut_off)
+        with pytest.raises(
+            UsageError, match=r"every rank can write to, but found no space left; the checkpoint that was"
+        ):
+            parallel.save(tmp_path)
+    other = build()
+    other.load(tmp_path)
+    for name, value in other.full_state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    parallel.save(tmp_path)
+    other.load(tmp_path)
+    for name, value in other.full_state_dict().items():
+        assert torch.equal(value, saved[name] + 1.0), name
+    assert len(list(tmp_path.iterdir())) == 2, "the metadata, and what this rank wrote last"
 
 
 def test_a_checkpoint_that_lacks_something_is_refused_in_one_line(tmp_path: Path) -> None:
