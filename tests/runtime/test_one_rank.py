@@ -205,6 +205,44 @@ def test_parameters_may_be_frozen_after_the_plan_was_made_and_not_thawed() -> No
         parallel.train_step(batch)
 
 
+def test_hooks_on_parameters_that_would_not_be_called_are_refused() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    parameter = next(iter(parallel.parameters()))
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        with pytest.raises(
+            UsageError, match=r"no hook on a parameter is called.*found hooks on transformer\.\S+; change"
+        ):
+            parallel.train_step(batch)
+        handle.remove()
+    parallel.train_step(batch)
+
+
+def test_an_optimizer_of_the_model_that_was_given_is_refused() -> None:
+    """It has no gradients there, and torch passes over such: nothing would be learnt, and nothing said."""
+    plan, model = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2), SUBJECT.build()
+    parallel = Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    optimizer = adamw(model.parameters())
+    parallel.train_step(SUBJECT.make_batch(8, seed=0))
+    with pytest.raises(UsageError, match=r"par\.parameters\(\), but found AdamW of those of the model that was given"):
+        optimizer.step()
+    loss_of(model(**SUBJECT.make_batch(8, seed=0))).backward()
+    optimizer.step()  # somebody trains the model itself as well
+
+
+def test_attributes_that_change_after_the_plan_was_made_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    plan, model = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2), SUBJECT.build()
+    parallel = Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    batch = SUBJECT.make_batch(8, seed=0)
+    model.eval()
+    parallel.train_step(batch)
+    assert "attributes" not in caplog.text
+    model.transformer.drop.p = 0.5
+    for _ in range(2):
+        parallel.train_step(batch)
+    assert caplog.text.count("have changed since autopar.parallelize (transformer.drop.p)") == 1
+
+
 def test_a_learning_rate_in_a_tensor_is_kept(tmp_path: Path) -> None:
     parallel = build()
     parallel.save(tmp_path, torch.optim.SGD(parallel.parameters(), lr=torch.tensor(0.25)))
