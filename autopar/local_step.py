@@ -33,6 +33,7 @@ ELEMENTWISE = frozenset(
         torch.optim.Adagrad,
         torch.optim.Adadelta,
         torch.optim.RMSprop,
+        torch.optim.Rprop,
         torch.optim.ASGD,
     }
 )

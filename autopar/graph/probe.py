@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -56,6 +56,7 @@ class Subject:
         parameters, buffers: values; random ones for those on meta.
         span: random inputs lie between 0 and this, or anywhere: some code takes roots and logarithms, or arc cosines of
             products.
+        least: of random integers: 1 where code refuses 0 (lengths of sequences).
     """
 
     region: Region
@@ -64,6 +65,7 @@ class Subject:
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
     span: float | None = None
+    least: int = 0
 
     def wide(self) -> Subject:
         """The same in float64."""
@@ -109,7 +111,7 @@ def examine(subject: Subject, batch_size: int) -> tuple[Region, Any]:
     if sum(p.numel() * p.itemsize for p in subject.parameters) > MAX_BYTES:
         return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
     try:
-        region, output = _measured(subject)
+        subject, region, output = _run(subject)
     except FAILURES as error:
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
     subject = replace(subject, region=region)
@@ -152,9 +154,21 @@ def _described(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
     return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in found)
 
 
+def _run(subject: Subject) -> tuple[Subject, Region, Any]:
+    """What :func:`_measured` finds, with random integers from 0, or from 1 where the code does not take those."""
+    try:
+        return subject, *_measured(subject)
+    except FAILURES:
+        if any(_is_integer(spec) for spec in subject.inputs):
+            counted = replace(subject, least=1)
+            with suppress(*FAILURES):
+                return counted, *_measured(counted)
+        raise
+
+
 def _measured(subject: Subject) -> tuple[Region, Any]:
     """One run, forward and backward, with what it costs."""
-    inputs = draw(subject.inputs, (None,) * len(subject.inputs), 0)
+    inputs = draw(subject.inputs, (None,) * len(subject.inputs), 0, least=subject.least)
     before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
     saved: dict[int, int] = {}
@@ -241,7 +255,7 @@ def _check_numbers(subject: Subject, output: Any) -> None:
     leaves = _numbers(output)
     if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
         for number in range(1, DRAWS):
-            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number)
+            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number, least=subject.least)
             inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
             found = _numbers(_output(subject, inputs, subject.parameters, [b.clone() for b in subject.buffers]))
             if found != leaves:
@@ -302,7 +316,7 @@ def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
     """
     for span in _SPANS:
         found = replace(subject, span=span)
-        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span)
+        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span, least=found.least)
         if all(y.isfinite().all() for y in outcomes(found, inputs, seed=1)[0] if y.is_floating_point()):
             return found, inputs
     raise Unclear("random inputs give values that are not finite")
@@ -335,7 +349,7 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """
     found: tuple[int, ...] | None = None
     for number in range(DRAWS):
-        whole = draw(subject.inputs, dims, number, span=subject.span)
+        whole = draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
         parts = [
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)
@@ -409,16 +423,22 @@ def _is_linear(subject: Subject, inputs: Sequence[Tensor]) -> bool:
 
 
 def draw(
-    specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int, *, span: float | None = None
+    specs: Sequence[TensorSpec],
+    dims: Sequence[int | None],
+    number: int,
+    *,
+    span: float | None = None,
+    least: int = 0,
 ) -> list[Tensor]:
-    """Random inputs; along a batch dim two batches, the second far from the first; ``span``: between 0 and that."""
+    """Random inputs; along a batch dim two batches, the second far from the first; ``span``, ``least``: as in :class:`Subject`."""
     generator = torch.Generator().manual_seed(number)
     scale = 10.0 ** (number % 4 - 1)
     found = []
     for spec, dim in zip(specs, dims, strict=True):
         shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
         if not spec.dtype.is_floating_point:
-            found.append(torch.randint(0, 2, shape, generator=generator).to(spec.dtype))
+            lowest = least if _is_integer(spec) else 0
+            found.append(torch.randint(lowest, lowest + 2, shape, generator=generator).to(spec.dtype))
             continue
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         if dim is not None:
@@ -428,6 +448,10 @@ def draw(
             x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
         found.append((x if span is None else span * x.sigmoid()).to(spec.dtype).requires_grad_())
     return found
+
+
+def _is_integer(spec: TensorSpec) -> bool:
+    return not spec.dtype.is_floating_point and not spec.dtype.is_complex and spec.dtype != torch.bool
 
 
 def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
