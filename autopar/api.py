@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from autopar.runtime.verify import Subject, VerifyReport
 
 __all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace_model", "verify"]
+
+_LOGGER = logging.getLogger("autopar")
 
 SAMPLES_PER_RANK = 8
 """Of the global batch of :func:`parallelize` where neither it nor example inputs are given."""
@@ -239,15 +242,21 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     """
     from autopar.runtime.launch import launch
     from autopar.runtime.parallel import check_can_run
-    from autopar.runtime.world import start
+    from autopar.runtime.world import how_to_start, start
 
     plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
     if plan is not None or precision in PRECISIONS:
         check_can_run(PRECISIONS[precision] if plan is None else plan.precision)
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     device_type = _device_type(plan, where)
-    start(device_type, timeout_s=timeout_s)
+    is_alone = start(device_type, timeout_s=timeout_s)
     ranks = _job_size(None if plan is not None else where)
+    if is_alone and where is None and plan is None:
+        _LOGGER.warning(
+            "nothing says that this process is one of several ranks: the plan is for one device, and others that run this script "
+            "train by themselves; for N of them %s; where one is meant, name its cluster",
+            how_to_start("N"),
+        )
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
@@ -303,13 +312,14 @@ def _job_size(cluster: Cluster | None) -> int:
     Raises:
         RuntimeMismatchError: ``cluster`` has another number.
     """
+    from autopar.runtime.world import how_to_start
+
     size = dist.get_world_size()
     if cluster is not None and cluster.world_size != size:
         raise RuntimeMismatchError(
             f"the job has as many ranks as the cluster ({cluster.name}: {cluster.world_size})",
             value=size,
-            remedy=f"start {cluster.world_size} ranks with torchrun (another launcher: call torch.distributed."
-            f"init_process_group before), or describe a cluster of {size}",
+            remedy=f"{how_to_start(cluster.world_size)}, or describe a cluster of {size}",
         )
     return size
 

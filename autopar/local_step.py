@@ -33,6 +33,7 @@ ELEMENTWISE = frozenset(
         torch.optim.Adagrad,
         torch.optim.Adadelta,
         torch.optim.RMSprop,
+        torch.optim.Rprop,
         torch.optim.ASGD,
     }
 )
@@ -52,6 +53,7 @@ class LocalSteps:
 
     Args:
         on_host: states live in host memory, and optimizers step there; those that would be left as they are then fail.
+        is_staged: pipeline stages hold the model's other parameters: an optimizer that steps all of them by one number fails.
         parts: parameters that are a part of one of the model's, with their names: an optimizer that looks at whole
             parameters does something else with parts, which is a warning of the logger ``autopar``.
     """
@@ -61,12 +63,13 @@ class LocalSteps:
         parameters: Iterable[Tensor],
         *,
         on_host: bool = False,
+        is_staged: bool = False,
         parts: Iterable[tuple[Tensor, str]] = (),
     ) -> None:
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
-        self._on_host = on_host
+        self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
         self._copies = Copies()
         self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
@@ -102,6 +105,7 @@ class LocalSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
             self._refuse_on_host(optimizer)
+            self._refuse_what_needs_others(optimizer)
             self._tell_of_parts(optimizer)
             return
         self.restore()
@@ -148,6 +152,27 @@ class LocalSteps:
                 "without a closure, hooks of its own, differentiable or compiled",
                 value=type(optimizer).__name__,
                 remedy="pin offload=none, or step with one of torch.optim's elementwise optimizers",
+            )
+
+    def _refuse_what_needs_others(self, optimizer: Optimizer) -> None:
+        """Optimizers of torch's that step by what other ranks hold, and do not ask them.
+
+        Raises:
+            UsageError: names why.
+        """
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
+        if self._is_staged and own and isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "an optimizer that steps all parameters by one number has all of them, not the stages of one rank of a pipeline",
+                value=type(optimizer).__name__,
+                remedy="pin pp=1, or step with an optimizer that takes each parameter by itself",
+            )
+        split = next((p for p in own if p.ndim > 1 and _is_split(p)), None)
+        if split is not None and isinstance(optimizer, torch.optim.Adafactor):
+            raise UsageError(
+                "torch's Adafactor takes means of rows and columns in place, which whole matrices alone allow",
+                value=f"one of shape {tuple(split.shape)} of which this rank has {tuple(_inside(split).shape)}",
+                remedy="pin zero=0 and tp=1, or use an optimizer that steps element by element",
             )
 
     def _tell_of_parts(self, optimizer: Optimizer) -> None:
@@ -200,6 +225,10 @@ class LocalSteps:
 
 def _inside(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, DTensor) and value._local_tensor.shape != value.shape
 
 
 def _around(name: str, value: Any, local: Tensor, parameter: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, RuntimeMismatchError
+from autopar.modes import as_trained, modes, restore
 from autopar.ops import Salt, stream_seed
 
 MODULE, FUNCTION = "module", "function"
@@ -119,14 +120,16 @@ class Holder(nn.Module):
     def bind(self, model: nn.Module, device: torch.device | None = None) -> None:
         """Takes the module out of ``model``, as a copy on meta whose tensors come with each call."""
         if self.kind == MODULE:
-            self._call = (stateless(model.get_submodule(self.name), device),)
+            self._call = (stateless(model.get_submodule(self.name), model, device),)
 
     def train(self, mode: bool = True) -> Holder:
         """As of every module; the user's code follows."""
         super().train(mode)
         for call in self._call:
             if isinstance(call, Stateless):
-                call.module.train(mode)
+                call.module.eval()
+                if mode:
+                    restore(call.module, call.trained)
         return self
 
     def call(self) -> Callable[..., Any]:
@@ -170,17 +173,18 @@ def of_function(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Stateless:
-    """Calls a module on the parameters and buffers that come with each call."""
+    """Calls a module on the parameters and buffers that come with each call; ``trained``: its modes in a step of training."""
 
     module: nn.Module
+    trained: tuple[bool, ...]
 
     def __call__(self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns; ``state``: its tensors by name."""
         return torch.func.functional_call(self.module, state, args, kwargs, tie_weights=True, strict=False)
 
 
-def stateless(module: nn.Module, device: torch.device | None = None) -> Stateless:
-    """A module as :meth:`Holder.call` gives it: ``state`` has all its parameters and buffers by name."""
+def stateless(module: nn.Module, model: nn.Module, device: torch.device | None = None) -> Stateless:
+    """A module of ``model`` as :meth:`Holder.call` gives it: ``state`` has all its parameters and buffers by name."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -190,9 +194,8 @@ def stateless(module: nn.Module, device: torch.device | None = None) -> Stateles
         for value in vars(inner).values():
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = value.detach().to(device or value.device)
-    copied = copy.deepcopy(module, memo).train()
-
-    return Stateless(copied)
+    copied = as_trained(copy.deepcopy(module, memo), model)
+    return Stateless(copied, modes(copied))
 
 
 class _Joined(torch.autograd.Function):

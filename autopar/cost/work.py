@@ -321,7 +321,7 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
     "autopar.cross_entropy_vocabulary": _split_softmax_loss,
     **dict.fromkeys(
-        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "autopar.batch_norm", "autopar.batch_norm_running"), _norm
+        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "aten.batch_norm.default", "autopar.batch_norm", "autopar.batch_norm_running"), _norm
     ),
     **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
     **dict.fromkeys(("autopar.embedding_bag", "autopar.embedding_bag_ragged", "autopar.embedding_bag_vocabulary"), _bag),

@@ -72,7 +72,7 @@ def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor]]:
     """
     for span in _SPANS:
         found = replace(subject, span=span)
-        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span)
+        inputs = draw(found.inputs, (None,) * len(found.inputs), 1, span=span, least=found.least)
         if all(y.isfinite().all() for y in outcomes(found, inputs, seed=1)[0] if y.is_floating_point()):
             return found, inputs
     raise Unclear("random inputs give values that are not finite")
@@ -105,7 +105,7 @@ def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
     """
     found: tuple[int, ...] | None = None
     for number in range(DRAWS):
-        whole = draw(subject.inputs, dims, number, span=subject.span)
+        whole = draw(subject.inputs, dims, number, span=subject.span, least=subject.least)
         parts = [
             [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
             for half in (0, 1)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -102,20 +103,30 @@ def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def tensor_hooks_refused() -> Iterator[None]:
-    """While tracing, a hook on a tensor's gradient is an error of the line that sets it."""
+def own_gradients_refused() -> Iterator[None]:
+    """While tracing, a hook on a tensor's gradient is an error of the line that sets it, a gradient taken in forward likewise."""
     usual, owner = torch.Tensor.register_hook, threading.get_ident()
+    grad, backward = torch.autograd.grad, torch.autograd.backward
 
     def register_hook(self: torch.Tensor, hook: Any) -> Any:
         if threading.get_ident() == owner:
             raise RuntimeError("a trace would lose a hook on a tensor's gradient")
         return usual(self, hook)  # type: ignore[no-untyped-call]
 
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
+    def refused(call: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(*args: Any, **options: Any) -> Any:
+            if threading.get_ident() == owner:
+                raise RuntimeError("a trace would lose how a gradient that forward takes itself depends on parameters")
+            return call(*args, **options)
+
+        return taken
+
+    with (
+        mock.patch.object(torch.Tensor, "register_hook", register_hook),
+        mock.patch.object(torch.autograd, "grad", refused(grad)),
+        mock.patch.object(torch.autograd, "backward", refused(backward)),
+    ):
         yield
-    finally:
-        torch.Tensor.register_hook = usual  # type: ignore[method-assign]
 
 
 @contextmanager

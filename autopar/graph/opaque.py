@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.graph import functions, probe, trials
@@ -102,7 +103,7 @@ class Regions:
             specs = tuple(map(_spec, inputs))
             key = (path, draft.tree, repr(draft.constants), specs)
             if key not in self.modules:
-                look = partial(_examined, original, draft, specs, self.batch_size)
+                look = partial(_examined, original, self.model, draft, specs, self.batch_size)
                 self.modules[key] = probe.apart_from_trace(look, self.modes)
             region, output = self.modules[key]
         except (trials.Unclear, *FAILURES) as error:
@@ -111,10 +112,12 @@ class Regions:
 
     @contextmanager
     def autograd_functions(self) -> Iterator[None]:
-        """While tracing, functions with a backward of their own become regions."""
+        """While tracing, functions with a backward of their own become regions; what is checkpointed is called."""
         usual, owner = torch.autograd.Function.__dict__["apply"], threading.get_ident()
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
+                return args[0](*args[2:])
             if threading.get_ident() != owner or cls.__module__.split(".")[0] in ("torch", "autopar", "spmd_types"):
                 return usual.__func__(cls, *args, **kwargs)
             found, inputs = self._function(cls, args, kwargs)
@@ -153,12 +156,12 @@ class Regions:
 
 
 def _examined(
-    original: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...], batch_size: int
+    original: torch.nn.Module, model: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...], batch_size: int
 ) -> tuple[Region, Any]:
-    """What the user's module does; nothing of this may run under the tracer's modes."""
+    """What the user's module, one of ``model``, does; nothing of this may run under the tracer's modes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        call = stateless(_without_dropout(original))
+        call = stateless(_without_dropout(original), model)
         before = state_of(call.module)
         subject = trials.Subject(
             region=draft,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from autopar.graph.apart import DRAWS, samples_apart
 from autopar.graph.failures import FAILURES, first_line
 from autopar.graph.ir import TensorSpec
-from autopar.graph.trials import Call, Subject, Unclear, draw, gradients_of
+from autopar.graph.trials import Call, Subject, Unclear, draw, gradients_of, is_integer
 from autopar.opaque_ops import Region, run, tensors_of
 
 MAX_BYTES = 2**32
@@ -58,7 +59,7 @@ def examine(subject: Subject, batch_size: int) -> tuple[Region, Any]:
     if sum(p.numel() * p.itemsize for p in subject.parameters) > MAX_BYTES:
         return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
     try:
-        region, output = _measured(subject)
+        subject, region, output = _run(subject)
     except FAILURES as error:
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
     subject = replace(subject, region=region)
@@ -101,9 +102,21 @@ def _described(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
     return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in found)
 
 
+def _run(subject: Subject) -> tuple[Subject, Region, Any]:
+    """What :func:`_measured` finds, with random integers from 0, or from 1 where the code does not take those."""
+    try:
+        return subject, *_measured(subject)
+    except FAILURES:
+        if any(is_integer(spec) for spec in subject.inputs):
+            counted = replace(subject, least=1)
+            with suppress(*FAILURES):
+                return counted, *_measured(counted)
+        raise
+
+
 def _measured(subject: Subject) -> tuple[Region, Any]:
     """One run, forward and backward, with what it costs."""
-    inputs = draw(subject.inputs, (None,) * len(subject.inputs), 0)
+    inputs = draw(subject.inputs, (None,) * len(subject.inputs), 0, least=subject.least)
     before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
     saved: dict[int, int] = {}
@@ -115,13 +128,13 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
         return x
 
     with (
-        FlopCounterMode(display=False) as forward,
+        _counter() as forward,
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         _assigned_buffers(subject.call) as assigned,
     ):
         output = _output(subject, inputs, subject.parameters, buffers)
     outputs = _described(output)
-    with FlopCounterMode(display=False) as backward:
+    with _counter() as backward:
         gradients_of(tensors_of(output), (*inputs, *subject.parameters))
     if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
         raise Unclear("it changes its inputs in place")
@@ -138,6 +151,25 @@ def _measured(subject: Subject) -> tuple[Region, Any]:
         saved_bytes=sum(saved.values()),
         numel=max(1, sum(spec.numel for spec in subject.inputs)),
     ), output
+
+
+class _NoModules(ModuleTracker):
+    """Torch's counter sorts FLOPs by module, by hooks on gradients that a gradient taken in forward does not bear."""
+
+    def __init__(self) -> None:
+        self.parents = {"Global"}
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        return
+
+
+def _counter() -> FlopCounterMode:
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()
+    return counter
 
 
 @contextmanager
@@ -171,7 +203,7 @@ def _check_numbers(subject: Subject, output: Any) -> None:
     leaves = _numbers(output)
     if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
         for number in range(1, DRAWS):
-            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number)
+            inputs = draw(subject.inputs, (None,) * len(subject.inputs), number, least=subject.least)
             inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
             found = _numbers(_output(subject, inputs, subject.parameters, [b.clone() for b in subject.buffers]))
             if found != leaves:

@@ -61,6 +61,15 @@ def _batch_norm(builder: Builder, call: Call) -> Value:
     return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
 
 
+def _batch_norm_at_rest(builder: Builder, call: Call) -> Value:
+    """Batch norm in ``eval()``, which only reads its running statistics: no sample knows of another."""
+    given = call.bound()
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    args = (*(given[name] for name in names), False, given["momentum"], given["eps"], False)
+    made = builder.emit(call, "aten.batch_norm.default", args, call.spec)
+    return (made, *(None,) * (len(call.outputs) - 1))
+
+
 def _weight_norm(builder: Builder, call: Call) -> Value:
     """The weight ``v * (g / |v|)``, the norm over all dims but one; nobody may read the norm."""
     given = call.bound()
@@ -107,4 +116,5 @@ PRODUCTS: dict[str, Handler] = {
     "aten.einsum.default": _einsum,
     "aten._native_batch_norm_legit_functional.default": _batch_norm,
     "aten._native_batch_norm_legit.no_stats": _batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": _batch_norm_at_rest,
 }

@@ -29,6 +29,8 @@ from autopar.graph.moe import swap_experts
 from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.graph.state import mutations_of, written_back
 from autopar.marks import pins_of
+from autopar.modes import as_trained
+from autopar.modes import notes_of as notes_of_modes
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -88,7 +90,8 @@ def trace(
         )
     if not exact and counts.suspects(graph):
         counts.check(graph, _traced(job, times=2))
-    found = replace(graph, exact=exact, pins=marks, notes=(*graph.notes, *notes_of(graph, job.reasons)))
+    notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
+    found = replace(graph, exact=exact, pins=marks, notes=notes)
     found.look_up()
     return found
 
@@ -167,7 +170,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
     wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
     regions = Regions(model, batch_size)
     regions.swap(wrapper.model, job.opaque)
-    with regions.autograd_functions(), memory.tensor_hooks_refused(), checks.taken_to_hold() as held:
+    with regions.autograd_functions(), memory.own_gradients_refused(), checks.taken_to_hold() as held:
         program = _export(wrapper, batch, model)
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
@@ -258,7 +261,7 @@ def pick_loss(output: Any, place: str) -> torch.Tensor:
 
 
 def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """A copy in training mode whose tensors are fake: no memory, ties kept."""
+    """A copy in the modes of training whose tensors are fake: no memory, ties kept."""
     memo: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,7 +277,7 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value) if value.device.type == "meta" else value.detach().cpu()
     try:
-        copied = copy.deepcopy(model, memo).train()
+        copied = as_trained(copy.deepcopy(model, memo), model)
     except FAILURES as error:
         raise not_copied(error, model) from error
     swap_experts(copied)

@@ -33,6 +33,7 @@ class Subject:
         parameters, buffers: values; random ones for those on meta.
         span: random inputs lie between 0 and this, or anywhere: some code takes roots and logarithms, or arc cosines of
             products.
+        least: of random integers: 1 where code refuses 0 (lengths of sequences).
     """
 
     region: Region
@@ -41,6 +42,7 @@ class Subject:
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
     span: float | None = None
+    least: int = 0
 
     def wide(self) -> Subject:
         """The same in float64."""
@@ -84,16 +86,22 @@ def _direction(y: Tensor) -> Tensor:
 
 
 def draw(
-    specs: Sequence[TensorSpec], dims: Sequence[int | None], number: int, *, span: float | None = None
+    specs: Sequence[TensorSpec],
+    dims: Sequence[int | None],
+    number: int,
+    *,
+    span: float | None = None,
+    least: int = 0,
 ) -> list[Tensor]:
-    """Random inputs; along a batch dim two batches, the second far from the first; ``span``: between 0 and that."""
+    """Random inputs; along a batch dim two batches, the second far from the first; ``span``, ``least``: as in :class:`Subject`."""
     generator = torch.Generator().manual_seed(number)
     scale = 10.0 ** (number % 4 - 1)
     found = []
     for spec, dim in zip(specs, dims, strict=True):
         shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
         if not spec.dtype.is_floating_point:
-            found.append(torch.randint(0, 2, shape, generator=generator).to(spec.dtype))
+            lowest = least if is_integer(spec) else 0
+            found.append(torch.randint(lowest, lowest + 2, shape, generator=generator).to(spec.dtype))
             continue
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         if dim is not None:
@@ -103,6 +111,11 @@ def draw(
             x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
         found.append((x if span is None else span * x.sigmoid()).to(spec.dtype).requires_grad_())
     return found
+
+
+def is_integer(spec: TensorSpec) -> bool:
+    """Whether values are whole numbers; truth values are none."""
+    return not spec.dtype.is_floating_point and not spec.dtype.is_complex and spec.dtype != torch.bool
 
 
 def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:

@@ -93,6 +93,12 @@ def batch_norm(op: Op, operands: Specs) -> Pattern:
     )
 
 
+def batch_norm_at_rest(op: Op, operands: Specs) -> Pattern:
+    """Elementwise but for the channels that weight, bias, mean and variance have."""
+    plain = batch_norm(op, operands)
+    return Pattern(inputs=plain.inputs, outputs=plain.outputs)
+
+
 def batch_norm_running(op: Op, operands: Specs) -> Pattern:
     """As :func:`batch_norm`, with running mean and variance among operands and results, by channels."""
     plain = batch_norm(op, operands)

@@ -305,6 +305,7 @@ def _functions() -> dict[str, PatternMaker]:
     found["autopar.change_over_data"] = special.change_over_data
     found |= dict.fromkeys(images.WINDOW_TARGETS, images.window)
     found["autopar.batch_norm"] = images.batch_norm
+    found["aten.batch_norm.default"] = images.batch_norm_at_rest
     found["autopar.scatter_sum"] = special.scatter_sum
     found |= {"autopar.batch_norm_running": images.batch_norm_running, "autopar.total": images.total}
     found |= dict.fromkeys(("autopar.attention", sharded.GATHERED, zigzag.RING), compute.attention)

@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, UsageError
 from autopar.graph.failures import first_line
 from autopar.graph.ir import Padding
 from autopar.lower.program import Program
 from autopar.runtime.gradients import Held, lengthened
 from autopar.runtime.world import World
+from autopar.runtime.writer import Writer
 
 Values = Mapping[str, Tensor]
 
@@ -44,8 +45,22 @@ def save(
     optimizer: Optimizer | None,
     buffers: Values = MappingProxyType({}),
 ) -> None:
-    """Writes a folder; all ranks call it. ``buffers``: those that training changes, by name."""
-    save_state(_state(held, progress, optimizer, buffers), checkpoint_id=str(path))
+    """Writes a folder, in place of the checkpoint that is there; all ranks call it.
+
+    ``buffers``: those that training changes, by name.
+
+    Raises:
+        UsageError: it cannot be written; on all ranks alike.
+    """
+    try:
+        save_state(_state(held, progress, optimizer, buffers), storage_writer=Writer(path))
+    except CheckpointException as error:
+        raise UsageError(
+            "a checkpoint goes to a folder that every rank can write to",
+            value=_reasons(error),
+            place=str(path),
+            remedy="the checkpoint that was there, if any, is as it was",
+        ) from error
 
 
 def load(
@@ -69,8 +84,7 @@ def load(
     try:
         load_state(state, checkpoint_id=str(path))
     except CheckpointException as error:
-        reasons = sorted({first_line(cause) for cause, _ in error.failures.values()})
-        raise PlanError(_SAME, value="; ".join(reasons[:2]), place=str(path)) from error
+        raise PlanError(_SAME, value=_reasons(error), place=str(path)) from error
     except (RuntimeError, ValueError, KeyError) as error:
         raise PlanError(_SAME, value=first_line(error), place=str(path)) from error
     for name in progress:
@@ -81,6 +95,10 @@ def load(
         value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
         _put_groups(held, optimizer, state)
+
+
+def _reasons(error: CheckpointException) -> str:
+    return "; ".join(sorted({first_line(cause) for cause, _ in error.failures.values()})[:2])
 
 
 def _check_holds(path: Path, state: Mapping[str, Any]) -> None:

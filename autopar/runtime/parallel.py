@@ -23,6 +23,7 @@ from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.data_parallel import forget_gathered
+from autopar.runtime.given import Given
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
 from autopar.runtime.local_batch import local_batch
 from autopar.runtime.materialize import Weights
@@ -94,9 +95,12 @@ class Parallel:
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
+            is_staged=self.plan.mesh.pp > 1,
             parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
         )
         weakref.finalize(self, self._local_steps.remove)
+        self._given = Given(weights.model)
+        weakref.finalize(self, self._given.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 
     @property
@@ -249,7 +253,8 @@ class Parallel:
 
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
-        self._check_frozen()
+        self._check_parameters()
+        self._given.check(self.step_count)
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
@@ -275,12 +280,23 @@ class Parallel:
             remedy="put par.full_state_dict() into the model itself, and evaluate that in eval()",
         )
 
-    def _check_frozen(self) -> None:
+    def _check_parameters(self) -> None:
         """Parameters may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
 
         Raises:
-            UsageError: names those that shall learn now.
+            UsageError: names those that shall learn now, or have hooks on their gradients.
         """
+        hooked = [
+            held.key
+            for held in self._assembly.held
+            if held.parameter._backward_hooks or held.parameter._post_accumulate_grad_hooks
+        ]
+        if hooked:
+            raise UsageError(
+                "gradients are there when train_step returns, or backward: no hook on a parameter is called in between",
+                value=f"hooks on {', '.join(hooked[:3])}" + (" and others" if len(hooked) > 3 else ""),
+                remedy="change gradients, or step, after train_step",
+            )
         thawed = [held.key for held in self._frozen if held.parameter.requires_grad]
         if thawed:
             raise UsageError(

@@ -20,22 +20,47 @@ from autopar.profile.detect import shipped_profile_name
 DEFAULT_TIMEOUT_S = 600.0
 
 
-def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Makes the default process group unless there is one: torchrun's, else a world of one rank.
+def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+    """Makes the default process group unless there is one.
 
-    What is started here is ended at exit.
+    That of torchrun, or of another launcher that tells torch of its ranks as torchrun does; where nobody has, a world of one
+    rank. What is started here is ended at exit.
+
+    Returns:
+        Whether nobody said how many ranks there are.
+
+    Raises:
+        RuntimeMismatchError: a launcher told torch of ranks, but not all that it takes to meet them.
     """
     if device_type == "cuda":
         torch.cuda.set_device(local_device(device_type))
     if dist.is_initialized():
-        return
+        return False
     backend = "nccl" if device_type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    if dist.is_torchelastic_launched():
+    timeout, is_alone = timedelta(seconds=timeout_s), False
+    try:
         dist.init_process_group(backend, timeout=timeout)
-    else:
+    except ValueError as error:
+        if "environment variable" not in str(error):
+            raise
+        is_alone = "variable RANK " in str(error)  # the first that torch looks for
+        if not is_alone:
+            raise RuntimeMismatchError(
+                "a launcher of several ranks tells torch all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+                value=str(error).rpartition(": ")[2],
+                remedy="start the ranks with torchrun, or set the missing one on each of them",
+            ) from error
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     atexit.register(stop)
+    return is_alone
+
+
+def how_to_start(num_ranks: int | str) -> str:
+    """What to do so that a job has as many ranks."""
+    return (
+        f"start {num_ranks} ranks with torchrun (another launcher: set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK "
+        "as torchrun does, or call torch.distributed.init_process_group before)"
+    )
 
 
 def stop() -> None:
@@ -50,10 +75,13 @@ def choose_device_type(cluster: str) -> str:
 
 
 def local_device(device_type: str) -> torch.device:
-    """The device of this rank: its node's CPU, or the GPU of its number on the node."""
+    """The device of this rank: its node's CPU, or the GPU of its number on the node.
+
+    Where the launcher does not say the number: the GPU that was chosen (``torch.cuda.set_device``), else the first one.
+    """
     if device_type != "cuda":
         return torch.device(device_type)
-    return torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+    return torch.device("cuda", dist.get_node_local_rank(fallback_rank=torch.cuda.current_device()))
 
 
 def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
@@ -97,7 +125,7 @@ class World:
             raise RuntimeMismatchError(
                 f"the job has as many ranks as the plan's mesh ({mesh}: {mesh.world_size})",
                 value=dist.get_world_size(),
-                remedy=f"start {mesh.world_size} ranks or search a plan for {dist.get_world_size()}",
+                remedy=f"{how_to_start(mesh.world_size)}, or search a plan for {dist.get_world_size()}",
             )
         self.mesh, self.rank = mesh, dist.get_rank()
         self.coordinate = mesh.coordinate(self.rank)

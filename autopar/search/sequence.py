@@ -59,9 +59,12 @@ def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
 
 
 def attention_sequences(graph: Graph) -> tuple[int, ...]:
-    """Lengths of the queries and keys of the model's attentions."""
+    """Lengths that are split: of the queries and keys of the model's attentions, of the rows alone where it is written out.
+
+    There keys are whole when scores are made, which may have columns besides (sinks).
+    """
     found = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
-    found |= {n for op in graph.ops if is_scores(op) for n in op.spec.shape[-2:]}
+    found |= {op.spec.shape[-2] for op in graph.ops if is_scores(op)}
     return tuple(sorted(found))
 
 

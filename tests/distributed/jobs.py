@@ -122,6 +122,17 @@ def refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> str:
     return ""
 
 
+def step_refused(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, kind: str) -> str:
+    """The message with which a step of torch's optimizer of that name is refused."""
+    parallel = build(subject, plan, graph)
+    optimizer = getattr(torch.optim, kind)(parallel.parameters())
+    try:
+        optimizer.step(lambda: parallel.train_step(batch))
+    except AutoparError as error:
+        return str(error)
+    return ""
+
+
 def save_run(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], folder: str) -> list[float]:
     """Trains on the first batch, saves, goes on; the losses after saving."""
     parallel = build(subject, plan, graph)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.lower import unusual as u
 
@@ -56,12 +57,84 @@ class Shared(u.Around):
         return F.cross_entropy(self.last(x), y)
 
 
+class Force(nn.Module):
+    """The gradient of an energy, which training differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force
+
+
+class Resting(u.Around):
+    """Layers with frozen batch norms, a part in ``eval()`` that would drop, and a region in it."""
+
+    def __init__(self) -> None:
+        frozen = nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Dropout(0.5), Force(), nn.Dropout(0.5)
+        )
+        super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), frozen))
+        inner = cast("nn.Sequential", self.inner)
+        for norm in (inner[1], frozen[1]):
+            cast("Tensor", norm.running_mean).normal_()
+            cast("Tensor", norm.running_var).uniform_(0.5, 2.0)
+        inner[1].eval()
+        frozen.eval()
+
+
+class Checkpointed(u.Around):
+    """Two layers that recompute by torch's older way, a function with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in cast("nn.ModuleList", self.inner):
+            x = x + checkpoint(layer, x, use_reentrant=True)
+        return F.cross_entropy(self.last(x), y)
+
+
+class Sinks(nn.Module):
+    """Attention written out, whose softmax has a column more than there are keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.sinks = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) / 2.0
+        columns = self.sinks.view(1, 2, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, columns], -1).softmax(-1)[..., :-1]
+        found = self.out((weights @ v).transpose(1, 2).flatten(-2))
+        return F.cross_entropy(found.flatten(0, 1), y.flatten())
+
+
+@dataclass(frozen=True)
+class SinksSubject:
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Sinks()
+
+    def make_batch(self, batch_size: int, *, seed: int, padded: bool = False) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(batch_size, 6, 8, generator=generator)
+        return {"x": x, "y": torch.randint(0, 8, (batch_size, 6), generator=generator)}
+
+
 _MODELS = {"pairs": partial(u.Pairs, "contrastive"), "routers": Layers, "rolls": Rolling, "shared": Shared}
+_MODELS |= {"resting": Resting, "checkpointed": Checkpointed}
 
 
 @dataclass(frozen=True)
 class UnusualSubject:
-    """``kind``: pairs (a contrastive loss with a scalar parameter), routers, rolls, or shared (weights of two layers)."""
+    """``kind``: pairs (a contrastive loss with a scalar parameter), routers, rolls, shared (weights of two layers), resting (parts in
+    ``eval()``), or checkpointed."""
 
     kind: str
 

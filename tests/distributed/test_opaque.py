@@ -19,8 +19,18 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
         ("pairs", ["tp=2", "dp_shard=2"]),
         ("pairs", ["dp_replicate=2", "dp_shard=2", "zero=3"]),
         ("routers", ["pp=2", "dp_replicate=2"]),
+        ("resting", ["tp=2", "dp_replicate=2"]),
+        ("resting", ["dp_shard=4", "zero=3", "recompute=full"]),
+        ("checkpointed", ["pp=2", "tp=2"]),
     ],
-    ids=["pairs tp2 x dp2", "pairs HSDP", "routers pp2 x dp2"],
+    ids=[
+        "pairs tp2 x dp2",
+        "pairs HSDP",
+        "routers pp2 x dp2",
+        "eval tp2 x dp2",
+        "eval ZeRO 3",
+        "checkpoints pp2 x tp2",
+    ],
 )
 def test_what_is_not_traced_equals_one_device(pool: WorkerPool, kind: str, pins: list[str]) -> None:
     subject = UnusualSubject(kind)

@@ -12,10 +12,11 @@ import torch
 from autopar import api
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.runtime.verify import loss_of
+from autopar.plan import FP32, Plan
+from autopar.runtime.verify import loss_of, verify
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
+from tests.distributed.oddities import SinksSubject
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject, NoisySubject, Unpadded
 from tests.distributed.test_training import batches, clipped, close
@@ -43,6 +44,14 @@ def test_clipping_counts_what_cp_repeats_once(pool: WorkerPool, kind: str, pins:
     for rank in pool.run(jobs.train, subject, plan, traced(subject), data, 0.1, timeout_s=60.0):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
         close(rank["parameters"], parameters)
+
+
+@pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=2 tp=2"), ("ulysses", "cp=2 dp_shard=2")])
+def test_attention_with_a_column_more_than_keys_is_split(pool: WorkerPool, kind: str, pins: str) -> None:
+    """As the sinks of GPT-OSS are: it was refused for a sequence that is one longer than the model's."""
+    subject = SinksSubject()
+    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP32)
+    verify(subject, planned(graph, kind, *pins.split()), graph, pool=pool, timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize(("kind", "pins"), [("gather", "cp=4"), ("ulysses", "cp=2 tp=2"), ("ring", "cp=2 dp_shard=2")])

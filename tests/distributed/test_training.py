@@ -90,6 +90,23 @@ def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> No
         assert found == pytest.approx((wanted, wanted), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind", "said"),
+    [
+        ("pp2 x dp2", "LBFGS", "has all of them, not the stages of one rank of a pipeline, but found LBFGS; pin pp=1"),
+        ("dp4 ZeRO 3", "Adafactor", "which whole matrices alone allow, but found one of shape"),
+    ],
+)
+def test_optimizers_that_need_what_other_ranks_hold_are_refused(
+    pool: WorkerPool, layout: str, kind: str, said: str
+) -> None:
+    """LBFGS took other steps than one device; Adafactor ended in an error of DTensor's."""
+    subject, plan, graph = planned(layout, "gpt2")
+    (batch,) = batches(subject, 1)
+    found = pool.run(jobs.step_refused, subject, plan, graph, batch, kind, size=plan.mesh.world_size, timeout_s=60.0)
+    assert all(said in message for message in found), found
+
+
 def test_call_is_refused_with_pipeline_stages(pool: WorkerPool) -> None:
     subject, plan, graph = planned("pp2 GPipe", "gpt2")
     (batch,) = batches(subject, 1)

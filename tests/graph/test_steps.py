@@ -75,6 +75,28 @@ def test_a_number_that_changes_from_step_to_step_is_refused(
         trace(model, (), u.batch())
 
 
+class Lucky(nn.Module):
+    """A branch that one pass in ten takes."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.decides = decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if random.random() < 0.1 and self.decides else x
+
+
+def test_a_branch_that_is_seldom_taken_is_refused_where_python_draws_it() -> None:
+    random.seed(3)
+    assert all(random.random() > 0.1 for _ in range(5))
+    random.seed(3)
+    with pytest.raises(
+        TraceError, match=r"a step does not depend on what an earlier step.*draw random numbers with torch"
+    ):
+        trace(u.Around(lambda: Lucky(True)), (), u.batch())
+    trace(u.Around(lambda: Lucky(False)), (), u.batch())
+
+
 class Average(nn.Module):
     def __init__(self) -> None:
         super().__init__()

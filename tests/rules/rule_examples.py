@@ -370,6 +370,9 @@ def images(make: Maker) -> Iterator[Example]:
             )
     yield c("autopar.batch_norm", r(4, 8, 4, 4), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
+    still = (r(8, grad=False), r(8, grad=False).abs() + 0.5, False, 0.1, 1e-5, False)
+    yield c("aten.batch_norm.default", r(4, 8, 4, 4), r(8), r(8), *still)
+    yield c("aten.batch_norm.default", r(4, 8), None, None, *still)
     yield c("autopar.batch_norm", r(4, 8, 4), None, None, 1e-5)
     for weight in (r(8), None):
         yield c("autopar.batch_norm_running", r(4, 8, 4), r(8, grad=False), r(8, grad=False), weight, weight, 0.1, 1e-5)

@@ -15,7 +15,7 @@ from autopar.errors import UsageError
 from autopar.local_step import ELEMENTWISE, LocalSteps
 from autopar.runtime.world import start, stop
 
-ELEMENTWISE_BY_NAME = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
+ELEMENTWISE_BY_NAME = sorted(ELEMENTWISE - {torch.optim.Rprop}, key=lambda kind: kind.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +85,25 @@ def test_a_step_is_that_on_dtensors(kind: Any, on_host: bool) -> None:
 
 class _OwnAdamW(torch.optim.AdamW):
     pass
+
+
+def test_rprop_which_does_not_step_on_dtensors_steps_on_plain_tensors() -> None:
+    made: list[LocalSteps] = []
+
+    def with_steps(held: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(LocalSteps(held))
+        return torch.optim.Rprop(held, lr=0.1)
+
+    found, _ = trained(with_steps)
+    made[0].remove()
+    plain = [nn.Parameter(p.to_local().detach().clone()) for p in parameters()]
+    optimizer = torch.optim.Rprop(plain, lr=0.1)
+    for number in range(3):
+        for p in plain:
+            p.grad = torch.full_like(p, 0.5 + number)
+        optimizer.step()
+    for mine, theirs in zip(found, plain, strict=True):
+        assert torch.equal(mine.to_local(), theirs)
 
 
 @pytest.mark.parametrize("how", ["derived", "hook", "closure", "other parameters"])
