@@ -34,6 +34,12 @@ from autopar.search.ways import Way
 NEAR = 1.1
 """Times the best plan that one may take for other blocks of its cut to be recomputed."""
 
+BEGUN = 2
+"""Micro-batches for each pipeline rank by which plans of twice as many and more are compared."""
+
+FEW = 2
+"""Of those that are compared so many are predicted."""
+
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
 
@@ -150,7 +156,7 @@ class Evaluator(Closer):
         if best is None:
             return next((f for f in failures if f.is_slow), failures[0])
         if best[0].step_time_s < NEAR * at_most_s:
-            best = self._turned(candidate, option, step, cutters, best)
+            best = self._turned(candidate, option, step, cutters, best, at_most_s)
         return self._bucketed(candidate, option, best[1].cut, step, best[0])
 
     def _quickest(
@@ -164,28 +170,29 @@ class Evaluator(Closer):
         failures: list[Failure] = []
         late_s = at_most_s
         for way in self._ways(candidate, option, step):
-            found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
-            if isinstance(found, Failure):
-                failures.append(found)
-                continue
-            for plan in found:
-                if not self._host_fits(plan.memory):
-                    failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
-                elif bound(plan.cut) >= late_s:
-                    failures.append(Failure(is_slow=True))
-                else:
-                    prediction = model.predict(plan.made, step, memory=plan.memory)
-                    if best is None or prediction.step_time_s < best[0].step_time_s:
-                        best = prediction, plan
+            plan = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
+            if isinstance(plan, Failure):
+                failures.append(plan)
+            elif not self._host_fits(plan.memory):
+                failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
+            elif bound(plan.cut) >= late_s:
+                failures.append(Failure(is_slow=True))
+            else:
+                prediction = model.predict(plan.made, step, memory=plan.memory)
+                if best is None or prediction.step_time_s < best[0].step_time_s:
+                    best = prediction, plan
             if best is not None:  # what follows has to be quicker still
                 late_s = min(late_s, best[0].step_time_s / speed * (1 + ROUNDING))
         return best, failures
 
     def _turned(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
-        found: tuple[Prediction, Fitting],
+        found: tuple[Prediction, Fitting], at_most_s: float,
     ) -> tuple[Prediction, Fitting]:  # fmt: skip
-        """A plan with the blocks of its virtual stages recomputed that take the least time."""
+        """A plan with the blocks of its virtual stages recomputed that take the least time.
+
+        Where a step is long, the few are tried that are done with its first micro-batches first.
+        """
         if (
             candidate.virtual_stages == 1
             or self.placed.has(candidate)
@@ -193,10 +200,27 @@ class Evaluator(Closer):
             or not {"selective", "full"} & {*found[1].cut.modes}
         ):
             return found
+        model, pp, count = self.placed.ordered(candidate), candidate.mesh.pp, candidate.num_micro_batches
+        bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
+
+        def begun(cut: Cut) -> float:
+            return model.begun_s(self.cuts.stages(cut.stops, cut.modes, option, pp), step, BEGUN * pp)
+
         turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)
-        model = self.placed.ordered(candidate)
-        predicted = [found, *((model.predict(p.made, step, memory=p.memory), p) for p in turns)]
-        return min(predicted, key=lambda pair: pair[0].step_time_s)
+        left = [(cut, bound(cut)) for cut in turns]
+        left = [(cut, least_s) for cut, least_s in left if least_s < min(found[0].step_time_s, at_most_s)]
+        if len(left) > FEW and count >= 2 * BEGUN * pp:
+            left.sort(key=lambda own: begun(own[0]))
+            left = left[:FEW]
+        best, limits = found, self.placed.limits(candidate)
+        for cut, least_s in left:
+            if least_s >= best[0].step_time_s:
+                continue
+            plan = self.cuts.fitting(candidate, cut, option, step)
+            if _fit(plan.memory, limits):
+                prediction = model.predict(plan.made, step, memory=plan.memory)
+                best = min(best, (prediction, plan), key=lambda pair: pair[0].step_time_s)
+        return best
 
     def _moved(self, found: Evaluation) -> Evaluation:
         """A plan whose virtual stages have their blocks where the step is shorter, if they are not equal."""
@@ -210,12 +234,11 @@ class Evaluator(Closer):
 
         def priced(stops: tuple[int, ...]) -> float:
             way = exactly(stops, len(counted))
-            plans = self.cuts.fits(candidate, option, step, cutters, math.inf, way, math.inf)
-            if isinstance(plans, Failure):
+            plan = self.cuts.fits(candidate, option, step, cutters, math.inf, way, math.inf)
+            if isinstance(plan, Failure):
                 return math.inf
-            times = [model.breakdown(plan.made, step).total_s for plan in plans]
-            tried[stops] = plans[times.index(min(times))]
-            return min(times)
+            tried[stops] = plan
+            return model.breakdown(plan.made, step).total_s
 
         def weights(stops: tuple[int, ...]) -> list[float]:
             (chain, *_) = model.longest_chains(tried[stops].made, step)
