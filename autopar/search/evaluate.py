@@ -75,11 +75,14 @@ class Evaluator(Closer):
         super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
 
-    def evaluate(self, candidate: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
+    def evaluate(
+        self, candidate: Candidate, *, at_most_s: float = math.inf, near_s: float = math.inf
+    ) -> Evaluation | Misfit:
         """The best plan of a candidate.
 
         Args:
             at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
+            near_s: a plan far above it is as its cut is, with no other blocks recomputed.
         """
         if candidate in self._done:
             return self._done[candidate]
@@ -96,7 +99,7 @@ class Evaluator(Closer):
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
+                found = self._plan(candidate, self.layouts.option(draft), least, near_s / speed, fits=bound < float("inf"))
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -141,7 +144,9 @@ class Evaluator(Closer):
         self._done[found.candidate] = found
         return found
 
-    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
+    def _plan(
+        self, candidate: Candidate, option: Option, at_most_s: float, near_s: float, *, fits: bool
+    ) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step = self.step(candidate, option)
         if self.placed.has(candidate):
@@ -155,7 +160,7 @@ class Evaluator(Closer):
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None:
             return next((f for f in failures if f.is_slow), failures[0])
-        if best[0].step_time_s < NEAR * at_most_s:
+        if best[0].step_time_s < NEAR * min(at_most_s, near_s):
             best = self._turned(candidate, option, step, cutters, best, at_most_s)
         return self._bucketed(candidate, option, best[1].cut, step, best[0])
 
