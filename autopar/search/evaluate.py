@@ -25,7 +25,7 @@ from autopar.search.fitting import Fitting, busy_s
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.mixed_chains import adds_s
 from autopar.search.mixed_polish import polished
-from autopar.search.options import Option, split_of
+from autopar.search.options import Draft, Option, split_of
 from autopar.search.pins import Pins
 from autopar.search.space import Space
 from autopar.search.uneven import exactly, is_even, moved
@@ -90,16 +90,19 @@ class Evaluator(Closer):
         failures: list[Failure] = []
         speed = self._speed(candidate)
         try:
-            drafts = self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
-            self._price([(candidate, draft) for draft in drafts], at_most_s / speed)
-            for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
+            left = [*self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
+            while left:
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
+                draft = self._next(candidate, left, least, is_first=not (best or failures))
+                left.remove(draft)
                 bound = self._closest_s(candidate, draft, least, None)
                 # one that cannot fit says how much it needs where there is nothing else to say
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, self.layouts.option(draft), least, near_s / speed, fits=bound < float("inf"))
+                found = self._plan(
+                    candidate, self.layouts.option(draft), least, near_s / speed, fits=bound < float("inf")
+                )
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -117,6 +120,20 @@ class Evaluator(Closer):
         least_bytes = min(on_device)
         reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+
+    def _next(self, candidate: Candidate, left: Sequence[Draft], at_most_s: float, *, is_first: bool) -> Draft:
+        """Of layouts the one of the least bound, which is priced if it may take less than ``at_most_s``.
+
+        The first one alone, and then all that by their first bounds may take less than the plans that there are.
+        """
+        pairs = [(candidate, draft) for draft in left]
+        asked = self._open(pairs, at_most_s)
+        if is_first and len(asked) == len(left) and not self.placed.has(candidate):
+            asked = [min(asked, key=lambda pair: self._bounds[candidate, id(pair[1])][0])]
+        elif asked and not is_first:
+            self._tell_slow(pairs, at_most_s)
+        self._price(asked, at_most_s)
+        return min(left, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
     def _host_reason(self, failures: Sequence[Failure]) -> str:
         least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
