@@ -197,7 +197,7 @@ class Evaluator(Closer):
                 failures.append(plan)
             elif not self._host_fits(plan.memory):
                 failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
-            elif bound(plan.cut) >= late_s:
+            elif bound(plan.cut) >= (NEAR if self._takes_turns(candidate, plan.cut) else 1.0) * late_s:
                 failures.append(Failure(is_slow=True))
             else:
                 prediction = model.predict(plan.made, step, memory=plan.memory)
@@ -215,12 +215,7 @@ class Evaluator(Closer):
 
         Where a step is long, the few are tried that are done with its first micro-batches first.
         """
-        if (
-            candidate.virtual_stages == 1
-            or self.placed.has(candidate)
-            or candidate.moves
-            or not {"selective", "full"} & {*found[1].cut.modes}
-        ):
+        if not self._takes_turns(candidate, found[1].cut):
             return found
         model, pp, count = self.placed.ordered(candidate), candidate.mesh.pp, candidate.num_micro_batches
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
@@ -243,6 +238,11 @@ class Evaluator(Closer):
                 prediction = model.predict(plan.made, step, memory=plan.memory)
                 best = min(best, (prediction, plan), key=lambda pair: pair[0].step_time_s)
         return best
+
+    def _takes_turns(self, candidate: Candidate, cut: Cut) -> bool:
+        """Whether other blocks of a cut may be recomputed for a shorter step."""
+        is_plain = candidate.virtual_stages == 1 or self.placed.has(candidate) or candidate.moves
+        return not is_plain and bool({"selective", "full"} & {*cut.modes})
 
     def _moved(self, found: Evaluation) -> Evaluation:
         """A plan whose virtual stages have their blocks where the step is shorter, if they are not equal."""
