@@ -227,19 +227,16 @@ def live_peaks(
         return ((min(num_micro_batches, pp - rank),),)
     elif name != "Interleaved1F1B":
         return ((num_micro_batches if name == "GPipe" else 1,),)
-    m, live, moments = num_micro_batches, [0] * virtual_stages, set()
-    rows = [number // m for number in _numbers(name, pp, virtual_stages, m)[rank]]  # twice the stage, one more backward
-    for row, after in zip(rows, (*rows[1:], 1), strict=True):
-        live[row // 2 // pp] += -1 if row % 2 else 1
-        if not row % 2 and after % 2:  # a forward after it would be fuller
-            moments.add(tuple(live))
-    return tuple(
-        sorted(
-            one
-            for one in moments
-            if not any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
-        )
-    )
+    m = num_micro_batches
+    row = np.array(_numbers(name, pp, virtual_stages, m)[rank]) // m  # twice the stage, one more backward
+    is_backward = row % 2
+    last = np.flatnonzero(
+        (is_backward == 0) & (np.append(is_backward[1:], 1) == 1)
+    )  # after a forward one more is fuller
+    live = np.cumsum(np.eye(virtual_stages, dtype=np.int64)[row // 2 // pp] * (1 - 2 * is_backward)[:, None], axis=0)
+    moments = np.array(sorted({*map(tuple, live[last].tolist())}))
+    as_full = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1)
+    return tuple(map(tuple, moments[as_full == 1].tolist()))
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
 from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
-from autopar.cost.pipeline import PipelineTimes, shared_time_s, simulate
+from autopar.cost.pipeline import PipelineTimes, StageTimes, shared_time_s, simulate
 from autopar.cost.places import peak_flops, places_of
 from autopar.cost.stages import StageSums, moving, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
@@ -165,12 +165,18 @@ class CostModel(BlockModel):
 
     def longest_chains(self, stages: Sequence[StageCost], step: Step, most: int = 1) -> list[Chain]:
         """The longest chains of actions of a step; see :func:`autopar.cost.critical.longest_chains`."""
-        data, parts = self._data(step), self.parts(step.mesh)
-        sums = self._all_sums(stages, self._all_units(stages, step, parts), data, step)
-        devices = [part.device for part in parts]
-        times = stage_times(stages, sums, step, self.collectives, devices, by_hop=self.is_mixed)
-        after_s = [0.0] * step.mesh.pp
+        times, after_s = self._stage_times(stages, step), [0.0] * step.mesh.pp
         return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
+
+    def begun_s(self, stages: Sequence[StageCost], step: Step, num_micro_batches: int) -> float:
+        """When the last rank is done with the first so many micro-batches, if they were all: what waits for what is seen of few."""
+        return simulate(step.schedule, step.mesh.pp, num_micro_batches, self._stage_times(stages, step)).time_s
+
+    def _stage_times(self, stages: Sequence[StageCost], step: Step) -> list[StageTimes]:
+        parts = self.parts(step.mesh)
+        sums = self._all_sums(stages, self._all_units(stages, step, parts), self._data(step), step)
+        devices = [part.device for part in parts]
+        return stage_times(stages, sums, step, self.collectives, devices, by_hop=self.is_mixed)
 
     def _timed(self, stages: Sequence[StageCost], step: Step) -> tuple[Breakdown, list[StageSums]]:
         self._virtual_stages(stages, step)

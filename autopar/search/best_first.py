@@ -160,6 +160,25 @@ class BestFirst:
                     left = [k for k in own if k not in self._given]
                     self._raise_least(left)
                     yield from self._dive(left)
+        if not (self.evaluator.differs or self.evaluator.by_rule):
+            yield from self._fewest()
+
+    def _fewest(self) -> Iterator[int]:
+        """Of splits of the model with the fewest samples, whose pipelines have the most micro-batches, the one of the least second bound.
+
+        First bounds of these are the closest to their plans, and those of many samples, which memory rules out, the farthest.
+        """
+        few = min((split.micro_batch_size for split in self.parts), default=0)
+        mine: list[list[int]] = []
+        for split, own in self.parts.items():
+            may = min(self.bounds[self.pool[k]] for k in own) < self.best_s()
+            if may and split.micro_batch_size == few and split.cp * split.tp > 1 and self.crew.takes(split):
+                self._raise(own, 0)
+                mine.append(own)
+        if mine:
+            least = min(mine, key=lambda own: min(map(self._place, own)))
+            self._raise(least, 1)
+            yield from self._dive(least)
 
     def _scout(self, places: Sequence[int]) -> Iterator[int]:
         """A first plan of those of the least second bounds."""

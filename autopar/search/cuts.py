@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -77,8 +77,8 @@ class Cuts:
         at_most_s: float,
         allowed: Sequence[NDArray[np.bool_]] | None,
         late_s: float,
-    ) -> tuple[Fitting, ...] | Failure:
-        """The first cut that fits, and it with less recompute where stages that share a rank leave some of its memory.
+    ) -> Fitting | Failure:
+        """The first cut that fits, with less recompute, which takes no longer, where stages that share a rank leave some of its memory.
 
         Args:
             cutters: one for each pipeline rank.
@@ -107,29 +107,24 @@ class Cuts:
             if min(spare) >= 0:
                 if light(with_once=True) >= at_most_s or late(late_s):
                     return Failure(is_slow=True)
-                return (found, relaxed(found, orders, cutter, refit, room)) if any(orders) else (found,)
+                return relaxed(found, orders, cutter, refit, room) if any(orders) else found
             needs = max(m.total for m in found.memory)
             limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
         return Failure(needs_bytes=needs)
 
     def by_turns(
         self, candidate: Candidate, first: Fitting, option: Option, step: Step, cutters: Sequence[StageCutter]
-    ) -> Iterator[Fitting]:
-        """A cut that fits with other blocks recomputed (:func:`autopar.search.turns.by_turns`); what fits of these."""
+    ) -> list[Cut]:
+        """A cut that fits with other blocks recomputed; see :func:`autopar.search.turns.by_turns`."""
         degrees = (candidate.schedule, candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
         pp, last = candidate.mesh.pp, candidate.mesh.pp * candidate.virtual_stages - 1
-        ways = by_turns(
+        return by_turns(
             first,
             cutters[0],
             lambda stage, s: self.model.stage_kept_bytes(stage, receives=s > 0, sends=s < last),
             [peak_table(*degrees, rank) for rank in range(pp)],
             self.placed.tensor_limits(candidate),
         )
-        room = self.placed.limits(candidate)
-        for cut in ways:
-            found = self.fitting(candidate, cut, option, step)
-            if all(m.total <= limit for m, limit in zip(found.memory, room, strict=True)):
-                yield found
 
     def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
         """Whether a cut takes too long, whatever memory it needs: quicker to find than what fits."""

@@ -25,7 +25,7 @@ from autopar.search.fitting import Fitting, busy_s
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.mixed_chains import adds_s
 from autopar.search.mixed_polish import polished
-from autopar.search.options import Option, split_of
+from autopar.search.options import Draft, Option, split_of
 from autopar.search.pins import Pins
 from autopar.search.space import Space
 from autopar.search.uneven import exactly, is_even, moved
@@ -33,6 +33,12 @@ from autopar.search.ways import Way
 
 NEAR = 1.1
 """Times the best plan that one may take for other blocks of its cut to be recomputed."""
+
+BEGUN = 2
+"""Micro-batches for each pipeline rank by which plans of twice as many and more are compared."""
+
+FEW = 2
+"""Of those that are compared so many are predicted."""
 
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate that was left unfinished."""
@@ -69,11 +75,14 @@ class Evaluator(Closer):
         super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
 
-    def evaluate(self, candidate: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
+    def evaluate(
+        self, candidate: Candidate, *, at_most_s: float = math.inf, near_s: float = math.inf
+    ) -> Evaluation | Misfit:
         """The best plan of a candidate.
 
         Args:
             at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
+            near_s: a plan far above it is as its cut is, with no other blocks recomputed.
         """
         if candidate in self._done:
             return self._done[candidate]
@@ -81,16 +90,19 @@ class Evaluator(Closer):
         failures: list[Failure] = []
         speed = self._speed(candidate)
         try:
-            drafts = self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
-            self._price([(candidate, draft) for draft in drafts], at_most_s / speed)
-            for draft in sorted(drafts, key=lambda draft: self._bound(candidate, draft)[0]):
+            left = [*self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
+            while left:
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
+                draft = self._next(candidate, left, least, is_first=not (best or failures))
+                left.remove(draft)
                 bound = self._closest_s(candidate, draft, least)
                 # one that cannot fit says how much it needs where there is nothing else to say
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
+                found = self._plan(
+                    candidate, self.layouts.option(draft), least, near_s / speed, fits=bound < float("inf")
+                )
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -108,6 +120,20 @@ class Evaluator(Closer):
         least_bytes = min(on_device)
         reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+
+    def _next(self, candidate: Candidate, left: Sequence[Draft], at_most_s: float, *, is_first: bool) -> Draft:
+        """Of layouts the one of the least bound, which is priced if it may take less than ``at_most_s``.
+
+        The first one alone, and then all that by their first bounds may take less than the plans that there are.
+        """
+        pairs = [(candidate, draft) for draft in left]
+        asked = self._open(pairs, at_most_s)
+        if is_first and len(asked) == len(left) and not self.placed.has(candidate):
+            asked = [min(asked, key=lambda pair: self._bounds[candidate, id(pair[1])][0])]
+        elif asked and not is_first:
+            self._tell_slow(pairs, at_most_s)
+        self._price(asked, at_most_s)
+        return min(left, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
     def _host_reason(self, failures: Sequence[Failure]) -> str:
         least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
@@ -135,7 +161,9 @@ class Evaluator(Closer):
         self._done[found.candidate] = found
         return found
 
-    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
+    def _plan(
+        self, candidate: Candidate, option: Option, at_most_s: float, near_s: float, *, fits: bool
+    ) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step = self.step(candidate, option)
         if self.placed.has(candidate):
@@ -149,8 +177,8 @@ class Evaluator(Closer):
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None:
             return next((f for f in failures if f.is_slow), failures[0])
-        if best[0].step_time_s < NEAR * at_most_s:
-            best = self._turned(candidate, option, step, cutters, best)
+        if best[0].step_time_s < NEAR * min(at_most_s, near_s):
+            best = self._turned(candidate, option, step, cutters, best, at_most_s)
         return self._bucketed(candidate, option, best[1].cut, step, best[0])
 
     def _quickest(
@@ -164,39 +192,57 @@ class Evaluator(Closer):
         failures: list[Failure] = []
         late_s = at_most_s
         for way in self._ways(candidate, option, step):
-            found = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
-            if isinstance(found, Failure):
-                failures.append(found)
-                continue
-            for plan in found:
-                if not self._host_fits(plan.memory):
-                    failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
-                elif bound(plan.cut) >= late_s:
-                    failures.append(Failure(is_slow=True))
-                else:
-                    prediction = model.predict(plan.made, step, memory=plan.memory)
-                    if best is None or prediction.step_time_s < best[0].step_time_s:
-                        best = prediction, plan
+            plan = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
+            if isinstance(plan, Failure):
+                failures.append(plan)
+            elif not self._host_fits(plan.memory):
+                failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
+            elif bound(plan.cut) >= (NEAR if self._takes_turns(candidate, plan.cut) else 1.0) * late_s:
+                failures.append(Failure(is_slow=True))
+            else:
+                prediction = model.predict(plan.made, step, memory=plan.memory)
+                if best is None or prediction.step_time_s < best[0].step_time_s:
+                    best = prediction, plan
             if best is not None:  # what follows has to be quicker still
                 late_s = min(late_s, best[0].step_time_s / speed * (1 + ROUNDING))
         return best, failures
 
     def _turned(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
-        found: tuple[Prediction, Fitting],
+        found: tuple[Prediction, Fitting], at_most_s: float,
     ) -> tuple[Prediction, Fitting]:  # fmt: skip
-        """A plan with the blocks of its virtual stages recomputed that take the least time."""
-        if (
-            candidate.virtual_stages == 1
-            or self.placed.has(candidate)
-            or candidate.moves
-            or not {"selective", "full"} & {*found[1].cut.modes}
-        ):
+        """A plan with the blocks of its virtual stages recomputed that take the least time.
+
+        Where a step is long, the few are tried that are done with its first micro-batches first.
+        """
+        if not self._takes_turns(candidate, found[1].cut):
             return found
+        model, pp, count = self.placed.ordered(candidate), candidate.mesh.pp, candidate.num_micro_batches
+        bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
+
+        def begun(cut: Cut) -> float:
+            return model.begun_s(self.cuts.stages(cut.stops, cut.modes, option, pp), step, BEGUN * pp)
+
         turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)
-        model = self.placed.ordered(candidate)
-        predicted = [found, *((model.predict(p.made, step, memory=p.memory), p) for p in turns)]
-        return min(predicted, key=lambda pair: pair[0].step_time_s)
+        left = [(cut, bound(cut)) for cut in turns]
+        left = [(cut, least_s) for cut, least_s in left if least_s < min(found[0].step_time_s, at_most_s)]
+        if len(left) > FEW and count >= 2 * BEGUN * pp:
+            left.sort(key=lambda own: begun(own[0]))
+            left = left[:FEW]
+        best, limits = found, self.placed.limits(candidate)
+        for cut, least_s in left:
+            if least_s >= best[0].step_time_s:
+                continue
+            plan = self.cuts.fitting(candidate, cut, option, step)
+            if _fit(plan.memory, limits):
+                prediction = model.predict(plan.made, step, memory=plan.memory)
+                best = min(best, (prediction, plan), key=lambda pair: pair[0].step_time_s)
+        return best
+
+    def _takes_turns(self, candidate: Candidate, cut: Cut) -> bool:
+        """Whether other blocks of a cut may be recomputed for a shorter step."""
+        is_plain = candidate.virtual_stages == 1 or self.placed.has(candidate) or candidate.moves
+        return not is_plain and bool({"selective", "full"} & {*cut.modes})
 
     def _moved(self, found: Evaluation) -> Evaluation:
         """A plan whose virtual stages have their blocks where the step is shorter, if they are not equal."""
@@ -210,12 +256,11 @@ class Evaluator(Closer):
 
         def priced(stops: tuple[int, ...]) -> float:
             way = exactly(stops, len(counted))
-            plans = self.cuts.fits(candidate, option, step, cutters, math.inf, way, math.inf)
-            if isinstance(plans, Failure):
+            plan = self.cuts.fits(candidate, option, step, cutters, math.inf, way, math.inf)
+            if isinstance(plan, Failure):
                 return math.inf
-            times = [model.breakdown(plan.made, step).total_s for plan in plans]
-            tried[stops] = plans[times.index(min(times))]
-            return min(times)
+            tried[stops] = plan
+            return model.breakdown(plan.made, step).total_s
 
         def weights(stops: tuple[int, ...]) -> list[float]:
             (chain, *_) = model.longest_chains(tried[stops].made, step)

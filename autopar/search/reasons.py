@@ -56,18 +56,19 @@ def explain(
     for (name, value), own, values in zip(_CHOICES, mine, every, strict=True):
         near = _neighbours(pool, far, values, own)[: MAX_REASONS - len(others)]
         others += [(f"{name}={value(other)}", other) for other in near]
-    splits = [split_of(other.micro_batch_size, other.mesh) for _, other in others]
+    distinct = list(dict.fromkeys(other for _, other in others))  # one may be a neighbour by several choices
+    splits = [split_of(other.micro_batch_size, other.mesh) for other in distinct]
     if crew.is_forked:
         _exchange(evaluator.layouts, splits, crew)
-    said: dict[int, str] = {}
+    said: dict[Candidate, str] = {}
     apart = [crew.distance(split) for split in splits]
     # what is known here first, then what is new to all; of what another knows, that which it comes to last
-    for i in sorted(range(len(others)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
+    for i in sorted(range(len(distinct)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
         if crew.takes(i):
-            said[i] = _compare(evaluator, best, others[i][1])
+            said[distinct[i]] = _compare(evaluator, best, distinct[i])
     for found in crew.gather(said):
         said |= found
-    return tuple(f"{what}: {said[i]}" for i, (what, _) in enumerate(others))
+    return tuple(f"{what}: {said[other]}" for what, other in others)
 
 
 def _exchange(layouts: Layouts, splits: Sequence[Split], crew: Crew) -> None:
@@ -120,7 +121,7 @@ def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"
-    found = evaluator.evaluate(other)
+    found = evaluator.evaluate(other, near_s=best_s)
     if not isinstance(found, Evaluation):
         return f"no plan ({other}); {found.reason}"
     slower = found.prediction.step_time_s - best.prediction.step_time_s

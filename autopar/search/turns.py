@@ -25,7 +25,7 @@ from autopar.search.fitting import Fitting
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.ways import BlockOption, Way, none_if_moved
 
-MAX_CHOICES = 4096
+MAX_CHOICES = 8192
 """Choices of one rank that are weighed; where there are more, those of two modes are, and where these are too many, none is."""
 
 MAX_TIMES = 2**22
@@ -42,7 +42,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Stage:
-    """A stage by its choices of modes, none of which another one is better than in all.
+    """A stage by its choices of modes, the quickest first, none of which another one is better than in all.
 
     ``modes``: of its blocks; ``kept``, ``passing``, ``time_s``: bytes of a micro-batch, bytes in passing, seconds of all blocks.
     """
@@ -55,7 +55,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rank:
-    """Choices of a rank that fit: of each of its stages which one, and the seconds of it [choices, turns]."""
+    """Choices of a rank that fit and none of whose stages may be quicker alone: which of each of its stages, and seconds [choices, turns]."""
 
     counts: Counts
     times_s: Array
@@ -189,15 +189,25 @@ def _passing(stage: StageCost) -> int:
 
 
 def _choices(own: Sequence[_Stage], first: Fitting, rank: int, pp: int, peaks: Counts, limit: float) -> _Rank:
-    """Those of a rank that fit."""
+    """Those of a rank that are worth it."""
     memory, now = first.memory[rank], max(_passing(stage) for stage in first.made[rank::pp])
     fixed = memory.parameters + memory.gradients + memory.optimizer + memory.transient - now
-    counts = np.array(list(product(*(range(len(stage.kept)) for stage in own))), dtype=np.int64)
+    shape = [len(stage.kept) for stage in own]
+    counts = np.indices(shape).reshape(len(own), -1).T
     kept = np.stack([stage.kept[counts[:, t]] for t, stage in enumerate(own)])
     passing = np.max([stage.passing[counts[:, t]] for t, stage in enumerate(own)], axis=0)
     times_s = np.stack([stage.time_s[counts[:, t]] for t, stage in enumerate(own)], axis=1)
     fits = fixed + (peaks @ kept).max(axis=0) + passing <= limit
-    return _Rank(counts=counts[fits], times_s=times_s[fits])
+    least = fits & ~_after(fits.reshape(shape)).reshape(-1)
+    return _Rank(counts=counts[least], times_s=times_s[least])
+
+
+def _after(fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of choices [choices of the first stage, of the next one, ...] whether one with the next quicker choice of a stage fits too."""
+    found = np.zeros_like(fits)
+    for axis in range(fits.ndim):
+        np.moveaxis(found, axis, 0)[1:] |= np.moveaxis(fits, axis, 0)[:-1]
+    return found
 
 
 def _on_turns(ranks: Sequence[_Rank], turns: int) -> Iterator[list[Counts]]:
