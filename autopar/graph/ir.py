@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from autopar.graph.elements import (
