@@ -225,13 +225,14 @@ class Evaluator(Closer):
 
         turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)
         left = [(cut, bound(cut)) for cut in turns]
-        left = [(cut, least_s) for cut, least_s in left if least_s < min(found[0].step_time_s, at_most_s)]
+        speed = self._speed(candidate)
+        left = [(cut, least_s) for cut, least_s in left if least_s < min(found[0].step_time_s / speed, at_most_s)]
         if len(left) > FEW and count >= 2 * BEGUN * pp:
             left.sort(key=lambda own: begun(own[0]))
             left = left[:FEW]
         best, limits = found, self.placed.limits(candidate)
         for cut, least_s in left:
-            if least_s >= best[0].step_time_s:
+            if least_s >= best[0].step_time_s / speed:
                 continue
             plan = self.cuts.fitting(candidate, cut, option, step)
             if _fit(plan.memory, limits):
