@@ -25,27 +25,29 @@ def row_bounds(
     at_most_s: float = float("inf"),
     *,
     precision: float = PRECISION,
+    settles: bool = False,
     mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
 ) -> list[float]:
     """Of rows of both kinds, in their order.
 
     Args:
+        settles: see :func:`autopar.search.bounds.bounds`.
         mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
     """
-    plain = iter(plain_bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision))
+    plain = iter(plain_bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision, settles))
     some = [row for row in rows if isinstance(row, MixedRow)]
     others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
     return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
 
 
-def plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float) -> list[float]:
+def plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float, settles: bool = False) -> list[float]:
     """Of rows of one kind: many at once, those with few pipeline ranks apart from those with many."""
     if len(rows) < MANY:
-        return [float(bound) for bound in bounds(rows, at_most_s, precision=precision)]
+        return [float(bound) for bound in bounds(rows, at_most_s, precision=precision, settles=settles)]
     found = [0.0] * len(rows)
     for least, most in pairwise((0, *FEW_RANKS, math.inf)):
         places = [i for i, row in enumerate(rows) if least < row.pp <= most]
-        some = bounds([rows[i] for i in places], at_most_s, precision=precision)
+        some = bounds([rows[i] for i in places], at_most_s, precision=precision, settles=settles)
         for i, bound in zip(places, some, strict=True):
             found[i] = float(bound)
     return found
