@@ -302,12 +302,16 @@ class _Ranks:
     chain_slope: Array
 
 
-def bounds(rows: Sequence[Row], at_most_s: float = np.inf, *, precision: float = PRECISION) -> Array:
+def bounds(
+    rows: Sequence[Row], at_most_s: float = np.inf, *, precision: float = PRECISION, settles: bool = False
+) -> Array:
     """For each row the step time, in seconds, below which no plan exists; infinite where none fits in memory.
 
     Args:
         at_most_s: what is not possible in this time is not looked at more closely: it is then the bound, or infinity.
         precision: of a bound, at which it is taken as it is.
+        settles: what the first rank does once a step is sought for each time until it is no more than was assumed. Else it is
+            that of times looked at before, which are others in other company: bounds are then no more than these.
     """
     if not rows:
         return np.zeros(0)
@@ -327,7 +331,7 @@ def bounds(rows: Sequence[Row], at_most_s: float = np.inf, *, precision: float =
         points = low[:, None] + (high - low)[:, None] * (np.arange(parts + 1) / parts)
         points[:, -1] = high
         tested = slice(min(step, 1), parts + (not is_known.all()))  # the lower end is known after the first step
-        is_possible, once = _at_points(columns, asked, points[:, tested], once_s)
+        is_possible, once = _at_points(columns, asked, points[:, tested], once_s, settles)
         place = np.where(is_possible.any(axis=1), is_possible.argmax(axis=1) + min(step, 1), parts + 1)
         place = np.where(is_known, np.minimum(place, parts), place)
         one = np.arange(len(asked))
@@ -346,10 +350,16 @@ def bounds(rows: Sequence[Row], at_most_s: float = np.inf, *, precision: float =
     return found
 
 
-def _at_points(c: _Columns, rows: NDArray[np.intp], times_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
-    """:func:`_possible` for several times of each of these rows: [rows, times]."""
+def _at_points(
+    c: _Columns, rows: NDArray[np.intp], times_s: Array, once_s: Array, settles: bool
+) -> tuple[NDArray[np.bool_], Array]:
+    """:func:`_possible` for several times of each of these rows: [rows, times]; ``settles``: see :func:`bounds`."""
     count = times_s.shape[1]
-    found, once = _possible(c.only(np.repeat(rows, count)), times_s.reshape(-1), np.repeat(once_s, count))
+    ranks, before_s = c.only(np.repeat(rows, count)), np.repeat(once_s, count)
+    found, once = _possible(ranks, times_s.reshape(-1), before_s)
+    while settles and bool((found & (once > before_s)).any()):  # by a block more of the first rank each time
+        before_s = once
+        found, once = _possible(ranks, times_s.reshape(-1), before_s)
     return found.reshape(times_s.shape), once.reshape(times_s.shape)
 
 

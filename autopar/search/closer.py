@@ -50,13 +50,14 @@ class Closer(Bounding):
         """Of stated times in one layout, and whether that is of its priced blocks: not where it takes ``best_s`` without."""
         bound_s, is_placed = self._draft_s(candidate, draft), self.placed.has(candidate)
         if bound_s < best_s and draft.solution and not is_placed:
-            (drafted_s,) = row_bounds([self._drafted_row(candidate, draft)], best_s, precision=COARSE)
+            (drafted_s,) = row_bounds([self._drafted_row(candidate, draft)], best_s, precision=COARSE, settles=True)
             bound_s = max(bound_s, drafted_s if drafted_s >= best_s else 0.0)
         if bound_s >= best_s:
             return bound_s, False
         option = self.layouts.option(draft)
         maker = self.placed if is_placed else self.rows_of(candidate)
-        (own_s,) = row_bounds([maker.exact(candidate, option, self.step(candidate, option))], best_s)
+        row = maker.exact(candidate, option, self.step(candidate, option))
+        (own_s,) = row_bounds([row], best_s, settles=True)
         return max(bound_s, own_s), True
 
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:

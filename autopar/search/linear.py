@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.pipeline import StageTimes
-from autopar.schedule import peak_table
 from autopar.search.bound_rows import Row
+from autopar.search.peaks import corner_peaks
 from autopar.search.whole_blocks import PLAIN, in_whole_blocks
 
 MAX_ACTIONS = 60_000
@@ -117,6 +117,7 @@ class LinearProgram:
     def __init__(self, row: Row, kinds: Sequence[Kind], every: Every) -> None:
         self.row, self.kinds, self.every = row, kinds, every
         self.pp, self.stages = row.pp, row.pp * row.virtual_stages
+        self.peaks = corner_peaks(row.schedule, row.pp, row.virtual_stages, row.num_micro_batches)
         blocks = sum(kind.count for kind in kinds)
         # every stage before and after has a block
         columns = [
@@ -171,7 +172,8 @@ class LinearProgram:
             self._add((self.kind == i).astype(float), kind.count, kind.count)
         for i in range(len(self.kinds) - 1):
             before, after = ((self.kind == k) / self.kinds[k].count for k in (i, i + 1))
-            for s in np.unique(self.stage[self.kind == i + 1])[:-1]:
+            later = self.stage[self.kind == i].max()  # from there on all of the kind before have been
+            for s in np.unique(self.stage[(self.kind == i + 1) & (self.stage < later)]):
                 self._add((after - before) * (self.stage <= s), -np.inf, 0.0)
         for s in range(self.stages):
             here = (self.stage == s).astype(float)
@@ -184,7 +186,7 @@ class LinearProgram:
         limit = row.limit_bytes * (1 + SLACK / 100)
         for rank in range(self.pp):
             own = self.rank == rank
-            for live in peak_table(row.schedule, self.pp, row.virtual_stages, row.num_micro_batches, rank):
+            for live in self.peaks(rank):
                 used = own * (self.static + live[self.turn] * self.held) / limit
                 self._add(used, -np.inf, 1.0 - float(live @ self.beside[rank :: self.pp]) / limit, passing=rank)
             for s in range(rank, self.stages, self.pp):
@@ -261,7 +263,7 @@ class LinearProgram:
             return []
         choices = stage[np.array(list(product(range(len(stage)), repeat=row.virtual_stages)))]
         choices = choices[choices.sum(axis=(1, 2)) >= each]
-        live = peak_table(row.schedule, self.pp, row.virtual_stages, row.num_micro_batches, rank)
+        live = self.peaks(rank)
         turns = range(rank, self.stages, self.pp)
         beside = self.beside[rank :: self.pp].copy()
         fixed = 0.0
@@ -333,14 +335,14 @@ class LinearProgram:
         found = in_whole_blocks(self, found, goal_s, aim, upper, SLACK)
         return min(found, 1.0) * goal_s
 
-    def cut_at(self, taken: Array, goal_s: float) -> float:
-        """Adds the longest chains of stages with so many blocks of each column; the seconds of their step."""
-        chains = self._chains(taken)
+    def cut_at(self, taken: Array, goal_s: float, count: int) -> float:
+        """Adds the ``count`` longest chains of stages with so many blocks of each column; the seconds of their step."""
+        chains = self._chains(taken, count)
         for chain in chains:
             self._cut(chain, goal_s)
         return chains[0].time_s + self.every.once_s
 
-    def _chains(self, taken: Array) -> list[Chain]:
+    def _chains(self, taken: Array, count: int = CHAINS) -> list[Chain]:
         row, every = self.row, self.every
 
         def of_stages(values: Array) -> Array:
@@ -360,7 +362,7 @@ class LinearProgram:
             for s in range(self.stages)
         ]
         after = np.bincount(self.rank, self.once_s * taken, self.pp)
-        return longest_chains(row.schedule, self.pp, row.num_micro_batches, stages, after.tolist(), CHAINS)
+        return longest_chains(row.schedule, self.pp, row.num_micro_batches, stages, after.tolist(), count)
 
     def _cut(self, chain: Chain, unit_s: float) -> None:
         """The step takes no less than a chain."""

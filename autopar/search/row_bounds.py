@@ -26,30 +26,32 @@ def row_bounds(
     at_most_s: float = float("inf"),
     *,
     precision: float = PRECISION,
+    settles: bool = False,
     mixed: Callable[[list[MixedRow]], NDArray[np.float64]] | None = None,
 ) -> list[float]:
     """Of rows of both kinds, in their order.
 
     Args:
+        settles: see :func:`autopar.search.bounds.bounds`.
         mixed: the bounds of those whose ranks differ; None: those of :func:`mixed_bounds`.
     """
-    plain = iter(plain_bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision))
+    plain = iter(plain_bounds([row for row in rows if isinstance(row, Row)], at_most_s, precision, settles))
     some = [row for row in rows if isinstance(row, MixedRow)]
     others = iter(mixed_bounds(some, at_most_s) if mixed is None else mixed(some))
     return [float(next(plain if isinstance(row, Row) else others)) for row in rows]
 
 
-def plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float) -> list[float]:
+def plain_bounds(rows: Sequence[Row], at_most_s: float, precision: float, settles: bool = False) -> list[float]:
     """Of rows of one kind: many at once, those with few pipeline ranks apart from those with many."""
     if len(rows) < MANY:
         known = [whole_s(row) for row in rows]
         left = [row for row, bound_s in zip(rows, known, strict=True) if bound_s is None]
-        others = iter(bounds(left, at_most_s, precision=precision))
+        others = iter(bounds(left, at_most_s, precision=precision, settles=settles))
         return [float(next(others)) if bound_s is None else bound_s for bound_s in known]
     found = [0.0] * len(rows)
     for least, most in pairwise((0, *FEW_RANKS, math.inf)):
         places = [i for i, row in enumerate(rows) if least < row.pp <= most]
-        some = bounds([rows[i] for i in places], at_most_s, precision=precision)
+        some = bounds([rows[i] for i in places], at_most_s, precision=precision, settles=settles)
         for i, bound in zip(places, some, strict=True):
             found[i] = float(bound)
     return found

@@ -28,6 +28,9 @@ WORK = 40_000_000
 ROUNDS = 3
 """Programs that are solved for a branch, with new chains between them."""
 
+CHAINS = 2
+"""Added at once: a program takes longer by each of them, and the next one binds as often as one of more."""
+
 RESTED = 12
 """Programs after which a chain that binds none of them is left out: the more there are, the longer a program takes."""
 
@@ -205,7 +208,7 @@ class _Branches:
         taken = columns[: len(self.program.kind)]
         points = [(self.inside + taken) / 2] if len(self.inside) else []
         for point in (*points, taken):
-            time_s = self.program.cut_at(point, self.goal_s)
+            time_s = self.program.cut_at(point, self.goal_s, CHAINS)
             if time_s < self.inside_s:
                 self.inside, self.inside_s = point, time_s
             new = len(self.laws)

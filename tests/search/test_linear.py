@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,12 +18,13 @@ from autopar.cost.critical import longest_chains
 from autopar.cost.model import CostModel
 from autopar.cost.pipeline import StageTimes, simulate
 from autopar.plan import BF16
-from autopar.schedule import live_peaks
+from autopar.schedule import live_peaks, peak_table
 from autopar.search import whole_blocks
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.linear import Every, Kind, LinearProgram, _below
+from autopar.search.peaks import corner_peaks
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
 
@@ -233,3 +235,14 @@ def test_no_plan_is_quicker_than_its_sharper_bound(room_bytes: int) -> None:
 
 def test_corners_of_a_hull() -> None:
     assert _below([(0, 0.0), (1, 3.0), (2, 2.0), (3, 6.0)]) == [(0, 0.0), (2, 2.0), (3, 6.0)]
+
+
+@given(pp=st.sampled_from([2, 3, 4, 8]), v=st.integers(1, 5), rounds=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+def test_the_corner_moments_of_a_rank_hold_as_much_as_all(pp: int, v: int, rounds: int, seed: int) -> None:
+    schedule = "Interleaved1F1B" if v > 1 else "1F1B"
+    held = np.random.default_rng(seed).uniform(0.0, 5.0, v)
+    corners = corner_peaks(schedule, pp, v, pp * rounds)
+    for rank in range(pp):
+        every = peak_table(schedule, pp, v, pp * rounds, rank)
+        assert len(corners(rank)) <= len(every)
+        assert (corners(rank) @ held).max() == pytest.approx((every @ held).max(), rel=1e-12)
