@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
 
 from autopar.plan import BUCKET_BYTES, recompute_text
 from autopar.report.table import plain_table
@@ -193,13 +196,11 @@ def _bullets(items: Sequence[str]) -> str:
 
 
 def _wrap(text: str, first: str, rest: str | None = None) -> list[str]:
-    return textwrap.wrap(
-        printable(text),
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=first if rest is None else rest,
-        break_on_hyphens=False,
-    ) or [first.rstrip()]
+    """Lines of at most ``WIDTH`` columns of a terminal: some characters of a name take two columns, some none."""
+    rest = first if rest is None else rest
+    width = WIDTH - max(cell_len(first), cell_len(rest))
+    lines = [line.plain.rstrip() for line in Text(printable(text)).wrap(Console(width=WIDTH), width)]
+    return [f"{rest if index else first}{line}".rstrip() for index, line in enumerate(lines)] or [first.rstrip()]
 
 
 def _span(start: int, stop: int) -> str:

@@ -47,6 +47,14 @@ def test_plan_without_names_counts_its_parameters() -> None:
     assert "tp S(0)   5 parameters" in render_plan(bare)
 
 
+def test_characters_of_two_columns_print_within_the_width() -> None:
+    base = llama_plan()
+    named = tuple(replace(block, label=chr(ord("a") + block.index) + "\u2e80" * 9) for block in base.blocks)
+    text = render_plan(replace(base, model=replace(base.model, name="\u2e80" * 70), blocks=named))
+    assert text.count("\u2e80") >= 70 + 9 * len(named)  # nothing is cut off
+    assert max(map(cell_len, text.splitlines())) <= 100
+
+
 @settings(max_examples=25)
 @given(plans())
 def test_any_plan_prints_within_the_width(plan: Plan) -> None:
