@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,32 +86,82 @@ class Cuts:
             late_s: a cut that fits and takes as long is not wanted, as there is a quicker one.
         """
         limits, in_flight = self._limits(candidate)
-        room, refit = self.placed.limits(candidate), partial(self.fitting, candidate, option=option, step=step)
-        pp, count, cutter = candidate.mesh.pp, candidate.num_micro_batches, cutters[0]
-        stages = pp * candidate.virtual_stages
+        room, pp, v = self.placed.limits(candidate), candidate.mesh.pp, candidate.virtual_stages
+        weighed = partial(
+            self._weighed, candidate, option, step, cutters, at_most_s=at_most_s, late_s=late_s, in_flight=in_flight
+        )
         needs = 0
         for _ in range(MAX_CUTS):
             cut = self._cut_once(candidate, option, step, cutters, in_flight, limits, allowed)
             if cut is None:
-                if self.pinned and not self._can_be_cut(cutter, stages):
-                    raise InfeasibleError("the stages that are pinned can be cut", value=f"{stages} stages")
-                return Failure(needs_bytes=needs or self.leanest(candidate, option, step, cutter))
-            orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
-            light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
-            if not any(orders) and light() >= at_most_s:
-                return Failure(is_slow=True)
-            late = partial(self._is_late, candidate, lightest(cut, orders, cutter), option, step)
-            if self.placed.has(candidate) and late(at_most_s):
-                return Failure(is_slow=True)
-            found = refit(cut)
-            spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
-            if min(spare) >= 0:
-                if light(with_once=True) >= at_most_s or late(late_s):
-                    return Failure(is_slow=True)
-                return relaxed(found, orders, cutter, refit, room) if any(orders) else found
+                break
+            found = weighed(cut)
+            if isinstance(found, Failure) or _spare(found, room) >= 0:
+                return found
             needs = max(m.total for m in found.memory)
-            limits = [n + 1.01 * min(spare[s % pp], 0) / candidate.virtual_stages for s, n in enumerate(limits)]
-        return Failure(needs_bytes=needs)
+            spare = [limit - m.total for limit, m in zip(room, found.memory, strict=True)]
+            limits = [n + 1.01 * min(spare[s % pp], 0) / v for s, n in enumerate(limits)]
+        if self.placed.has(candidate) and v == 1:
+            return Failure(needs_bytes=needs or self.leanest(candidate, option, step, cutters[0]))
+        lean = self._lean(candidate, option, step, cutters, in_flight, allowed)
+        if not lean:
+            if self.pinned and not self._can_be_cut(cutters[0], pp * v):
+                raise InfeasibleError("the stages that are pinned can be cut", value=f"{pp * v} stages")
+            return Failure(needs_bytes=needs or self.leanest(candidate, option, step, cutters[0]))
+        found_bytes = []
+        for cut in lean:
+            found = weighed(cut)
+            if isinstance(found, Failure) or _spare(found, room) >= 0:
+                return found
+            found_bytes.append(max(m.total for m in found.memory))
+        return Failure(needs_bytes=min(found_bytes))
+
+    def _weighed(
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], cut: Cut,
+        *, at_most_s: float, late_s: float, in_flight: Sequence[int],
+    ) -> Fitting | Failure:  # fmt: skip
+        """A cut with its memory, which may be too much; with less recompute where that fits, and whether it is too slow."""
+        room, refit = self.placed.limits(candidate), partial(self.fitting, candidate, option=option, step=step)
+        pp, count, cutter = candidate.mesh.pp, candidate.num_micro_batches, cutters[0]
+        orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
+        light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
+        if not any(orders) and light() >= at_most_s:
+            return Failure(is_slow=True)
+        late = partial(self._is_late, candidate, lightest(cut, orders, cutter), option, step)
+        if self.placed.has(candidate) and late(at_most_s):
+            return Failure(is_slow=True)
+        found = refit(cut)
+        if _spare(found, room) < 0:
+            return found
+        if light(with_once=True) >= at_most_s or late(late_s):
+            return Failure(is_slow=True)
+        return relaxed(found, orders, cutter, refit, room) if any(orders) else found
+
+    def _lean(
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
+        in_flight: Sequence[int], allowed: Sequence[NDArray[np.bool_]] | None,
+    ) -> list[Cut]:  # fmt: skip
+        """Stages of equal numbers of blocks, and those that are quickest in memory without end, all blocks as they need the least of it.
+
+        They fit where equal shares of a rank's memory hold no cut: a stage with the loss needs more in passing than such a share.
+        """
+        pp, n = candidate.mesh.pp, len(cutters[0].blocks)
+        stages = pp * candidate.virtual_stages
+        cut = self._cut_once(candidate, option, step, cutters, in_flight, [float("inf")] * stages, allowed)
+        if cut is None:
+            return []
+        even = _evenly(n, stages)
+        edges = enumerate(zip((0, *even), even, strict=False))
+        may = not self.pinned and (allowed is None or all(allowed[s][start, stop] for s, (start, stop) in edges))
+        found = []
+        for stops, passes in product(dict.fromkeys([*([even] if may else []), cut.stops]), (0.0, 1.0)):
+            modes: list[Way] = []  # what a block needs in passing may be beside what its stage holds, or in its place
+            for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False)):
+                for block in cutters[s % pp].blocks[start:stop]:
+                    least = min(block.options, key=lambda o: in_flight[s] * o.held_bytes + passes * o.transient_bytes)
+                    modes.append(least.mode)
+            found.append(replace(cut, stops=stops, modes=tuple(modes)))
+        return [*{(own.stops, own.modes): own for own in found}.values()]
 
     def by_turns(
         self, candidate: Candidate, first: Fitting, option: Option, step: Step, cutters: Sequence[StageCutter]
@@ -174,7 +225,7 @@ class Cuts:
     def leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
         """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
         n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
-        stops = tuple(round((s + 1) * n / stages) for s in range(stages))
+        stops = _evenly(n, stages)
         modes = tuple(min(block.options, key=lambda o: o.held_bytes).mode for block in cutter.blocks)
         made = self.stages(stops, modes, option, candidate.mesh.pp)
         return max(m.total for m in self.placed.ordered(candidate).memory(made, step))
@@ -314,3 +365,13 @@ class Cuts:
             once_s=once_s,
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
         )
+
+
+def _spare(found: Fitting, room: Sequence[int]) -> int:
+    """Bytes that the fullest rank leaves; below zero: that it has too much."""
+    return min(limit - m.total for limit, m in zip(room, found.memory, strict=True))
+
+
+def _evenly(blocks: int, stages: int) -> tuple[int, ...]:
+    """Where stages of as equal numbers of blocks as can be end."""
+    return tuple(round((s + 1) * blocks / stages) for s in range(stages))

@@ -19,11 +19,13 @@ from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.runtime.verify import in_dtype
 from autopar.search.candidates import Problem, candidates
-from autopar.search.evaluate import Evaluation, Evaluator
+from autopar.search.evaluate import Evaluation, Evaluator, Misfit
 from autopar.search.outcome import Limits
 from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
+from autopar.search.planner import Planner
 from autopar.search.space import Space, load_space
+from autopar.search.task import Task
 
 from .graphs import llama_block, mlp
 
@@ -121,6 +123,23 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
     uneven = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pinned)
     assert uneven.stages[0].stop >= 5
     assert uneven.search.lower_bound_s <= uneven.predicted.step_time_s
+
+
+@pytest.mark.parametrize("memory", ["500MB", "600MB", "700MB"])
+def test_what_is_too_large_needs_more_than_there_is(memory: str) -> None:
+    """The head alone needs more in passing than an equal share of a rank that runs four stages."""
+    graph = resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=20000", sequence_length=64).trace()
+    cluster = f"cpu:1x2?memory={memory}"
+    planner = Planner(
+        Task(
+            graph=graph, cluster=Cluster.parse(cluster), global_batch_size=32, precision=FP32, optimizer="adamw",
+            pins=Pins.parse(["pp=2", "schedule=Interleaved1F1B"]), space=load_space("default"),
+        )
+    )  # fmt: skip
+    found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
+    misfits = [one for one in found if isinstance(one, Misfit)]
+    assert {c.virtual_stages for c in planner.pool} >= {2, 4}
+    assert [m for m in misfits if not m.needs_bytes > planner.evaluator.limit_bytes] == []
 
 
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:
