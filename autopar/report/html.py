@@ -55,7 +55,10 @@ def render_html(plan: Plan) -> str:
         ("Pipeline", _pipeline(plan)),
         ("Stages", _stages(plan)),
         ("Layouts of parameters", _layouts(plan)),
-        ("Why this plan", _list(plan.search.reasons or ("no reasons were recorded",))),
+        (
+            "Why this plan (one choice changed, and as little else as that needs)",
+            _list(plan.search.reasons or ("no reasons were recorded",)),
+        ),
         ("Notes", _list(plan.notes)),
         ("The plan file", f"<details><summary>JSON</summary><pre>{escape(dumps(plan_to_dict(plan)))}</pre></details>"),
     ]

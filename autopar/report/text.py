@@ -184,7 +184,8 @@ def _search(plan: Plan) -> str:
     search = plan.search
     effort = f"{search.evaluated:,} of {search.candidates:,} candidates evaluated in {seconds(search.wall_time_s)}"
     bound = f"no plan of the space is faster than {seconds(search.lower_bound_s)} (gap {share(search.gap, 1)})"
-    return "Why this plan\n" + _bullets((*search.reasons, f"{effort}; by the same cost model {bound}"))
+    head = "Why this plan" + " (one choice changed, and as little else as that needs)" * bool(search.reasons)
+    return f"{head}\n" + _bullets((*search.reasons, f"{effort}; by the same cost model {bound}"))
 
 
 def _fields(rows: Sequence[tuple[str, str]]) -> str:
