@@ -5,6 +5,7 @@ Each is answered by the search itself, exactly over the sizes that it names; not
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,12 +83,16 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A size that was tried; ``plan`` None: none there keeps the limits. ``cost``: of a step, where prices are given."""
+    """A size that was tried; ``plan`` None: none there keeps the limits. ``cost``: of a step, where prices are given.
+
+    ``missing``: what no plan there keeps, where there is none.
+    """
 
     value: str
     num_devices: int
     plan: Plan | None
     cost: float | None = None
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,8 @@ def smallest_cluster(ask: Ask) -> Answer:
     for text, cluster in _with_time(ask, ask.cluster):
         ask.say(f"trying {text}")
         plan = ask.planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
-        trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan))
+        missing = "" if plan else _none_within(ask)
+        trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, missing=missing))
         if plan is not None:
             return Answer(value=text, plan=plan, trials=tuple(trials))
     raise _no_cluster(ask, (ask.cluster,))
@@ -141,12 +147,13 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
         for text, cluster in _with_time(ask, kind):
             ask.say(f"trying {text}")
             per_second = price * cluster.world_size / 3600
-            limits = [s for s in (ask.max_step_time_s, best.cost / per_second if best and best.cost else None) if s]
-            plan = ask.planner(cluster).fastest(
-                Limits(max_step_time_s=min(limits, default=None)), processes=ask.processes
-            )
+            as_cheap_s = best.cost / per_second if best and best.cost else math.inf
+            most_s = min(ask.max_step_time_s or math.inf, as_cheap_s)
+            limits = Limits(max_step_time_s=None if most_s == math.inf else most_s)
+            plan = ask.planner(cluster).fastest(limits, processes=ask.processes)
             cost = plan.predicted.step_time_s * per_second if plan else None
-            trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, cost=cost))
+            missing = "" if plan else "none cheaper" if most_s == as_cheap_s < math.inf else _none_within(ask)
+            trials.append(Trial(value=text, num_devices=cluster.world_size, plan=plan, cost=cost, missing=missing))
             if cost is not None and (best is None or best.cost is None or cost < best.cost):
                 best = trials[-1]
     if best is None or best.plan is None:
@@ -205,6 +212,10 @@ def _with_time(ask: Ask, text: str) -> Iterator[tuple[str, Cluster]]:
         cluster = Cluster.parse(size, cache_dir=ask.cache_dir)
         if ask.max_step_time_s is None or least_s / cluster.world_size <= ask.max_step_time_s:
             yield size, cluster
+
+
+def _none_within(ask: Ask) -> str:
+    return "none fits" if ask.max_step_time_s is None else f"none within {ask.max_step_time_s:g} s"
 
 
 def _no_cluster(ask: Ask, kinds: Sequence[str]) -> InfeasibleError:
@@ -358,7 +369,12 @@ def _largest(
     plan = at(low).planner(cluster).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
     assert plan is not None
     made = (
-        Trial(value=f"{value(n):,} {unit}", num_devices=cluster.world_size, plan=plan if n == low else None)
+        Trial(
+            value=f"{value(n):,} {unit}",
+            num_devices=cluster.world_size,
+            plan=plan if n == low else None,
+            missing="" if n == low else _none_within(ask),
+        )
         for n in sorted(trials)
         if n == low or not trials[n]
     )

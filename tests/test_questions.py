@@ -84,6 +84,12 @@ def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str,
         found = cheapest_cluster(replace(ASK, max_step_time_s=most_s), prices, [other])
         assert found.cost == pytest.approx(min(costs.values()))
         assert found.value == min(costs, key=lambda size: costs[size])
+        for trial in found.trials:
+            dear = trial.value in costs and costs[trial.value] > min(costs.values())
+            assert trial.missing in (
+                ("", "none cheaper") if dear else ("", "none fits", f"none within {most_s or 0:g} s")
+            )
+            assert (trial.plan is None) is bool(trial.missing)
     with pytest.raises(UsageError, match="price"):
         cheapest_cluster(ASK, {"a100-sxm4-80gb": 1.0})
 

@@ -23,7 +23,10 @@ def render_answer(answer: Answer) -> str:
 
     priced = answer.cost is not None
     head = ("tried", *(("cost of a step",) if priced else ()), *_HEAD)
-    rows = [(trial.value, *((_cost(trial),) if priced else ()), *_cells(trial.plan)) for trial in answer.trials]
+    rows = [
+        (trial.value, *((_cost(trial),) if priced else ()), *_cells(trial.plan, trial.missing))
+        for trial in answer.trials
+    ]
     table = plain_table(head, rows, left=("tried", *_LEFT), width=160)
     cost = f", {answer.cost:.4g} a step" if answer.cost is not None else ""
     return f"{answer.value}{cost}\n\n{table}\n\n{render_plan(answer.plan)}"
@@ -43,6 +46,7 @@ def answer_summary(answer: Answer) -> dict[str, Any]:
                 "num_devices": trial.num_devices,
                 "step_time_s": trial.plan.predicted.step_time_s if trial.plan else None,
                 "cost": trial.cost,
+                "missing": trial.missing or None,
             }
             for trial in answer.trials
         ],
@@ -131,9 +135,9 @@ def _cost(trial: Trial) -> str:
     return "-" if trial.cost is None else f"{trial.cost:.4g}"
 
 
-def _cells(plan: Plan | None) -> tuple[str, ...]:
+def _cells(plan: Plan | None, missing: str = "none within the limits") -> tuple[str, ...]:
     if plan is None:
-        return ("no plan", *([""] * (len(_HEAD) - 1)))
+        return (missing, *([""] * (len(_HEAD) - 1)))
     predicted = plan.predicted
     return (
         seconds(predicted.step_time_s),
