@@ -125,14 +125,12 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
     assert uneven.search.lower_bound_s <= uneven.predicted.step_time_s
 
 
-@pytest.mark.parametrize("memory", ["500MB", "600MB", "700MB"])
-def test_what_is_too_large_needs_more_than_there_is(memory: str) -> None:
+def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
     graph = resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=20000", sequence_length=64).trace()
-    cluster = f"cpu:1x2?memory={memory}"
     planner = Planner(
         Task(
-            graph=graph, cluster=Cluster.parse(cluster), global_batch_size=32, precision=FP32, optimizer="adamw",
+            graph=graph, cluster=Cluster.parse("cpu:1x2?memory=600MB"), global_batch_size=32, precision=FP32, optimizer="adamw",
             pins=Pins.parse(["pp=2", "schedule=Interleaved1F1B"]), space=load_space("default"),
         )
     )  # fmt: skip
