@@ -26,6 +26,7 @@ from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import mixed_bounds
 from autopar.search.mixed_chains import Chains
+from autopar.search.mixed_closing import Closing, key_of_candidate
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
 from autopar.search.mixed_polish import polished
 from autopar.search.mixed_rows import MixedRow, PlaceRow, quick_bounds, work_and_slowness
@@ -349,11 +350,21 @@ def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memo
             assert fresh.bounds_s([candidate], times[-1] * (1 + 1e-6))[0] <= times[-1] * (1 + 1e-9)
             for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
                 assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
-            for bound_s in (alone.closest_s, alone.settled_s, alone.closer_s, alone.sharpest_s):
+            for bound_s in (alone.closest_s, alone.settled_s):
                 assert bound_s(candidate, times[-1]) <= times[-1] * (1 + 1e-9)
+            for part in (1.0, 1.01, 1.2):  # of its time, that is aimed at
+                goal_s = part * times[-1]
+                (opened,) = fresh.opened([candidate], goal_s)
+                assert opened.bound_s <= goal_s
+                if opened.rows:
+                    assert opened.first_s <= times[-1] * (1 + 1e-9)
+                    for whole_s in (0.0, goal_s):
+                        bound_s = Closing().least_s(key_of_candidate(candidate), [opened], goal_s, whole_s=whole_s)[0]
+                        assert bound_s <= times[-1] * (1 + 1e-9)
+                elif part > 1.0:
+                    assert opened.bound_s <= times[-1] * (1 + 1e-9)
             if candidate.mesh.pp == 1 and "full" not in one.modes and memory is None:
-                closest_s = alone.closer_s(candidate, float("inf"))
-                assert closest_s == pytest.approx(times[-1])
+                assert alone.opened([candidate], float("inf"))[0].bound_s == pytest.approx(times[-1])
     assert found.best.prediction.step_time_s == min(times)
     assert found.lower_bound_s <= min(alone.polished(plan).prediction.step_time_s for plan in plans)
 
