@@ -103,6 +103,11 @@ class Program:
         none, floor = np.zeros((len(sums), len(self.stages.again_s))), np.floor(values)
         return self._laws(sums, none, -floor), self._laws(-sums, none, floor + 1.0)
 
+    def halves_again(self, sums: Array, values: Array) -> tuple[Array, Array]:
+        """As :meth:`halves`, of sums [sums, parts * stages] of recomputed blocks."""
+        none, floor = np.zeros((len(sums), len(self.stages.rank))), np.floor(values)
+        return self._laws(none, sums, -floor), self._laws(none, -sums, floor + 1.0)
+
     def keep(self, law: Array) -> None:
         """One more law."""
         self.laws = np.concatenate([self.laws, law[None]])
@@ -120,7 +125,17 @@ class Program:
         return float(self.scale_s * (self.free - most) / total) if total > 0 else 0.0
 
     def solve(self) -> Solution | None:
-        """The shortest step by all that is known; None where there is none, or it is not found."""
+        """The shortest step by all that is known; None where there is none, or it is not found.
+
+        Rounding adds up from one solution to the next: where it leads nowhere, the program is solved from its beginning.
+        """
+        was_empty, found = not self.tableau.size, self._solved()
+        if found is None and not (was_empty or self.is_impossible):
+            self.tableau = _Tableau(self.tableau.gains)
+            found = self._solved()
+        return found
+
+    def _solved(self) -> Solution | None:
         if not self.tableau.size:
             for i in np.flatnonzero(self.limits)[: self.stages.pp].tolist():
                 self.tableau.add(self.laws[i], self.limits[i], int(self.names[i]))

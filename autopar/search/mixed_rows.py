@@ -34,6 +34,7 @@ class PlaceRow:
         least: blocks of it that each stage has for sure.
         alone: there is one block, which is both first and last.
         others: blocks that are neither in the group nor first or last.
+        is_one: whether all blocks of the group free the same bytes in the same time by recompute.
         before_s, before_forward_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the
             first on, and of their forwards.
         every_s: of each stage and micro-batch beside its blocks.
@@ -61,6 +62,7 @@ class PlaceRow:
     waits: bool
     in_flight: tuple[int, ...]
     most_done: tuple[int, ...]
+    is_one: bool = False
 
 
 @quickly

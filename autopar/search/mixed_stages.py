@@ -9,10 +9,13 @@ import numpy as np
 
 from autopar.cost.critical import longest_chains
 from autopar.cost.pipeline import StageTimes
-from autopar.search.bound_rows import Array, forwards_done
+from autopar.search.bound_rows import Array, BlockPrice, forwards_done
 from autopar.search.mixed_rows import MixedRow
 
 ROUNDING = 1e-9
+
+CLOSE = 1e-6
+"""Of the bytes that a block frees, up to which two numbers of them are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +45,7 @@ class Stages:
         again_s, freed: what a block that recomputes adds, and the bytes of its micro-batches that it frees. Where modes of
             recompute have two lines below them, there are two parts, one after the other: up to where the lines meet, and from
             there on, which takes longer for a byte.
+        counts_again: whether these are what modes free, so that of whole blocks each part is of a whole number of them.
     """
 
     def __init__(self, row: MixedRow) -> None:
@@ -86,6 +90,9 @@ class Stages:
         self.bytes = static + done * full
         self.again_s, freed = _parts(again_s, full - again, *by_stage[9:11])
         self.freed = np.tile(done, len(freed) // len(done)) * freed
+        self.counts_again = all(
+            own.is_one and _ends_parts(own.group, freed[place::pp]) for place, own in enumerate(row.ranks)
+        )
         none = (0.0,) * (pp - 1)
         self.send_s = np.array([*(row.sends_s or none), row.around_s])[self.rank]
         self.send_back_s = np.array([row.around_back_s, *(row.sends_back_s or none)])[self.rank]
@@ -150,6 +157,15 @@ class Stages:
             forwards=forwards, backwards=backwards, gathers=gathers, sends=sends, sends_back=back,
             ends=np.eye(pp)[found.rank], byte_s=np.zeros(pp),
         )  # fmt: skip
+
+
+def _ends_parts(price: BlockPrice, freed: Array) -> bool:
+    """Whether the parts that a block of this price frees (of each of its rank's stages and parts) end where modes of recompute do."""
+    most = price.held_bytes - price.held_again_bytes
+    if most <= 0:
+        return True
+    between = price.held_bytes - price.some_bytes
+    return price.full_s > 0 and (between <= ROUNDING * most or abs(freed[0] - between) <= CLOSE * most)
 
 
 def _parts(again_s: Array, freed: Array, byte_s: Array, free_s: Array) -> tuple[Array, Array]:

@@ -135,7 +135,7 @@ class _Cut:
 
     def _again(self, sizes: NDArray[np.int64]) -> Array:
         stages, v, pp = self.stages, self.v, self.pp
-        blocks = sizes.reshape(len(sizes), v, pp)
+        blocks = sizes.reshape(len(sizes), v, pp).astype(float)
         held = (sizes * stages.bytes).reshape(len(sizes), v, pp).sum(axis=1) - stages.room
         freed, again_s = stages.freed.reshape(-1, v, pp), stages.again_s.reshape(-1, v, pp)
         if len(freed) == 1:

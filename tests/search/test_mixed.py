@@ -172,6 +172,7 @@ def row_of(blocks: list[BlockPrice], limit: float, every_s: float, pp: int, m: i
         waits=v == 1,
         in_flight=tuple(map(int, done.min(axis=1))),
         most_done=tuple(map(int, done.max(axis=1))),
+        is_one=True,
     )
 
 
