@@ -287,8 +287,8 @@ class Evaluator(Closer):
     ) -> Iterator[tuple[Sequence[StageCutter], list[NDArray[np.bool_]] | None]]:
         """What a candidate's stages are cut by, each with the ways of :meth:`_ways`.
 
-        Where ranks differ, cuts are sought by hand: those without selective recompute are tried too, so that a plan is never
-        slower for a mode more.
+        Where ranks differ, cuts are sought by hand: those without selective recompute are tried too, so that no candidate
+        is slower for a mode more.
         """
         for way in self._ways(candidate, option, step, self.placed):
             yield cutters, way
