@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 from autopar.cost.model import CostModel, Step
 from autopar.graph.ir import Graph
 from autopar.plan import Recompute
 from autopar.search.bounding import COARSE, Bounding
 from autopar.search.candidates import Candidate
-from autopar.search.mixed_chains import Chains
-from autopar.search.mixed_whole import whole_bound_s
+from autopar.search.mixed_bounds import mixed_bounds
+from autopar.search.mixed_closing import Opened
+from autopar.search.mixed_rows import MixedRow
 from autopar.search.options import Draft, Option
 from autopar.search.pins import Pins
 from autopar.search.programs import program
@@ -21,9 +23,6 @@ from autopar.search.unstaged import unstaged
 
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
-
-PRECISION = 4e-3
-"""Of the programs of pipelines whose ranks differ, which cost little."""
 
 AGAIN = (1.0, 1.02, 1.1)
 """Times of the bound that is aimed at from which bounds are sought again: intervals that are cut elsewhere give others."""
@@ -130,38 +129,45 @@ class Closer(Bounding):
             self._closest[key] = found, at_most_s
         return max(bound, found)
 
-    # --- of the certificate: functions of the candidate and the time alone, from settled bounds on
+    def opened(self, candidates: Sequence[Candidate], goal_s: float) -> list[Opened]:
+        """Where devices differ: what of these may take less than ``goal_s``; of each the same, whatever was found before.
 
-    def closer_s(self, candidate: Candidate, at_most_s: float) -> float:
-        """Where devices differ: without stages the step itself, whatever memory it needs, with stages that of chains.
-
-        See :mod:`autopar.search.mixed_chains`; no chain is known but those that are found here.
+        Without stages the bound is the step itself, whatever memory it needs. Layouts that are known to take as long are left out.
         """
-        return self._alone_s(candidate, at_most_s, is_whole=False)
+        rows: list[MixedRow] = []
+        counts, speed = [0] * len(candidates), self._least_speed(candidates)
+        for i, candidate in enumerate(candidates):
+            if candidate.mesh.pp == 1:
+                continue
+            drafts = self._drafts(candidate)
+            self._open([(candidate, draft) for draft in drafts], 0.0)
+            for draft in drafts:
+                known_s = self._bounds[candidate, id(draft)][0]
+                if self._shared_s(candidate, min(known_s, goal_s / speed), draft.time_s) < goal_s:
+                    option = self.layouts.option(draft)
+                    rows.append(self.placed.exact(candidate, option, self.step(candidate, option)))
+                    counts[i] += 1
+        tested = zip(rows, mixed_bounds(rows, goal_s / speed, only_test=True).tolist(), strict=True)
+        found = []
+        for candidate, count in zip(candidates, counts, strict=True):
+            if candidate.mesh.pp == 1:
+                bound_s = min(self._alone_s(candidate, goal_s), goal_s)
+                found.append(Opened(first_s=bound_s, bound_s=bound_s))
+                continue
+            may = [(row, bound_s) for row, bound_s in islice(tested, count) if speed * bound_s < goal_s]
+            first_s = speed * min((bound_s for _, bound_s in may), default=math.inf)
+            found.append(
+                Opened(first_s=min(first_s, goal_s), bound_s=goal_s, rows=tuple(row for row, _ in may), speed=speed)
+            )
+        return found
 
-    def sharpest_s(self, candidate: Candidate, goal_s: float) -> float:
-        """Where devices differ, of whole blocks (:mod:`autopar.search.mixed_whole`); elsewhere :meth:`sharper_bound_s`."""
-        if self.differs:
-            return self._alone_s(candidate, goal_s, is_whole=True)
-        return self.sharper_bound_s(candidate, goal_s)
-
-    def _alone_s(self, candidate: Candidate, at_most_s: float, *, is_whole: bool) -> float:
-        speed, found = self._speed(candidate), math.inf
-        at_most_s /= speed
-        for draft in self._least_first(candidate):
-            bound_s = self._bound(candidate, draft, at_most_s)[0]
-            if bound_s < min(at_most_s, found):
-                option = self.layouts.option(draft)
-                step = self.step(candidate, option)
-                if candidate.mesh.pp == 1:
-                    bound_s = max(bound_s, self._unstaged_s(option, step))
-                else:
-                    row, chains = self.placed.exact(candidate, option, step), Chains()
-                    bound_s = max(bound_s, chains.bound_s(row, at_most_s, precision=PRECISION))
-                    if is_whole:
-                        bound_s = whole_bound_s(row, chains.of(row), bound_s, at_most_s)
-            found = min(found, bound_s)
-        return speed * min(found, at_most_s)
+    def _alone_s(self, candidate: Candidate, goal_s: float) -> float:
+        """Without stages."""
+        bound_s = self.settled_s(candidate, goal_s)
+        if bound_s >= goal_s:
+            return bound_s
+        options = [self.layouts.option(draft) for draft in self._drafts(candidate)]
+        return max(bound_s, min(self._unstaged_s(option, self.step(candidate, option)) for option in options))
 
     def _unstaged_s(self, option: Option, step: Step) -> float:
         """Without a pipeline: the step with as little recompute as there may be."""

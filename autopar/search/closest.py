@@ -9,24 +9,28 @@ step, and what each step gives is a function of the candidate and the best time 
 by itself, from nothing that the search has learned on its way. The candidate of the least bound is always the next one. Where
 two searches begin with other bounds, as those that are found in bulk differ within their precision, all that may be the least
 are settled before any of them is raised.
+
+Where devices differ many candidates are raised at once, those of one schedule together (:mod:`autopar.search.mixed_closing`): first
+up to a time that is close enough to the best one, then, if that took no whole blocks, up to the best one itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from autopar.search.candidates import Candidate
+from autopar.search.crew import Crew
 from autopar.search.ledger import Told
+from autopar.search.mixed_closing import Closing, Opened, grouped
 
-GIVEN, SETTLED, CLOSER, SHARPEST = range(4)
+SETTLED, SHARPEST = 1, 2
 """How far a candidate's bound has been raised."""
 
-MOST = {CLOSER: 256, SHARPEST: 32}
-"""Candidates of which closer bounds are worked out in the end: the last ones cost as much as the search itself."""
+MOST = 32
+"""Candidates of which the sharpest bounds are worked out in the end: the last ones cost as much as the search itself."""
 
 CLOSE = 0.05
 """Of a bound, up to which the best time above it is close enough to ask for no sharpest one."""
@@ -45,9 +49,9 @@ class HasCloser(Protocol):
 
     def closest_s(self, candidate: Candidate, at_most_s: float) -> float: ...
 
-    def closer_s(self, candidate: Candidate, at_most_s: float) -> float: ...
+    def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float: ...
 
-    def sharpest_s(self, candidate: Candidate, goal_s: float) -> float: ...
+    def opened(self, candidates: Sequence[Candidate], goal_s: float) -> list[Opened]: ...
 
 
 class Closest:
@@ -59,6 +63,8 @@ class Closest:
         """Those found on the way."""
         self._raised: dict[int, float] = {}
         """Those of the certificate."""
+        self._certified_s = math.inf
+        """Where devices differ, what the certificate was worked out up to."""
 
     def is_slow(self, index: int, best_s: float) -> bool:
         """Whether a candidate takes no less than ``best_s``."""
@@ -73,7 +79,8 @@ class Closest:
             bounds: those that decided the order.
             found: what came of those that were evaluated.
         """
-        return min((self._lower_s(i, bounds, found) for i in range(len(self.pool))), default=0.0)
+        every = (self._lower_s(i, bounds, found) for i in range(len(self.pool)))
+        return min(self._certified_s, min(every, default=0.0))
 
     def raise_least(
         self,
@@ -83,7 +90,7 @@ class Closest:
         asked: Container[Candidate],
         of_owner: Callable[[int, Callable[[], float]], float],
     ) -> None:
-        """Closer bounds for the candidates of the least ones, until these are close to ``best_s``.
+        """Where devices are alike closer bounds for the candidates of the least ones, until these are close to ``best_s``.
 
         Args:
             bounds, found: as for :meth:`least_s`.
@@ -91,7 +98,7 @@ class Closest:
             asked: those that the search came to; of others nothing is known to be close to.
             of_owner: has the bound of a position worked out where its layouts are known.
         """
-        goal_s, level, made = best_s / (1 + CLOSE), dict[int, int](), Counter[int]()
+        goal_s, level, made = best_s / (1 + CLOSE), dict[int, int](), 0
         lower = [self._lower_s(i, bounds, found) for i in range(len(self.pool))]
         while math.isfinite(best_s):
             before_s = min(lower)
@@ -105,16 +112,51 @@ class Closest:
                     level[i] = SETTLED
                     lower[i] = self._lower_s(i, bounds, found)
                 continue
-            level[least] += 1 if self.evaluator.differs or level[least] > SETTLED else 2
-            if level[least] > (SHARPEST if before_s < goal_s else CLOSER) or made[level[least]] == MOST[level[least]]:
+            if level[least] == SHARPEST or before_s >= goal_s or made == MOST:
                 return
-            made[level[least]] += 1
-            if level[least] == CLOSER:
-                ask = partial(self.evaluator.closer_s, self.pool[least], best_s)
-            else:
-                ask = partial(self.evaluator.sharpest_s, self.pool[least], goal_s)
+            level[least] = SHARPEST
+            made += 1
+            ask = partial(self.evaluator.sharper_bound_s, self.pool[least], goal_s)
             self._raised[least] = max(self._raised.get(least, 0.0), of_owner(least, ask))
             lower[least] = self._lower_s(least, bounds, found)
+
+    def raise_together(
+        self,
+        bounds: Mapping[Candidate, float],
+        found: Mapping[int, Told],
+        best_s: float,
+        asked: Collection[int],
+        crew: Crew,
+        part_of: Callable[[int], Hashable],
+    ) -> None:
+        """Where devices differ a bound of all candidates, up to ``best_s``.
+
+        Args:
+            bounds, found, best_s: as for :meth:`raise_least`.
+            asked: positions of those that the search came to.
+            crew: the processes of the search.
+            part_of: which part of the work a candidate is.
+        """
+        closing = Closing()
+        for goal_s, whole_s in ((best_s / (1 + CLOSE), best_s / (1 + CLOSE)), (best_s, 0.0)):
+            below = [i for i in asked if self._lower_s(i, bounds, found) < goal_s * NEAR]
+            mine = [i for i in below if crew.owner(part_of(i)) == crew.rank]
+            made = self.evaluator.opened([self.pool[i] for i in mine], goal_s)
+            opened: dict[int, Opened] = {}
+            for some in crew.gather(dict(zip(mine, made, strict=True))):
+                opened |= some
+            least_s, is_whole = min((own.bound_s for own in opened.values()), default=goal_s), False
+            told = [
+                closing.least_s(key, [opened[i] for i in group], goal_s, whole_s=whole_s)
+                for key, group in grouped(opened).items()
+                if crew.takes(key)
+            ]
+            for bound_s, is_raised in (own for some in crew.gather(told) for own in some):
+                least_s, is_whole = min(least_s, bound_s), is_whole or is_raised
+            self._certified_s = least_s
+            self._raised |= dict.fromkeys(below, least_s)
+            if is_whole or least_s < goal_s:
+                return
 
     def _lower_s(self, index: int, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
         candidate, told = self.pool[index], found.get(index)

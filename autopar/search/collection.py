@@ -10,6 +10,10 @@ OBJECTS = 100_000
 """New objects after which cycles are looked for. A search makes few of them and keeps most of what it makes, beside the
 objects of torch and of the traced model, all of which a full collection visits."""
 
+YOUNG = 50
+"""Collections of the newest objects after which those that were left are visited again: in the tenth that of a search of a few
+seconds goes through most of what it has made, a tenth of a second for nothing."""
+
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
@@ -18,7 +22,7 @@ def seldom_collected() -> Iterator[None]:
     What is collected more seldom already, or not at all, stays so; so it does where a search runs inside of another.
     """
     before = gc.get_threshold()
-    during = (OBJECTS, *before[1:])
+    during = (OBJECTS, max(before[1], YOUNG), before[2])
     if before[0] == 0 or before[0] >= OBJECTS:
         yield
         return

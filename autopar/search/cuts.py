@@ -264,10 +264,17 @@ class Cuts:
             self._held[key] = held
         return [limit / v for limit in self.placed.tensor_limits(candidate)] * v, self._held[key]
 
-    def cutters(self, candidate: Candidate, option: Option, step: Step) -> list[StageCutter]:
-        """For each pipeline rank the blocks as its devices run them; the same one for equal devices."""
+    def cutters(
+        self, candidate: Candidate, option: Option, step: Step, modes: tuple[Recompute, ...] | None = None
+    ) -> list[StageCutter]:
+        """For each pipeline rank the blocks as its devices run them; the same one for equal devices.
+
+        Args:
+            modes: of recompute; None: all of the space.
+        """
         key = (
-            id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches, step.offload, candidate.moves
+            id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches, step.offload,
+            candidate.moves, modes,
         )  # fmt: skip
         found = self._cut.get(key)
         if found is None:
@@ -275,7 +282,7 @@ class Cuts:
             made: dict[int, StageCutter] = {}
             for rank, part in enumerate(parts):
                 if id(part) not in made:
-                    blocks = self.blocks(option.of_rank(rank), step, part, moves=candidate.moves)
+                    blocks = self.blocks(option.of_rank(rank), step, part, moves=candidate.moves, space_modes=modes)
                     made[id(part)] = self.cutter(blocks)
             found = [made[id(part)] for part in parts]
             if sum(len(own[0].time) for own in self._cut.values()) > MAX_KEPT:
@@ -283,11 +290,15 @@ class Cuts:
             self._cut[key] = found  # asked again for other schedules
         return found
 
-    def blocks(self, option: Option, step: Step, model: CostModel, *, moves: bool = False) -> list[CutBlock]:
+    def blocks(
+        self, option: Option, step: Step, model: CostModel, *, moves: bool = False,
+        space_modes: tuple[Recompute, ...] | None = None,
+    ) -> list[CutBlock]:  # fmt: skip
         """Prices of the blocks for the cut; blocks pinned to a mode have one option.
 
         Args:
             moves: blocks may keep on the host what they need, and none recomputes selectively where it is not pinned.
+            space_modes: of all others; None: all of the space.
         """
         made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
         blocks, beside = [], self._beside(option) if model.sends_always(step) else {}
@@ -295,7 +306,7 @@ class Cuts:
             pinned = self.recompute.get(index)
             key = (option.keys[k], pinned, cost.offloads)
             if key not in made:
-                modes: tuple[Way, ...] = (pinned,) if pinned else self.space_modes
+                modes: tuple[Way, ...] = (pinned,) if pinned else space_modes or self.space_modes
                 if moves and not cost.offloads:
                     modes = with_moved(modes) if not pinned or pinned == "none" else modes
                 made[key] = self._cut_block(len(made), cost, modes, step, model, beside.get(option.keys[k], ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -23,6 +23,7 @@ from autopar.search.cuts import Failure
 from autopar.search.every import every_cut
 from autopar.search.fitting import Fitting, busy_s
 from autopar.search.inter import Cut, StageCutter
+from autopar.search.mixed import Placed
 from autopar.search.mixed_chains import adds_s
 from autopar.search.mixed_polish import polished
 from autopar.search.options import Draft, Option, split_of
@@ -174,9 +175,12 @@ class Evaluator(Closer):
             return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
         if self.rows_of(candidate).tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
+        few = self._best_of_few(candidate, option, step, at_most_s)
+        if few is not None:
+            at_most_s = min(at_most_s, few.prediction.step_time_s / self._speed(candidate))
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
-        if best is None:
-            return next((f for f in failures if f.is_slow), failures[0])
+        if best is None or (few is not None and best[0].step_time_s >= few.prediction.step_time_s):
+            return few or next((f for f in failures if f.is_slow), failures[0])
         if best[0].step_time_s < NEAR * min(at_most_s, near_s):
             best = self._turned(candidate, option, step, cutters, best, at_most_s)
         return self._bucketed(candidate, option, best[1].cut, step, best[0])
@@ -186,18 +190,20 @@ class Evaluator(Closer):
     ) -> tuple[tuple[Prediction, Fitting] | None, list[Failure]]:
         """Of the cuts of a layout the quickest that fits; and why others do not."""
         model, speed = self.placed.ordered(candidate), self._speed(candidate)
-        pp, count = candidate.mesh.pp, candidate.num_micro_batches
-        bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
+        bound = partial(busy_s, pp=candidate.mesh.pp, num_micro_batches=candidate.num_micro_batches, with_once=True)
         best: tuple[Prediction, Fitting] | None = None
         failures: list[Failure] = []
         late_s = at_most_s
-        for way in self._ways(candidate, option, step):
-            plan = self.cuts.fits(candidate, option, step, cutters, at_most_s, way, late_s)
+        for own, way in self._tries(candidate, option, step, cutters):
+            plan = self.cuts.fits(candidate, option, step, own, at_most_s, way, late_s)
             if isinstance(plan, Failure):
                 failures.append(plan)
             elif not self._host_fits(plan.memory):
                 failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
-            elif bound(plan.cut) >= (NEAR if self._takes_turns(candidate, plan.cut) else 1.0) * late_s:
+            elif (
+                bound(plan.cut, own[0], by_rank=own)
+                >= (NEAR if self._takes_turns(candidate, plan.cut) else 1.0) * late_s
+            ):
                 failures.append(Failure(is_slow=True))
             else:
                 prediction = model.predict(plan.made, step, memory=plan.memory)
@@ -276,12 +282,30 @@ class Evaluator(Closer):
             return found
         return self._bucketed(candidate, option, plan.cut, step, prediction)
 
-    def _ways(self, candidate: Candidate, option: Option, step: Step) -> list[list[NDArray[np.bool_]] | None]:
+    def _tries(
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter]
+    ) -> Iterator[tuple[Sequence[StageCutter], list[NDArray[np.bool_]] | None]]:
+        """What a candidate's stages are cut by, each with the ways of :meth:`_ways`.
+
+        Where ranks differ, cuts are sought by hand: those without selective recompute are tried too, so that no candidate
+        is slower for a mode more.
+        """
+        for way in self._ways(candidate, option, step, self.placed):
+            yield cutters, way
+        plain = self.placed.plain
+        if self.placed.has(candidate) and plain is not None:
+            own = self.cuts.cutters(candidate, option, step, tuple(plain.modes))
+            for way in self._ways(candidate, option, step, plain):
+                yield own, way
+
+    def _ways(
+        self, candidate: Candidate, option: Option, step: Step, placed: Placed
+    ) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
             return [*self.rows_of(candidate).equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
         if self.placed.has(candidate):
-            stops = None if self.stages else self.placed.stops_in_turns(candidate, option, step)
+            stops = None if self.stages else placed.stops_in_turns(candidate, option, step)
             return [None] if stops is None else [exactly(stops, len(self.rows.class_of)), None]
         if candidate.virtual_stages > 1:
             return [*self.rows_of(candidate).even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
@@ -364,6 +388,15 @@ class Evaluator(Closer):
             return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
+    def _best_of_few(self, candidate: Candidate, option: Option, step: Step, at_most_s: float) -> Evaluation | None:
+        """Where ranks differ and all cuts without selective recompute are few, the best of these."""
+        plain, stages = self.placed.plain, candidate.mesh.pp * candidate.virtual_stages
+        if plain is None or not self.placed.has(candidate) or not self.rows.tries_all(stages, without="selective"):
+            return None
+        cutters = self.cuts.cutters(candidate, option, step, tuple(plain.modes))
+        found = self._best_of_all(candidate, option, step, cutters, at_most_s)
+        return found if isinstance(found, Evaluation) else None
+
     def _host_fits(self, memory: Sequence[Memory]) -> bool:
         limit = self.model.host.memory_bytes if any(m.host for m in memory) else None
         return limit is None or all(m.host <= limit for m in memory)
@@ -394,8 +427,10 @@ class Evaluator(Closer):
 
         def adding(sizes: Sequence[int]) -> list[float]:
             stops = tuple(accumulate(sizes))
-            again = [found.modes[i:j].count("full") for i, j in zip((0, *stops), stops, strict=False)]
-            return adds_s(row, sizes, again)
+            own = [found.modes[i:j] for i, j in zip((0, *stops), stops, strict=False)]
+            full = [modes.count("full") for modes in own]
+            some = [modes.count("selective") + count for modes, count in zip(own, full, strict=True)]
+            return adds_s(row, sizes, some, full)
 
         sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
         stops = polished(sizes, found.prediction.step_time_s, priced, adding)

@@ -108,6 +108,9 @@ class Placed:
         model: of all node groups.
         modes, pinned: as for :class:`RowMaker`.
         is_even: the space has equal stages.
+
+    Attributes:
+        plain: the same without selective recompute, where there are two modes besides; None: there are not.
     """
 
     def __init__(
@@ -135,6 +138,10 @@ class Placed:
         self._free_prices: dict[tuple[int, frozenset[int]], tuple[list[BlockPrice], float]] = {}
         self._free_rows: dict[tuple[object, ...], PlaceRow] = {}
         self._shared: dict[int, tuple[Option, tuple[ParameterCost, ...]]] = {}
+        plain = tuple(mode for mode in modes if mode != "selective")
+        self.plain: Placed | None = None
+        if len(modes) > len(plain) > 1:
+            self.plain = Placed(layouts, model, modes=plain, pinned=pinned, is_even=is_even)
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""

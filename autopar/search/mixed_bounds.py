@@ -176,7 +176,7 @@ class _Columns:
         self.through_s, self.first_s = self.forward_s + self.backward_s, self.forward_s + self.steady_s
         self.later_s = self.through_s - gathers_s
         if self.v > 1:
-            self._around(rows, sends, back, every_s)
+            self._around(list(kinds.values()), which, sends, back, every_s)
             self.group_forward_s = group["forward_s"] + group["gather_s"]
             self.ends_s = (fixed["forward_s"] + fixed["gather_s"] + virtual * every_s).sum(axis=0)
             around_s = np.array([row.around_s for row in rows])
@@ -213,10 +213,17 @@ class _Columns:
         found: Array = np.maximum(np.minimum(again, blocks) * group["least_again_s"][..., None], np.maximum(part, more))
         return found
 
-    def _around(self, rows: Sequence[MixedRow], sends: Array, back: Array, every_s: Array) -> None:
-        """What stands before a rank's first stage, there and back, and after its last one, at least."""
-        forward = np.array([_least(row, "before_forward_s") for row in rows]).T
-        both = np.array([_least(row, "before_s") for row in rows]).T
+    def _around(
+        self, kinds: Sequence[PlaceRow], which: NDArray[np.int64], sends: Array, back: Array, every_s: Array
+    ) -> None:
+        """What stands before a rank's first stage, there and back, and after its last one, at least.
+
+        Args:
+            which: of ``kinds``, of each rank and row.
+        """
+        forward, both = (
+            _least(np.array([getattr(own, name) for own in kinds]), which) for name in ("before_forward_s", "before_s")
+        )
         before = np.cumsum(sends + every_s, axis=0) - sends - every_s
         self.start_s, self.end_s = forward + before, np.maximum(both - forward, 0.0) + np.cumsum(back, axis=0) - back
 
@@ -307,7 +314,13 @@ def _numbers(own: PlaceRow) -> tuple[tuple[float, ...], ...]:
     return _every(own.group), _every(own.first), _every(own.last)
 
 
-def _least(row: MixedRow, name: str) -> list[float]:
-    """For each rank the least that as many blocks as there are ranks before it take, from the first on."""
-    each = np.diff(np.array([getattr(own, name) for own in row.ranks]), axis=1)
-    return [0.0, *np.cumsum(each.min(axis=0)).tolist()]
+def _least(before: Array, which: NDArray[np.int64]) -> Array:
+    """For each rank and row the least that as many blocks as there are ranks before it take, from the first on.
+
+    Args:
+        before: of each kind of rank, for 0, 1, ... blocks.
+        which: kind of each rank and row.
+    """
+    each = np.diff(before, axis=1)[which].min(axis=0)
+    found: Array = np.concatenate([np.zeros((1, which.shape[1])), np.cumsum(each, axis=1).T])
+    return found

@@ -84,15 +84,16 @@ class Chains:
         return list(self._chains.get(key_of(row), ()))
 
 
-def adds_s(row: MixedRow, sizes: Sequence[int], again: Sequence[int]) -> list[float]:
+def adds_s(row: MixedRow, sizes: Sequence[int], some: Sequence[int], full: Sequence[int]) -> list[float]:
     """Seconds that a block more on each stage adds to the longest chain of a cut.
 
     Args:
         sizes: blocks on each stage.
-        again: of which so many recompute.
+        some, full: of which so many recompute, and so many fully.
     """
     stages = Stages(row)
+    again = np.concatenate([some, full] if stages.num_parts > 1 else [full])
     blocks = np.array(sizes, dtype=float) - (np.arange(len(sizes)) == 0) - (np.arange(len(sizes)) == len(sizes) - 1)
-    _, chain = stages.longest(row.ranks[0].schedule, blocks, np.array(again, dtype=float))
+    _, chain = stages.longest(row.ranks[0].schedule, blocks, again.astype(float))
     found: list[float] = stages.each_s(chain)[0].tolist()
     return found

@@ -25,6 +25,7 @@ class _Ends(NamedTuple):
     group: BlockPrice
     num_blocks: int
     is_sure: bool
+    is_one: bool
     before_s: tuple[float, ...]
     before_forward_s: tuple[float, ...]
 
@@ -77,6 +78,7 @@ class PlaceRows(RowMaker):
             waits=candidate.virtual_stages == 1,
             in_flight=in_flight,
             most_done=most_done,
+            is_one=ends.is_one,
         )
 
     def _ends(self, prices: Sequence[BlockPrice], pp: int) -> _Ends:
@@ -89,8 +91,17 @@ class PlaceRows(RowMaker):
                 prices=prices,
                 group=least_of(prices[k] for k in own) if own else NOTHING,
                 num_blocks=sum(inner[k] for k in own),
+                is_one=len({_recomputed(prices[k]) for k in own}) == 1,
                 is_sure=len(groups) == 1 and not {self.class_of[0], self.class_of[-1]} & set(own),
                 before_s=tuple(accumulate((price.time_s for price in before), initial=0.0)),
                 before_forward_s=tuple(accumulate((price.forward_s for price in before), initial=0.0)),
             )
         return self._known_ends[id(prices), pp]
+
+
+def _recomputed(price: BlockPrice) -> tuple[float, ...]:
+    """What a price says of recompute."""
+    return (
+        price.held_bytes, price.held_again_bytes, price.again_s, price.more_byte_s, price.more_free_s, price.some_bytes,
+        price.full_s,
+    )  # fmt: skip

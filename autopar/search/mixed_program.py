@@ -39,7 +39,7 @@ _COUNTS = tuple(field.name for field in fields(Chain) if field.name != "byte_s")
 
 
 class Solution(NamedTuple):
-    """Blocks and recomputed ones on each stage in the shortest step, and the chains weighed."""
+    """Blocks and recomputed ones (of each part) on each stage in the shortest step, and the chains weighed."""
 
     blocks: Array
     again: Array
@@ -60,15 +60,18 @@ class Program:
         free = stages.count - float(stages.least.sum())
         self.least = stages.least - max(FREE - free, 0.0) / n
         self.free = max(free, FREE)
-        self.tableau = _Tableau(np.concatenate([np.full(n, 1.0), np.zeros(n)]))
+        parts = stages.num_parts
+        self.tableau = _Tableau(np.concatenate([np.full(n, 1.0), np.zeros(parts * n)]))
         self.chains: list[Chain] = []
         self.is_impossible = False
         """Whether it was found that no blocks keep the laws: the step has no end."""
         own = (stages.rank == np.arange(pp)[:, None]).astype(float)
         size = np.maximum(np.abs(stages.room), 1.0)[:, None]
         # what is kept where all are as few as they can be, and by each more; no more recompute than there are
-        memory = self._laws(own * stages.bytes / size, -own * stages.freed / size, -stages.room / size[:, 0])
-        self.laws = np.concatenate([memory, self._laws(-np.eye(n), np.eye(n), np.zeros(n))])
+        freed = np.tile(own, parts) * stages.freed
+        memory = self._laws(own * stages.bytes / size, -freed / size, -stages.room / size[:, 0])
+        fewer = self._laws(np.tile(-np.eye(n), (parts, 1)), np.eye(parts * n), np.zeros(parts * n))
+        self.laws = np.concatenate([memory, fewer])
         self.names = -1 - np.arange(len(self.laws))
         self.limits = np.zeros(len(self.laws))
         self.add(chains)
@@ -97,8 +100,13 @@ class Program:
 
     def halves(self, sums: Array, values: Array) -> tuple[Array, Array]:
         """The laws that each sum [sums, stages] of blocks is no more than its value without the part, or more than that."""
-        none, floor = np.zeros(sums.shape), np.floor(values)
+        none, floor = np.zeros((len(sums), len(self.stages.again_s))), np.floor(values)
         return self._laws(sums, none, -floor), self._laws(-sums, none, floor + 1.0)
+
+    def halves_again(self, sums: Array, values: Array) -> tuple[Array, Array]:
+        """As :meth:`halves`, of sums [sums, parts * stages] of recomputed blocks."""
+        none, floor = np.zeros((len(sums), len(self.stages.rank))), np.floor(values)
+        return self._laws(none, sums, -floor), self._laws(none, -sums, floor + 1.0)
 
     def keep(self, law: Array) -> None:
         """One more law."""
@@ -117,7 +125,17 @@ class Program:
         return float(self.scale_s * (self.free - most) / total) if total > 0 else 0.0
 
     def solve(self) -> Solution | None:
-        """The shortest step by all that is known; None where there is none, or it is not found."""
+        """The shortest step by all that is known; None where there is none, or it is not found.
+
+        Rounding adds up from one solution to the next: where it leads nowhere, the program is solved from its beginning.
+        """
+        was_empty, found = not self.tableau.size, self._solved()
+        if found is None and not (was_empty or self.is_impossible):
+            self.tableau = _Tableau(self.tableau.gains)
+            found = self._solved()
+        return found
+
+    def _solved(self) -> Solution | None:
         if not self.tableau.size:
             for i in np.flatnonzero(self.limits)[: self.stages.pp].tolist():
                 self.tableau.add(self.laws[i], self.limits[i], int(self.names[i]))

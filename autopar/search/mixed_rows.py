@@ -34,6 +34,7 @@ class PlaceRow:
         least: blocks of it that each stage has for sure.
         alone: there is one block, which is both first and last.
         others: blocks that are neither in the group nor first or last.
+        is_one: whether all blocks of the group free the same bytes in the same time by recompute.
         before_s, before_forward_s: for each pipeline rank the time of as many blocks as there are ranks before it, from the
             first on, and of their forwards.
         every_s: of each stage and micro-batch beside its blocks.
@@ -61,6 +62,7 @@ class PlaceRow:
     waits: bool
     in_flight: tuple[int, ...]
     most_done: tuple[int, ...]
+    is_one: bool = False
 
 
 @quickly
@@ -126,17 +128,16 @@ def _holds(row: MixedRow) -> bool:
 def work_bound_s(row: MixedRow) -> float:
     """Total work over total speed, with what each stage does beside its blocks; and as if each stage had a rank of its own."""
     own = row.ranks[0]
-    found = _flow_s(row, own.waits, own.virtual_stages, 1)
-    return found if own.waits else max(found, _flow_s(row, True, 1, own.virtual_stages))
+    ranks = [*zip(row.slowness, row.before_s, [rank.every_s for rank in row.ranks], strict=True)][::-1]
+    found = _flow_s(row, ranks, own.waits, own.virtual_stages)
+    return found if own.waits else max(found, _flow_s(row, ranks * own.virtual_stages, True, 1))
 
 
-def _flow_s(row: MixedRow, waits: bool, each: int, times: int) -> float:
-    """The bound by weights for ranks of ``each`` stages, ``times`` as many as there are."""
+def _flow_s(row: MixedRow, ranks: Sequence[tuple[float, float, float]], waits: bool, each: int) -> float:
+    """The bound by weights for ranks of ``each`` stages, last ones first: slowness, what stands before, what a stage repeats."""
     m, after, weighted_s = row.ranks[0].num_micro_batches, 0.0, 0.0
-    for own, slowness, before_s in zip(
-        row.ranks[::-1] * times, row.slowness[::-1] * times, row.before_s[::-1] * times, strict=True
-    ):
+    for slowness, before_s, every_s in ranks:
         weight = max(1 / slowness - waits * after, 0.0) / m
-        weighted_s += weight * (before_s + m * each * own.every_s)
+        weighted_s += weight * (before_s + m * each * every_s)
         after += weight
     return (row.work_s + weighted_s) / after

@@ -9,10 +9,13 @@ import numpy as np
 
 from autopar.cost.critical import longest_chains
 from autopar.cost.pipeline import StageTimes
-from autopar.search.bound_rows import Array, forwards_done
+from autopar.search.bound_rows import Array, BlockPrice, forwards_done
 from autopar.search.mixed_rows import MixedRow
 
 ROUNDING = 1e-9
+
+CLOSE = 1e-6
+"""Of the bytes that a block frees, up to which two numbers of them are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +39,14 @@ class Chain:
 
 
 class Stages:
-    """A row by stages: what a block of the group adds to each, and what is there without any."""
+    """A row by stages: what a block of the group adds to each, and what is there without any.
+
+    Attributes:
+        again_s, freed: what a block that recomputes adds, and the bytes of its micro-batches that it frees. Where modes of
+            recompute have two lines below them, there are two parts, one after the other: up to where the lines meet, and from
+            there on, which takes longer for a byte.
+        counts_again: whether these are what modes free, so that of whole blocks each part is of a whole number of them.
+    """
 
     def __init__(self, row: MixedRow) -> None:
         own, pp = row.ranks[0], len(row.ranks)
@@ -45,22 +55,22 @@ class Stages:
         self.pp, self.m, self.rank, self.count = pp, m, stages % pp, own.count
         kinds = {id(r): i for i, r in enumerate({id(r): r for r in row.ranks}.values())}
         names = ("forward_s", "time_s", "again_s", "gather_s", "once_s", "static_bytes", "held_bytes",
-                 "held_again_bytes", "passing_bytes")  # fmt: skip
+                 "held_again_bytes", "passing_bytes", "more_byte_s", "more_free_s")  # fmt: skip
         rows = list({id(r): r for r in row.ranks}.values())
-        table = np.array([[*(getattr(r.group, name) for name in names), r.every_s, r.limit_bytes] for r in rows])
+        table = np.array([[*(getattr(r.group, name) for name in names), r.limit_bytes, r.every_s] for r in rows])
         where = np.array([kinds[id(r)] for r in row.ranks])
         by_rank = table[where]
         by_stage = by_rank[self.rank].T
-        self.forward_s, time_s, self.again_s, self.gather_s, self.once_s = by_stage[:5]
+        self.forward_s, time_s, again_s, self.gather_s, self.once_s = by_stage[:5]
         self.backward_s = np.maximum(time_s - self.forward_s, 0.0)
         static, full, again = by_stage[5:8]
         first, last = row.ranks[0].first, row.ranks[-1].last
         ends = [(0, 0, first)] + ([] if own.alone else [(pp * v - 1, pp - 1, last)])
-        self.forward0_s, self.backward0_s = by_stage[9].copy(), np.zeros(pp * v)
+        self.forward0_s, self.backward0_s = by_stage[12].copy(), np.zeros(pp * v)
         self.gather0_s, self.once0_s = np.zeros(pp * v), np.zeros(pp)
         self.least = np.ones(pp * v) if not own.others else np.zeros(pp * v)
         done = forwards_done(own.schedule, pp, v, m).T.reshape(-1).astype(float)
-        limit, beside = by_rank[:, 10] * (1 + 1e-9), by_rank[:, 8].copy()  # what fits exactly, fits
+        limit, beside = by_rank[:, 11] * (1 + 1e-9), by_rank[:, 8].copy()  # what fits exactly, fits
         limit -= np.bincount(self.rank, weights=done * row.stage_bytes * (stages < pp * v - 1), minlength=pp)
         alone = np.zeros(pp)
         for stage, rank, block in ends:
@@ -77,18 +87,30 @@ class Stages:
         self.least = np.maximum(self.least, own.least)
         sure = np.bincount(self.rank, weights=self.least, minlength=pp) > 0
         self.room = limit - np.where(sure, beside, np.minimum(alone, beside))
-        self.bytes, self.freed = static + done * full, done * (full - again)
+        self.bytes = static + done * full
+        self.again_s, freed = _parts(again_s, full - again, *by_stage[9:11])
+        self.freed = np.tile(done, len(freed) // len(done)) * freed
+        self.counts_again = all(
+            own.is_one and _ends_parts(own.group, freed[place::pp]) for place, own in enumerate(row.ranks)
+        )
         none = (0.0,) * (pp - 1)
         self.send_s = np.array([*(row.sends_s or none), row.around_s])[self.rank]
         self.send_back_s = np.array([row.around_back_s, *(row.sends_back_s or none)])[self.rank]
         self.once0_s[[0, -1]] += row.tie_s
 
+    @property
+    def num_parts(self) -> int:
+        """Of recompute."""
+        return len(self.again_s) // len(self.rank)
+
     def each_s(self, chain: Chain) -> tuple[Array, Array, Array]:
-        """Seconds that a block adds to a chain on each stage, that its recompute adds, and those without blocks."""
+        """Seconds that a block adds to a chain on each stage, that each part of its recompute adds, and those without blocks."""
         byte_s = chain.byte_s[..., self.rank]
         block = chain.forwards * self.forward_s + chain.backwards * self.backward_s + chain.gathers * self.gather_s
         block += chain.ends[..., self.rank] * self.once_s + byte_s * self.bytes
-        again = chain.backwards * self.again_s - byte_s * self.freed
+        parts = self.num_parts
+        backwards, prices = (np.concatenate([own] * parts, axis=-1) for own in (chain.backwards, byte_s))
+        again = backwards * self.again_s - prices * self.freed
         fixed = chain.forwards @ self.forward0_s + chain.backwards @ self.backward0_s
         fixed += chain.gathers @ self.gather0_s + chain.sends @ self.send_s + chain.sends_back @ self.send_back_s
         fixed += chain.ends @ self.once0_s - chain.byte_s @ self.room
@@ -97,7 +119,8 @@ class Stages:
     def least_s(self, chain: Chain) -> float:
         """Seconds of a chain at least, wherever the blocks stand and however many recompute; of several the longest."""
         block, again, fixed = self.each_s(chain)
-        block = block + np.minimum(again, 0.0)
+        for own in np.split(np.minimum(again, 0.0), self.num_parts, axis=-1):
+            block = block + own
         found = fixed + block @ self.least + max(self.count - self.least.sum(), 0.0) * block.min(axis=-1)
         return float(np.max(found)) * (1 - ROUNDING)
 
@@ -106,12 +129,13 @@ class Stages:
         return bool((np.bincount(self.rank, weights=self.bytes * blocks, minlength=self.pp) <= self.room).all())
 
     def longest(self, schedule: str, blocks: Array, again: Array) -> tuple[float, Chain]:
-        """Seconds of the step of a cut, and its longest chain."""
+        """Seconds of the step of a cut, and its longest chain; ``again``: of how many blocks each part is recomputed."""
         pp = self.pp
+        again_s = (self.again_s * again).reshape(self.num_parts, -1).sum(axis=0)
         once_s = self.once0_s + np.bincount(self.rank, weights=self.once_s * blocks, minlength=pp)
         columns = (
             self.forward0_s + self.forward_s * blocks,
-            self.backward0_s + self.backward_s * blocks + self.again_s * again,
+            self.backward0_s + self.backward_s * blocks + again_s,
             self.gather0_s + self.gather_s * blocks,
             self.send_s,
             self.send_back_s,
@@ -133,6 +157,31 @@ class Stages:
             forwards=forwards, backwards=backwards, gathers=gathers, sends=sends, sends_back=back,
             ends=np.eye(pp)[found.rank], byte_s=np.zeros(pp),
         )  # fmt: skip
+
+
+def _ends_parts(price: BlockPrice, freed: Array) -> bool:
+    """Whether the parts that a block of this price frees (of each of its rank's stages and parts) end where modes of recompute do."""
+    most = price.held_bytes - price.held_again_bytes
+    if most <= 0:
+        return True
+    between = price.held_bytes - price.some_bytes
+    return price.full_s > 0 and (between <= ROUNDING * most or abs(freed[0] - between) <= CLOSE * most)
+
+
+def _parts(again_s: Array, freed: Array, byte_s: Array, free_s: Array) -> tuple[Array, Array]:
+    """Seconds and bytes of each part of what a block recomputes, by :class:`autopar.search.bound_rows.BlockPrice`.
+
+    One line goes to ``again_s`` where all is ``freed``, the other one takes ``byte_s`` for each byte, less ``free_s``.
+    """
+    rate_s = again_s / np.where(freed > 0, freed, 1.0)
+    meet = np.where((free_s > 0) & (byte_s > rate_s), free_s / np.where(byte_s > rate_s, byte_s - rate_s, 1.0), freed)
+    more = freed - meet
+    more = np.where(more > ROUNDING * freed, more, 0.0)
+    if not more.any():
+        return again_s, freed
+    is_two = more > 0
+    first_s, first = np.where(is_two, rate_s * meet, again_s), np.where(is_two, meet, freed)
+    return np.concatenate([first_s, np.where(is_two, byte_s * more, 0.0)]), np.concatenate([first, more])
 
 
 def key_of(row: MixedRow) -> tuple[str, int, int, int]:

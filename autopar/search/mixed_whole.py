@@ -5,7 +5,8 @@ the blocks of a stage: no more than two, or no fewer than three. Each branch tak
 law more breaks. The branch of the least bound is always the next one, until its cut is of whole blocks and its longest chain is
 known, or its bound is what is aimed at. Left after some branches, that bound is one of all cuts.
 
-What is relaxed: recomputed blocks are not whole, and few of the chains are known. Where a cut of whole blocks is found, it is simulated.
+Where recompute frees what modes free, blocks that recompute are whole too, which is branched on next. What is relaxed: elsewhere
+they are not, and few of the chains are known. Where a cut of whole blocks is found, it is simulated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from autopar.search.bound_rows import Array
 from autopar.search.mixed_program import Program, Solution
 from autopar.search.mixed_rows import MixedRow
 from autopar.search.mixed_stages import ROUNDING, Chain, Stages
@@ -62,6 +64,9 @@ class _Branches:
         self.schedule = row.ranks[0].schedule
         own = self.stages.rank == np.arange(self.stages.pp)[:, None]
         self.sums = np.concatenate([own, np.eye(len(self.stages.rank))]).astype(float)
+        parts = self.stages.num_parts
+        again = np.concatenate([np.kron(np.eye(parts), own), np.eye(parts * len(self.stages.rank))])
+        self.again = again * (self.stages.freed > 0)  # what frees nothing may be any part of a block
         self.open: list[tuple[float, int, Program, Solution]] = []
         self.least_s, self.made = goal_s, 0
         self._take(Program(self.stages, self.chains, goal_s), 0.0)
@@ -84,16 +89,11 @@ class _Branches:
             if not self.open or self.open[0][0] >= self.least_s:
                 break
             bound_s, _, program, found = heappop(self.open)
-            values = self.sums @ found.blocks
-            parts = np.abs(values - np.round(values))
-            if parts.max() > SLACK:
-                fewer, more = program.halves(self.sums, values)
-                # the one of which both branches are sure to take longer
-                worth = np.minimum(program.tableau.worth(fewer), 1.0) * np.minimum(program.tableau.worth(more), 1.0)
-                stage = int(np.where(parts > SLACK, worth + LEAST * parts, -1.0).argmax())
+            halves = self._halves(program, found)
+            if halves is not None:
                 other = program.twin()
-                program.keep(fewer[stage])
-                other.keep(more[stage])
+                program.keep(halves[0])
+                other.keep(halves[1])
                 self._take(program, bound_s)
                 self._take(other, bound_s)
                 continue
@@ -103,3 +103,19 @@ class _Branches:
             self.chains.append(longest)
             self._take(program, bound_s)
         return min([self.least_s, *(own[0] for own in self.open[:1])])
+
+    def _halves(self, program: Program, found: Solution) -> tuple[Array, Array] | None:
+        """The laws of two branches, one of which any whole blocks hold; None where all are whole."""
+        values = self.sums @ found.blocks
+        parts = np.abs(values - np.round(values))
+        fewer, more = program.halves(self.sums, values)
+        if parts.max() <= SLACK:
+            values = self.again @ found.again
+            parts = np.abs(values - np.round(values))
+            if parts.max() <= SLACK or not self.stages.counts_again:
+                return None
+            fewer, more = program.halves_again(self.again, values)
+        # the one of which both branches are sure to take longer
+        worth = np.minimum(program.tableau.worth(fewer), 1.0) * np.minimum(program.tableau.worth(more), 1.0)
+        place = int(np.where(parts > SLACK, worth + LEAST * parts, -1.0).argmax())
+        return fewer[place], more[place]

@@ -57,11 +57,17 @@ def _bytes(parameters: Sequence[ParameterCost], data: DataParallel, size: int) -
     """Of the all-reduces beside the last backward, and of those after it."""
     beside: Sums = {}
     late: Sums = {}
+    known: dict[tuple[object, ...], tuple[str, ...]] = {}
     for p in parameters:
-        axes = sum_axes(p, data.mesh, data.uses_fsdp) if p.trained else ()
-        if not axes:
+        if not p.trained:
             continue
         is_late = is_fsdps(p, data.uses_fsdp)
+        key = (p.spread, is_late, p.gradient_sum_axes)  # what the axes depend on
+        axes = known.get(key)
+        if axes is None:
+            axes = known[key] = sum_axes(p, data.mesh, data.uses_fsdp)
+        if not axes:
+            continue
         found = late if is_late else beside
         numel = p.shard_numel(data.mesh.dp_shard) if is_late else p.numel
         found[axes] = found.get(axes, 0) + numel * size

@@ -26,6 +26,7 @@ from autopar.search.collection import seldom_collected
 from autopar.search.crew import Crew
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
 from autopar.search.ledger import Ledger, Told
+from autopar.search.mixed_closing import key_of_candidate
 from autopar.search.options import Split
 from autopar.search.outcome import Limits, Outcome, Progress
 
@@ -160,7 +161,9 @@ class OuterSearch:
         Not where the search ends before it is done: which candidates it came to would depend on timing.
         """
         if len(self.pool) <= self.trials and len(self.pool) >= self.crew.many:
-            self.crew.fork(dict.fromkeys(self.turns.split(i) for i in range(len(self.pool))))
+            splits = [self.turns.split(i) for i in range(len(self.pool))]
+            schedules = [key_of_candidate(c) for c in self.pool] if self.evaluator.differs else []
+            self.crew.fork(dict.fromkeys((*splits, *schedules)))
         self.turns.begin()
 
     def _meet(self) -> None:
@@ -234,7 +237,11 @@ class OuterSearch:
         known = dict(zip(mine, self.evaluator.known_bounds_s(mine, best_s), strict=True))
         for found in self.crew.gather(known):
             self.bounds |= {c: max(self.bounds[c], bound) for c, bound in found.items()}
-        self.closest.raise_least(self.bounds, self.ledger.found, best_s, asked, self._of_owner)
+        if self.evaluator.differs:
+            known_of = (self.bounds, self.ledger.found, best_s, sorted(asked.values()))
+            self.closest.raise_together(*known_of, self.crew, self.turns.split)
+        else:
+            self.closest.raise_least(self.bounds, self.ledger.found, best_s, asked, self._of_owner)
 
     def _of_owner(self, index: int, ask: Callable[[], float]) -> float:
         """Asked of the process that has worked out a candidate's layouts."""

@@ -19,6 +19,7 @@ from autopar.search.candidates import Candidate
 from autopar.search.closer import ROUNDING
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
 from autopar.search.fitting import MAX_CUTS
+from autopar.search.mixed_closing import Opened
 from autopar.search.options import Option
 from autopar.search.pins import Pins
 from autopar.search.space import Space
@@ -90,13 +91,14 @@ class SharedEvaluator(Evaluator):
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
         return self._fastest_s(candidate) if candidate.shares else super().closest_s(candidate, at_most_s)
 
-    def closer_s(self, candidate: Candidate, at_most_s: float) -> float:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._fastest_s(candidate) if candidate.shares else super().closer_s(candidate, at_most_s)
+    def opened(self, candidates: Sequence[Candidate], goal_s: float) -> list[Opened]:
+        """See :class:`Closer`; where shares differ, as :meth:`least_bounds_s`."""
+        plain = iter(super().opened([candidate for candidate in candidates if not candidate.shares], goal_s))
+        return [self._opened(candidate, goal_s) if candidate.shares else next(plain) for candidate in candidates]
 
-    def sharpest_s(self, candidate: Candidate, goal_s: float) -> float:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._fastest_s(candidate) if candidate.shares else super().sharpest_s(candidate, goal_s)
+    def _opened(self, candidate: Candidate, goal_s: float) -> Opened:
+        bound_s = min(self._fastest_s(candidate), goal_s)
+        return Opened(first_s=bound_s, bound_s=bound_s)
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """See :class:`Evaluator`; where shares differ nothing is known before an evaluation."""

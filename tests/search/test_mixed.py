@@ -26,6 +26,7 @@ from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import mixed_bounds
 from autopar.search.mixed_chains import Chains
+from autopar.search.mixed_closing import Closing, key_of_candidate
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
 from autopar.search.mixed_polish import polished
 from autopar.search.mixed_rows import MixedRow, PlaceRow, quick_bounds, work_and_slowness
@@ -37,7 +38,7 @@ from autopar.search.pins import Pins
 from autopar.search.space import load_space
 from autopar.search.ways import BlockOption
 from tests.mixed_clusters import two_kinds
-from tests.search.test_bounds import mode
+from tests.search.test_bounds import mode, priced
 
 from .graphs import mlp
 
@@ -113,28 +114,38 @@ def chains(draw: st.DrawFn) -> tuple[list[list[BlockPrice]], list[float], list[f
     schedule = "Interleaved1F1B" if v > 1 else draw(st.sampled_from(["1F1B", "GPipe"]))
     m = pp * draw(st.integers(1, 2)) if v > 1 else draw(st.integers(1 if schedule == "GPipe" else pp, 6))
     count = draw(st.integers(max(pp * v - 2, 1), pp * v + (1 if v == 1 else -1)))
-    seconds, size = st.floats(0.1, 4.0), st.floats(0.0, 3.0)
+    seconds, size, has_three = st.floats(0.1, 4.0), st.floats(0.0, 3.0), draw(st.booleans())
+
+    def block(static: float, held: float, again: float, passing: float, freed: float) -> BlockPrice:
+        time_s, again_s = draw(seconds), draw(st.floats(0.0, 1.0))
+        parts = {
+            "time_s": time_s,
+            "once_s": draw(st.sampled_from([0.0, 1.0, 9.0])),
+            "forward_s": time_s * draw(st.floats(0.1, 0.6)),
+            "gather_s": draw(st.sampled_from([0.0, 0.5])),
+            "static_bytes": static,
+            "held_bytes": 1.0 + held,
+            "held_again_bytes": again,
+        }
+        share = draw(st.sampled_from([1.0, 0.5, 0.1]))
+        if has_three:
+            return priced(share, again_s, freed, (passing,) * 3, **parts)
+        return BlockPrice(
+            again_s=again_s, least_again_s=again_s * share, passing_bytes=passing, lean_bytes=passing, **parts
+        )
 
     def kind(common: list[tuple[float, ...]]) -> list[BlockPrice]:
-        first, group, last = (
-            BlockPrice(
-                time_s=(time_s := draw(seconds)),
-                again_s=(again_s := draw(st.floats(0.0, 1.0))),
-                least_again_s=again_s * draw(st.sampled_from([1.0, 0.5, 0.1])),
-                once_s=draw(st.sampled_from([0.0, 1.0, 9.0])),
-                forward_s=time_s * draw(st.floats(0.1, 0.6)),
-                gather_s=draw(st.sampled_from([0.0, 0.5])),
-                static_bytes=static,
-                held_bytes=1.0 + held,
-                held_again_bytes=again,
-                passing_bytes=passing,
-                lean_bytes=passing,
-            )
-            for static, held, again, passing in common
-        )
+        first, group, last = (block(*own) for own in common)
         return [first, *[group] * count, last]
 
-    common = [(draw(size), draw(size), draw(st.floats(0.0, 1.0)), draw(st.floats(0.0, 1.0))) for _ in range(3)]
+    common = [
+        (
+            *(draw(size) for _ in range(2)),
+            *(draw(st.floats(0.0, 1.0)) for _ in range(2)),
+            draw(st.sampled_from([0.3, 0.5, 0.9])),
+        )
+        for _ in range(3)
+    ]
     kinds = [(kind(common), draw(st.floats(2.0, 40.0)), draw(st.sampled_from([0.0, 0.2]))) for _ in range(2)]
     ranks = [kinds[draw(st.integers(0, 1))] for _ in range(pp)]
     sends = [draw(st.sampled_from([0.0, 0.5, 3.0])) for _ in range(pp - 1)]
@@ -161,6 +172,7 @@ def row_of(blocks: list[BlockPrice], limit: float, every_s: float, pp: int, m: i
         waits=v == 1,
         in_flight=tuple(map(int, done.min(axis=1))),
         most_done=tuple(map(int, done.max(axis=1))),
+        is_one=True,
     )
 
 
@@ -183,7 +195,7 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
     held = forwards_done(schedule, pp, v, m)
     for inner in combinations(range(1, n), pp * v - 1):
         edges = list(zip((0, *inner), (*inner, n), strict=True))
-        for again in product((0, 1, 2), repeat=n) if n <= 4 else [(0,) * n, (1,) * n]:
+        for again in product((0, 1, 2), repeat=n) if n <= 4 else [(alike,) * n for alike in (0, 1, 2)]:
             used, once, times = [0.0] * pp, [0.0] * pp, []
             passing = [0.0] * pp
             for s, (start, stop) in enumerate(edges):
@@ -331,6 +343,26 @@ def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> OuterSea
     return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
 
 
+@pytest.mark.parametrize("memory", [None, 400 * 2**20 + 1_500_000, 400 * 2**20 + 1_200_000])
+def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory: int | None) -> None:
+    spaces = [
+        replace(load_space("default"), recompute=modes) for modes in (("none", "full"), ("none", "selective", "full"))
+    ]
+    cluster = two_kinds(factor=3.0, slow_memory=memory)
+    some, more = (
+        Evaluator(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
+        for space in spaces
+    )
+    compared = 0
+    for candidate in outer(graph, cluster, "default").pool:
+        one, other = some.evaluate(candidate), more.evaluate(candidate)
+        if isinstance(one, Evaluation):
+            assert isinstance(other, Evaluation)
+            assert other.prediction.step_time_s <= one.prediction.step_time_s * (1 + 1e-9)
+            compared += candidate.virtual_stages > 1
+    assert compared
+
+
 @pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick"), (None, "sailor")])
 def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memory: int | None, space: str) -> None:
     cluster = two_kinds(factor=3.0, slow_memory=memory)
@@ -349,11 +381,21 @@ def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memo
             assert fresh.bounds_s([candidate], times[-1] * (1 + 1e-6))[0] <= times[-1] * (1 + 1e-9)
             for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
                 assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
-            for bound_s in (alone.closest_s, alone.settled_s, alone.closer_s, alone.sharpest_s):
+            for bound_s in (alone.closest_s, alone.settled_s):
                 assert bound_s(candidate, times[-1]) <= times[-1] * (1 + 1e-9)
+            for part in (1.0, 1.01, 1.2):  # of its time, that is aimed at
+                goal_s = part * times[-1]
+                (opened,) = fresh.opened([candidate], goal_s)
+                assert opened.bound_s <= goal_s
+                if opened.rows:
+                    assert opened.first_s <= times[-1] * (1 + 1e-9)
+                    for whole_s in (0.0, goal_s):
+                        bound_s = Closing().least_s(key_of_candidate(candidate), [opened], goal_s, whole_s=whole_s)[0]
+                        assert bound_s <= times[-1] * (1 + 1e-9)
+                elif part > 1.0:
+                    assert opened.bound_s <= times[-1] * (1 + 1e-9)
             if candidate.mesh.pp == 1 and "full" not in one.modes and memory is None:
-                closest_s = alone.closer_s(candidate, float("inf"))
-                assert closest_s == pytest.approx(times[-1])
+                assert alone.opened([candidate], float("inf"))[0].bound_s == pytest.approx(times[-1])
     assert found.best.prediction.step_time_s == min(times)
     assert found.lower_bound_s <= min(alone.polished(plan).prediction.step_time_s for plan in plans)
 

@@ -13,15 +13,16 @@ CLOSE = 1e-6
 
 
 def some_stages(rng: np.random.Generator, pp: int, v: int) -> Stages:
-    """Stages with random prices; a few ranks have room for little."""
-    stages, n = Stages.__new__(Stages), pp * v
+    """Stages with random prices and one or two parts of recompute; a few ranks have room for little."""
+    stages, n, parts = Stages.__new__(Stages), pp * v, int(rng.integers(1, 3))
     stages.pp, stages.m, stages.rank, stages.count = pp, 8, np.arange(n) % pp, int(rng.integers(n + 1, 6 * n))
     for name in ("forward_s", "backward_s", "gather_s", "once_s", "send_s", "send_back_s", "forward0_s", "backward0_s"):
         setattr(stages, name, rng.uniform(0.1, 1.0, n))
-    stages.again_s, stages.gather0_s, stages.once0_s = rng.uniform(0.0, 0.5, n), np.zeros(n), rng.uniform(0, 1, pp)
+    stages.again_s = rng.uniform(0.0, 0.5, parts * n)
+    stages.gather0_s, stages.once0_s = np.zeros(n), rng.uniform(0, 1, pp)
     stages.least = rng.integers(0, 2, n).astype(float)
     stages.bytes = rng.uniform(1.0, 2.0, n)
-    stages.freed = stages.bytes * rng.uniform(0.3, 0.9, n)
+    stages.freed = np.tile(stages.bytes, parts) * rng.uniform(0.3, 0.9, parts * n) / parts
     stages.room = stages.count * rng.uniform(0.8, 4.0, pp)
     return stages
 
@@ -48,20 +49,21 @@ def some_chains(rng: np.random.Generator, stages: Stages, count: int) -> list[Ch
 
 def least_step_s(stages: Stages, chains: list[Chain], laws: list[tuple[np.ndarray, float]]) -> float:
     """By the general solver: the variables are blocks, recomputed ones and the step; infinite where there is no cut."""
-    n, pp = len(stages.rank), stages.pp
+    n, pp, every = len(stages.rank), stages.pp, len(stages.again_s)
     block, again, fixed = stages.each_s(side_by_side(chains))
     own = (stages.rank == np.arange(pp)[:, None]).astype(float)
     above = [np.hstack([block, again, -np.ones((len(chains), 1))])]
-    above += [np.hstack([own * stages.bytes, -own * stages.freed, np.zeros((pp, 1))])]
-    above += [np.hstack([-np.eye(n), np.eye(n), np.zeros((n, 1))])]
-    above += [np.concatenate([law, np.zeros(n + 1)])[None] for law, _ in laws]
+    freed = np.tile(own, every // n) * stages.freed
+    above += [np.hstack([own * stages.bytes, -freed, np.zeros((pp, 1))])]
+    above += [np.hstack([np.tile(-np.eye(n), (every // n, 1)), np.eye(every), np.zeros((every, 1))])]
+    above += [np.concatenate([law, np.zeros(every + 1)])[None] for law, _ in laws]
     solved = linprog(
-        np.eye(2 * n + 1)[-1],
+        np.eye(n + every + 1)[-1],
         A_ub=np.vstack(above),
-        b_ub=np.concatenate([-fixed, stages.room, np.zeros(n), [limit for _, limit in laws]]),
-        A_eq=np.concatenate([np.ones(n), np.zeros(n + 1)])[None],
+        b_ub=np.concatenate([-fixed, stages.room, np.zeros(every), [limit for _, limit in laws]]),
+        A_eq=np.concatenate([np.ones(n), np.zeros(every + 1)])[None],
         b_eq=[stages.count],
-        bounds=[*((least, None) for least in stages.least), *[(0, None)] * (n + 1)],
+        bounds=[*((least, None) for least in stages.least), *[(0, None)] * (every + 1)],
     )
     return float(solved.x[-1]) if solved.x is not None else float("inf")
 
@@ -86,7 +88,8 @@ def test_the_shortest_step_is_that_of_a_general_solver_and_the_weighed_chains_pr
         assert found is not None
         assert longest_s(stages, known, found.blocks, found.again) == pytest.approx(best_s, rel=CLOSE)
         assert found.blocks.sum() == pytest.approx(stages.count)
-        assert (np.bincount(stages.rank, stages.bytes * found.blocks - stages.freed * found.again)
+        freed = (stages.freed * found.again).reshape(-1, len(stages.rank)).sum(axis=0)
+        assert (np.bincount(stages.rank, stages.bytes * found.blocks - freed)
                 <= stages.room * (1 + CLOSE)).all()  # fmt: skip
         for bound_s in (stages.least_s(found.weighed), program.least_s()):
             assert best_s * (1 - CLOSE) <= bound_s <= best_s * (1 + 1e-9)

@@ -69,7 +69,7 @@ class Known:
         """Closer bounds depend on what was asked, and decide on no order."""
         return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], at_most_s)
 
-    closer_s = sharpest_s = closest_s
+    sharper_bound_s = closest_s
 
     def settled_s(self, found: Candidate, best_s: float) -> float:
         return self.bounds[self._index(found)]
