@@ -136,8 +136,8 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     before = np.full(len(took), -1)
     before[by_rank[:, 1:]] = by_rank[:, :-1]
     columns = np.stack([(stage % pp)[took], positions[needs][took], duration[took], message[took], before])
-    ranks, need, durations, messages, own = (tuple[int, ...](column.tolist()) for column in columns)
-    return Compiled(ranks, need, durations, messages, own, tuple(by_rank[:, -1].tolist()), columns)
+    ranks, need, durations, messages, befores = (tuple[int, ...](column.tolist()) for column in columns)
+    return Compiled(ranks, need, durations, messages, befores, tuple(by_rank[:, -1].tolist()), columns)
 
 
 @lru_cache(maxsize=64)

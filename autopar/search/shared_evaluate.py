@@ -129,12 +129,10 @@ class SharedEvaluator(Evaluator):
 
     # --- evaluation
 
-    def evaluate(
-        self, candidate: Candidate, *, at_most_s: float = math.inf, near_s: float = math.inf
-    ) -> Evaluation | Misfit:
+    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
         """See :class:`Evaluator`."""
         if not candidate.shares:
-            return super().evaluate(candidate, at_most_s=at_most_s, near_s=near_s)
+            return super().evaluate(candidate, at_most_s=at_most_s)
         if candidate not in self._found:
             if self._fastest_s(candidate) >= at_most_s:
                 return Misfit(candidate=candidate, reason=SLOW)
