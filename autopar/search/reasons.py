@@ -15,6 +15,9 @@ from autopar.search.options import Split, split_of
 CLEAR = 1.05
 """Times the plan that neighbours are known to take at the least where no more is said of them."""
 
+NEARLY = 5e-3
+"""The precision of what is said of them."""
+
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
     ("cp", lambda c: c.mesh.cp),
@@ -121,7 +124,7 @@ def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
         least_s = max(least_s, evaluator.least_bounds_s([other], best_s)[0])
     if least_s < best_s:
         clear_s = best_s if evaluator.layouts.by_rule else CLEAR * best_s
-        least_s = max(least_s, evaluator.settled_s(other, clear_s))
+        least_s = max(least_s, evaluator.settled_s(other, clear_s, precision=NEARLY))
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"
