@@ -1,7 +1,8 @@
 """Time of a pipelined step: an event simulation of the actions that the runtime carries out.
 
 Sends do not occupy the sender; a receiver waits for them. The schedule's dependencies are worked out once for each
-(schedule, ranks, virtual stages, micro-batches); a simulation is then one pass over the actions.
+(schedule, ranks, virtual stages, micro-batches); a simulation is then one pass over the actions. Once all ranks repeat what they
+did a round before, by so much later, they go on so until the pipeline drains: what is between is not simulated.
 """
 
 from __future__ import annotations
@@ -12,8 +13,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.schedule import schedule_numbers
+from autopar.schedule import check_schedule, schedule_numbers
+
+ROUNDS = (5, 10, 20)
+"""Of as many micro-batches as there are ranks, after which it is looked whether all ranks repeat themselves."""
+
+STEADY = 1e-12
+"""Of what a round takes, within which all actions come later by the same: rounding."""
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +72,7 @@ class PipelineTimes:
         return tuple(max(self.time_s - busy - send, 0.0) for busy, send in parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
     """Actions of all ranks in an order in which each stands behind what it needs.
 
@@ -73,6 +83,7 @@ class Compiled:
         message: index into (send forward 0, send backward 0, ...) for the message it waits for, -1 for none.
         before: position of the action before it on its rank, -1 for none.
         last: position of each rank's last action.
+        columns: the first five as an array.
     """
 
     rank: tuple[int, ...]
@@ -81,6 +92,7 @@ class Compiled:
     message: tuple[int, ...]
     before: tuple[int, ...]
     last: tuple[int, ...]
+    columns: NDArray[np.int64]
 
 
 @lru_cache(maxsize=64)
@@ -120,37 +132,99 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     made = needs // (2 * m)  # the stage before, or the one after
     message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
     duration = 3 * stage + np.where(rest == 0, 2, is_backward)
-    columns = (stage % pp, positions[needs], duration, message)
-    ranks, need, durations, messages = (tuple[int, ...](column[took].tolist()) for column in columns)
-    before, latest = [], [-1] * pp
-    for i, rank in enumerate(ranks):
-        before.append(latest[rank])
-        latest[rank] = i
-    return Compiled(ranks, need, durations, messages, tuple(before), tuple(latest))
+    by_rank = np.argsort((stage % pp)[took], kind="stable").reshape(pp, -1)
+    before = np.full(len(took), -1)
+    before[by_rank[:, 1:]] = by_rank[:, :-1]
+    columns = np.stack([(stage % pp)[took], positions[needs][took], duration[took], message[took], before])
+    ranks, need, durations, messages, befores = (tuple[int, ...](column.tolist()) for column in columns)
+    return Compiled(ranks, need, durations, messages, befores, tuple(by_rank[:, -1].tolist()), columns)
+
+
+@lru_cache(maxsize=64)
+def _rounds(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[NDArray[np.intp], int]:
+    """Where the last actions stand that no rank's drain has a part in, and how many of them are a round.
+
+    Each rank runs, after its first forwards, a forward and a backward in turn: here the step of a pair is that of its forward among
+    the forwards of the rank. Forward and backward wait for ranks beside, of the same step or of up to two steps before, or at the ends of a
+    pipeline of virtual stages for a round less as many steps as there are ranks: so a round and a step for each rank are all that
+    what follows can wait for.
+
+    Returns:
+        For each rank positions of the actions of two rounds and a step for each rank [ranks, actions].
+    """
+    stages, columns = pp * virtual_stages, compiled(name, pp, virtual_stages, num_micro_batches).columns
+    own = np.argsort(columns[0], kind="stable").reshape(pp, -1)
+    fill = (columns[2][own] % 3 == 1).argmax(axis=1) - 1  # forwards before those that have a backward beside them
+    size = stages if name == "Interleaved1F1B" else 1
+    stop = virtual_stages * num_micro_batches - pp
+    first = 2 * (stop - 2 * size - pp) - fill
+    assert (first >= fill).all()
+    return np.take_along_axis(own, first[:, None] + np.arange(2 * (2 * size + pp)), axis=1), 2 * size
+
+
+def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array, Array]:
+    """When each action ends, what it takes, and how long its rank is idle while a message to it is under way."""
+    durations, sends, ends = durations_of(stages), sends_of(stages), list[float]()
+    free = [0.0] * (max(actions.rank) + 1)
+    columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
+    for rank, need, duration, message in columns:
+        end = free[rank]
+        if need >= 0 and (arrives := ends[need] + sends[message]) > end:
+            end = arrives
+        free[rank] = end = end + durations[duration]
+        ends.append(end)
+    every = np.array([*ends, 0.0])  # the last one for what actions need that need nothing
+    _, needs, lengths, messages, befores = actions.columns
+    idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
+    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
+    return every[:-1], np.array(durations)[lengths], exposed
+
+
+def _continued(
+    name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...], rounds: int
+) -> PipelineTimes | None:
+    """A step by that of fewer micro-batches, where it repeats itself after so many rounds; None where it does not."""
+    by_round = pp if name == "Interleaved1F1B" else 1
+    degrees = name, pp, len(stages) // pp, rounds * pp
+    actions, (places, size) = compiled(*degrees), _rounds(*degrees)
+    ends, took, exposed = _run(actions, stages)
+    later = ends[places[:, size:]] - ends[places[:, :-size]]
+    later_s = float(later[0, 0])
+    if np.abs(later - later_s).max() > STEADY * later_s:
+        return None
+    more = (num_micro_batches - rounds * pp) // by_round
+    one = places[:, -size:]
+    ranks = actions.columns[0]
+    return PipelineTimes(
+        finish_s=tuple((ends[list(actions.last)] + more * later_s).tolist()),
+        busy_s=tuple((np.bincount(ranks, took) + more * took[one].sum(axis=1)).tolist()),
+        exposed_send_s=tuple((np.bincount(ranks, exposed) + more * exposed[one].sum(axis=1)).tolist()),
+    )
 
 
 @lru_cache(maxsize=16)
 def _simulated(name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...]) -> PipelineTimes:
     """A step of several stages; a search asks for the same one again where a cut that is in time is the one that fits."""
+    check_schedule(name, pp, len(stages) // pp, num_micro_batches)
+    if name == "1F1B" or (name == "Interleaved1F1B" and num_micro_batches % pp == 0):
+        for rounds in ROUNDS:
+            if 3 * rounds * pp > 2 * num_micro_batches:
+                break
+            if (found := _continued(name, pp, num_micro_batches, stages, rounds)) is not None:
+                return found
+    return whole(name, pp, num_micro_batches, stages)
+
+
+def whole(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
+    """As :func:`simulate`, action by action to the end."""
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
-    durations, sends = durations_of(stages), sends_of(stages)
-    ends: list[float] = []
-    free, busy_s, exposed = [0.0] * pp, [0.0] * pp, [0.0] * pp
-    for rank, need, duration, message in zip(
-        actions.rank, actions.need, actions.duration, actions.message, strict=True
-    ):
-        start = free[rank]
-        if need >= 0:
-            sent = ends[need]
-            arrives = sent + sends[message]
-            if arrives > start:
-                exposed[rank] += arrives - (sent if sent > start else start)
-                start = arrives
-        end = start + durations[duration]
-        busy_s[rank] += durations[duration]
-        free[rank] = end
-        ends.append(end)
-    return PipelineTimes(finish_s=tuple(free), busy_s=tuple(busy_s), exposed_send_s=tuple(exposed))
+    ends, took, exposed = _run(actions, stages)
+    ranks = actions.columns[0]
+    return PipelineTimes(
+        finish_s=tuple(ends[list(actions.last)].tolist()),
+        busy_s=tuple(np.bincount(ranks, took).tolist()),
+        exposed_send_s=tuple(np.bincount(ranks, exposed).tolist()),
+    )
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:

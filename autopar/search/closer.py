@@ -10,6 +10,7 @@ from autopar.cost.model import CostModel, Step
 from autopar.graph.ir import Graph
 from autopar.plan import Recompute
 from autopar.search.bounding import COARSE, Bounding
+from autopar.search.bounds import PRECISION as PRECISE
 from autopar.search.candidates import Candidate
 from autopar.search.mixed_bounds import mixed_bounds
 from autopar.search.mixed_closing import Opened
@@ -36,16 +37,16 @@ class Closer(Bounding):
         self._closest: dict[tuple[Candidate, int], tuple[float, float]] = {}
         """Closest bounds, and the time that they were asked to be above."""
 
-    def settled_s(self, candidate: Candidate, best_s: float) -> float:
-        """The bound of a candidate that was evaluated, up to ``best_s``: the same whatever was found before or together."""
+    def settled_s(self, candidate: Candidate, best_s: float, *, precision: float = PRECISE) -> float:
+        """The bound of a candidate, up to ``best_s``: the same whatever was found before or together."""
         found = best_s
         for draft in self._drafts(candidate):
-            bound_s, is_priced = self._settled(candidate, draft, best_s / self._speed(candidate))
+            bound_s, is_priced = self._settled(candidate, draft, best_s / self._speed(candidate), precision)
             self._bounds[candidate, id(draft)] = bound_s, is_priced
             found = min(found, self._shared_s(candidate, bound_s, draft.time_s))
         return found
 
-    def _settled(self, candidate: Candidate, draft: Draft, best_s: float) -> tuple[float, bool]:
+    def _settled(self, candidate: Candidate, draft: Draft, best_s: float, precision: float) -> tuple[float, bool]:
         """Of stated times in one layout, and whether that is of its priced blocks: not where it takes ``best_s`` without."""
         bound_s, is_placed = self._draft_s(candidate, draft), self.placed.has(candidate)
         if bound_s < best_s and draft.solution and not is_placed:
@@ -56,7 +57,7 @@ class Closer(Bounding):
         option = self.layouts.option(draft)
         maker = self.placed if is_placed else self.rows_of(candidate)
         row = maker.exact(candidate, option, self.step(candidate, option))
-        (own_s,) = row_bounds([row], best_s, settles=True)
+        (own_s,) = row_bounds([row], best_s, precision=precision, settles=True)
         return max(bound_s, own_s), True
 
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:

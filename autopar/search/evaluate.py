@@ -32,9 +32,6 @@ from autopar.search.space import Space
 from autopar.search.uneven import exactly, is_even, moved
 from autopar.search.ways import Way
 
-NEAR = 1.1
-"""Times the best plan that one may take for other blocks of its cut to be recomputed."""
-
 BEGUN = 2
 """Micro-batches for each pipeline rank by which plans of twice as many and more are compared."""
 
@@ -76,14 +73,11 @@ class Evaluator(Closer):
         super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self._done: dict[Candidate, Evaluation | Misfit] = {}
 
-    def evaluate(
-        self, candidate: Candidate, *, at_most_s: float = math.inf, near_s: float = math.inf
-    ) -> Evaluation | Misfit:
-        """The best plan of a candidate.
+    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
+        """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster.
 
         Args:
             at_most_s: plans that cannot be faster than this are left unfinished (and then not remembered).
-            near_s: a plan far above it is as its cut is, with no other blocks recomputed.
         """
         if candidate in self._done:
             return self._done[candidate]
@@ -101,9 +95,7 @@ class Evaluator(Closer):
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(
-                    candidate, self.layouts.option(draft), least, near_s / speed, fits=bound < float("inf")
-                )
+                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -112,7 +104,8 @@ class Evaluator(Closer):
             return self._remember(Misfit(candidate=candidate, reason=str(error)))
         cut_short = any(failure.is_slow for failure in failures)
         if best is not None:
-            return best if cut_short and best.prediction.step_time_s >= at_most_s else self._remember(best)
+            # of what takes longer, cuts were given up that may be quicker
+            return best if best.prediction.step_time_s >= at_most_s else self._remember(best)
         if cut_short:
             return Misfit(candidate=candidate, reason=SLOW)
         on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
@@ -162,9 +155,7 @@ class Evaluator(Closer):
         self._done[found.candidate] = found
         return found
 
-    def _plan(
-        self, candidate: Candidate, option: Option, at_most_s: float, near_s: float, *, fits: bool
-    ) -> Evaluation | Failure:
+    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step = self.step(candidate, option)
         if self.placed.has(candidate):
@@ -181,70 +172,68 @@ class Evaluator(Closer):
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None or (few is not None and best[0].step_time_s >= few.prediction.step_time_s):
             return few or next((f for f in failures if f.is_slow), failures[0])
-        if best[0].step_time_s < NEAR * min(at_most_s, near_s):
-            best = self._turned(candidate, option, step, cutters, best, at_most_s)
         return self._bucketed(candidate, option, best[1].cut, step, best[0])
 
     def _quickest(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> tuple[tuple[Prediction, Fitting] | None, list[Failure]]:
-        """Of the cuts of a layout the quickest that fits; and why others do not."""
+        """Of the cuts of a layout the quickest that fits, and that with other blocks recomputed; and why others do not."""
         model, speed = self.placed.ordered(candidate), self._speed(candidate)
         bound = partial(busy_s, pp=candidate.mesh.pp, num_micro_batches=candidate.num_micro_batches, with_once=True)
         best: tuple[Prediction, Fitting] | None = None
+        plans: list[tuple[Sequence[StageCutter], Fitting]] = []
         failures: list[Failure] = []
         late_s = at_most_s
+
+        def predict(plan: Fitting) -> None:
+            nonlocal best, late_s
+            prediction = model.predict(plan.made, step, memory=plan.memory)
+            if best is None or prediction.step_time_s < best[0].step_time_s:
+                best = prediction, plan  # what follows has to be quicker still
+                late_s = min(late_s, prediction.step_time_s / speed * (1 + ROUNDING))
+
         for own, way in self._tries(candidate, option, step, cutters):
             plan = self.cuts.fits(candidate, option, step, own, at_most_s, way, late_s)
             if isinstance(plan, Failure):
                 failures.append(plan)
             elif not self._host_fits(plan.memory):
                 failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
-            elif (
-                bound(plan.cut, own[0], by_rank=own)
-                >= (NEAR if self._takes_turns(candidate, plan.cut) else 1.0) * late_s
-            ):
-                failures.append(Failure(is_slow=True))
             else:
-                prediction = model.predict(plan.made, step, memory=plan.memory)
-                if best is None or prediction.step_time_s < best[0].step_time_s:
-                    best = prediction, plan
-            if best is not None:  # what follows has to be quicker still
-                late_s = min(late_s, best[0].step_time_s / speed * (1 + ROUNDING))
+                plans.append((own, plan))
+                if bound(plan.cut, own[0], by_rank=own) >= late_s:
+                    failures.append(Failure(is_slow=True))
+                else:
+                    predict(plan)
+        limits = self.placed.limits(candidate)
+        for own, plan in plans:
+            for cut in self._turns(candidate, option, step, own, plan, late_s):
+                if bound(cut, own[0], by_rank=own) < late_s:
+                    turned = self.cuts.fitting(candidate, cut, option, step)
+                    if _fit(turned.memory, limits):
+                        predict(turned)
         return best, failures
 
-    def _turned(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
-        found: tuple[Prediction, Fitting], at_most_s: float,
-    ) -> tuple[Prediction, Fitting]:  # fmt: skip
-        """A plan with the blocks of its virtual stages recomputed that take the least time.
+    def _turns(
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], plan: Fitting,
+        late_s: float,
+    ) -> list[Cut]:  # fmt: skip
+        """The cut of a plan with other blocks of its virtual stages recomputed; none where all take ``late_s`` at least.
 
-        Where a step is long, the few are tried that are done with its first micro-batches first.
+        Where a step is long, the few that are done with its first micro-batches first: the same ones whatever ``late_s`` is.
         """
-        if not self._takes_turns(candidate, found[1].cut):
-            return found
+        if not self._takes_turns(candidate, plan.cut):
+            return []
         model, pp, count = self.placed.ordered(candidate), candidate.mesh.pp, candidate.num_micro_batches
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
 
         def begun(cut: Cut) -> float:
             return model.begun_s(self.cuts.stages(cut.stops, cut.modes, option, pp), step, BEGUN * pp)
 
-        turns = self.cuts.by_turns(candidate, found[1], option, step, cutters)
-        left = [(cut, bound(cut)) for cut in turns]
-        speed = self._speed(candidate)
-        left = [(cut, least_s) for cut, least_s in left if least_s < min(found[0].step_time_s / speed, at_most_s)]
-        if len(left) > FEW and count >= 2 * BEGUN * pp:
-            left.sort(key=lambda own: begun(own[0]))
-            left = left[:FEW]
-        best, limits = found, self.placed.limits(candidate)
-        for cut, least_s in left:
-            if least_s >= best[0].step_time_s / speed:
-                continue
-            plan = self.cuts.fitting(candidate, cut, option, step)
-            if _fit(plan.memory, limits):
-                prediction = model.predict(plan.made, step, memory=plan.memory)
-                best = min(best, (prediction, plan), key=lambda pair: pair[0].step_time_s)
-        return best
+        turns = self.cuts.by_turns(candidate, plan, option, step, cutters)
+        if all(bound(cut) >= late_s for cut in turns):
+            return []
+        is_long = len(turns) > FEW and count >= 2 * BEGUN * pp
+        return sorted(turns, key=begun)[:FEW] if is_long else turns
 
     def _takes_turns(self, candidate: Candidate, cut: Cut) -> bool:
         """Whether other blocks of a cut may be recomputed for a shorter step."""

@@ -12,6 +12,12 @@ from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.layouts import Layouts
 from autopar.search.options import Split, split_of
 
+CLEAR = 1.05
+"""Times the plan that neighbours are known to take at the least where no more is said of them."""
+
+NEARLY = 5e-3
+"""The precision of what is said of them."""
+
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
     ("cp", lambda c: c.mesh.cp),
@@ -114,14 +120,15 @@ def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
     # each by itself: bounds that were found on the way depend on what they were found with
     least_s, best_s = evaluator.ideal_bound_s(other), best.prediction.step_time_s
+    if least_s < best_s and not evaluator.layouts.by_rule:
+        least_s = max(least_s, evaluator.least_bounds_s([other], best_s)[0])
     if least_s < best_s:
-        by_rule = evaluator.layouts.by_rule
-        closer_s = evaluator.settled_s(other, best_s) if by_rule else evaluator.least_bounds_s([other], best_s)[0]
-        least_s = max(least_s, closer_s)
+        clear_s = best_s if evaluator.layouts.by_rule else CLEAR * best_s
+        least_s = max(least_s, evaluator.settled_s(other, clear_s, precision=NEARLY))
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"
-    found = evaluator.evaluate(other, near_s=best_s)
+    found = (evaluator.hopeless(other) if least_s == float("inf") else None) or evaluator.evaluate(other)
     if not isinstance(found, Evaluation):
         return f"no plan ({other}); {found.reason}"
     slower = found.prediction.step_time_s - best.prediction.step_time_s

@@ -15,6 +15,7 @@ from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.shares import predict_shares, shared_memory, shared_step_s
 from autopar.graph.ir import Graph
 from autopar.plan import RECOMPUTES, Memory, Recompute
+from autopar.search.bounds import PRECISION as PRECISE
 from autopar.search.candidates import Candidate
 from autopar.search.closer import ROUNDING
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
@@ -83,9 +84,11 @@ class SharedEvaluator(Evaluator):
         known = super().known_bounds_s
         return self._parted(candidates, lambda some: known(some, at_most_s, remembers=remembers), self._fastest_s)
 
-    def settled_s(self, candidate: Candidate, best_s: float) -> float:
+    def settled_s(self, candidate: Candidate, best_s: float, *, precision: float = PRECISE) -> float:
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._fastest_s(candidate) if candidate.shares else super().settled_s(candidate, best_s)
+        if candidate.shares:
+            return self._fastest_s(candidate)
+        return super().settled_s(candidate, best_s, precision=precision)
 
     def closest_s(self, candidate: Candidate, at_most_s: float) -> float:
         """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
@@ -131,12 +134,10 @@ class SharedEvaluator(Evaluator):
 
     # --- evaluation
 
-    def evaluate(
-        self, candidate: Candidate, *, at_most_s: float = math.inf, near_s: float = math.inf
-    ) -> Evaluation | Misfit:
+    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
         """See :class:`Evaluator`."""
         if not candidate.shares:
-            return super().evaluate(candidate, at_most_s=at_most_s, near_s=near_s)
+            return super().evaluate(candidate, at_most_s=at_most_s)
         if candidate not in self._found:
             if self._fastest_s(candidate) >= at_most_s:
                 return Misfit(candidate=candidate, reason=SLOW)
