@@ -208,11 +208,13 @@ def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
     def make() -> tuple[Plan, Graph]:
         if plan.mesh.world_size == 1:
             raise AutoparError("there is a plan", value="none", remedy="try again")
+        if plan.mesh.tp == 4:
+            raise LookupError("no such thing")
         return plan, graph
 
     try:
         launch(subject.build(), make, device_type="cpu")
-    except AutoparError as error:
+    except (AutoparError, LookupError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -266,6 +266,13 @@ def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
         assert message.startswith("RuntimeMismatchError")
         assert "tp=2: 2" in message
         assert "found 4" in message
+    four = make_plan(graph, Mesh(tp=4), global_batch_size=4, micro_batch_size=4)
+    first, *others = pool.run(jobs.launch_failure, subject, four, graph, timeout_s=60.0)
+    assert first == "LookupError: no such thing", "of any kind: the others waited for an answer"
+    for message in others:
+        assert (
+            "makes the plan of all ranks, but found LookupError: no such thing; see the traceback of rank 0" in message
+        )
 
 
 def test_a_late_rank_ends_the_job(pool: WorkerPool) -> None:
