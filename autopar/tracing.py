@@ -78,7 +78,8 @@ def trace_model(
     Without a global batch its samples must be apart.
 
     Raises:
-        UsageError: no example inputs, and none can be made; the model is none, or is parallel already; autocast is on.
+        UsageError: no example inputs, and none can be made; the model is none, is parallel already, or has complex parameters;
+            autocast is on.
         TraceError: the model cannot be traced.
     """
     _check_plain(model)
@@ -123,6 +124,14 @@ def _check_plain(model: torch.nn.Module) -> None:
             "the model is one of a single device, which autopar makes parallel",
             value=f"the parameter {split}, a DTensor" if wrapped is None else type(wrapped).__name__,
             remedy="give the model before it is wrapped (DistributedDataParallel, fully_shard, parallelize_module ...)",
+        )
+    numbers = next(((name, p.dtype) for name, p in model.named_parameters() if p.is_complex()), None)
+    if numbers is not None:
+        raise UsageError(
+            "parameters are real: a plan's precision says of real dtypes how they are stored, summed and computed with",
+            value=str(numbers[1]).removeprefix("torch."),
+            place=numbers[0],
+            remedy="keep a real parameter whose last dim is 2, and use torch.view_as_complex(parameter) in forward",
         )
     device = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
     if device is not None:

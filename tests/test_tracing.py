@@ -74,3 +74,11 @@ def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
         pytest.raises(UsageError, match=r"without autocast around it, but found torch\.autocast\('cpu'\) to bfloat16"),
     ):
         trace_model(Net(), {"x": X}, FP32)
+
+
+def test_complex_parameters_are_refused() -> None:
+    """They lost their imaginary parts as they were stored."""
+    model = Net()
+    model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
+    with pytest.raises(UsageError, match=r"linear\.turn: parameters are real.*found complex64; keep a real parameter"):
+        trace_model(model, {"x": X}, FP32)

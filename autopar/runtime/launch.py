@@ -114,7 +114,7 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
     if not tensors:
         return
     with torch.no_grad():
-        sums = torch.tensor([[float(t.double().sum()), float(t.double().abs().sum())] for t in tensors])
+        sums = torch.tensor([_sums(t) for t in tensors])
         first = sums.to(device, copy=True)
         dist.broadcast(first, src=0)
         differs = (first.cpu() != sums).any(1).to(device, torch.int32)
@@ -124,3 +124,9 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
                 value = tensor.detach().to(device).contiguous()
                 dist.broadcast(value, src=0)
                 tensor.copy_(value)
+
+
+def _sums(tensor: torch.Tensor) -> list[float]:
+    """Of the elements, and of their absolute values; those of a complex tensor are its parts."""
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    return [float(real.double().sum()), float(real.double().abs().sum())]

@@ -22,7 +22,7 @@ from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16
 from autopar.runtime.gradients import BucketedSums, Held
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import _sums, launch
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.verify import adamw, loss_of
@@ -231,6 +231,13 @@ def test_states_of_the_models_own_optimizer_are_refused() -> None:
 def test_world_of_another_size_is_refused() -> None:
     with pytest.raises(RuntimeMismatchError, match=r"tp=2: 2.*found 1; start 2 ranks"):
         World(Mesh(tp=2), "cpu")
+
+
+def test_ranks_whose_complex_buffers_differ_are_told_apart() -> None:
+    """By their imaginary parts too, which torch leaves out of a cast with a warning."""
+    turns = torch.polar(torch.ones(4), torch.arange(4.0))
+    assert _sums(turns) != _sums(turns.conj())
+    assert _sums(turns.conj()) == _sums(turns.conj().resolve_conj())
 
 
 def test_plan_for_another_model_is_refused() -> None:
