@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -113,19 +113,27 @@ class LocalSteps:
         lists = [group["params"] for group in optimizer.param_groups]
         states: defaultdict[Tensor, Any] = defaultdict(dict)
         kept, optimizer_state = optimizer.state, optimizer.state
-        for group in optimizer.param_groups:
-            inside = []
-            for parameter in group["params"]:
-                local = self.plain(parameter)
-                self._lend_gradient(parameter, local)
-                own = optimizer_state.get(parameter)
-                if own:
-                    states[local] = {name: self._lent(value, local) for name, value in own.items()}
-                inside.append(local)
-            group["params"] = inside
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = [self._lent_with(parameter, optimizer_state, states) for parameter in group["params"]]
+        except UsageError:
+            for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = parameters
+            raise
         optimizer.state = states
         self._finish_copies(parameter for own in lists for parameter in own)
         self._open = optimizer, lists, kept
+
+    def _lent_with(
+        self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
+    ) -> nn.Parameter:
+        """The plain parameter, with its gradient, and its states put into ``states``."""
+        local = self.plain(parameter)
+        self._lend_gradient(parameter, local)
+        given = own.get(parameter)
+        if given:
+            states[local] = {name: self._lent(name, value, local) for name, value in given.items()}
+        return local
 
     def _lend_gradient(self, parameter: Tensor, local: nn.Parameter) -> None:
         grad = _inside(parameter.grad)
@@ -134,8 +142,16 @@ class LocalSteps:
         else:
             local.grad = grad
 
-    def _lent(self, value: Any, local: Tensor) -> Any:
+    def _lent(self, name: str, value: Any, local: Tensor) -> Any:
         plain = _inside(value)
+        if plain is value and isinstance(value, Tensor) and name not in _COUNTERS:
+            raise UsageError(
+                "the states of an optimizer of par.parameters() are made by its steps, by par.load, or by the state_dict() of "
+                "such an optimizer",
+                value=f"{name}, a tensor that is none of them",
+                remedy="leave out optimizer.load_state_dict of another job's file: parameters of another model, or of one "
+                "device, have another order and other parts; par.save and par.load carry states from plan to plan",
+            )
         is_moved = self._on_host and isinstance(plain, Tensor) and plain.shape == local.shape
         return host_state(plain) if is_moved else plain
 

@@ -214,7 +214,7 @@ def read_log(folder: Path) -> RunRecord:
     path = folder / FILE_NAME if folder.is_dir() else folder
     if not path.is_file():
         raise UsageError(
-            f"the directory of a run has a {FILE_NAME}",
+            f"the directory of a run has {FILE_NAME}",
             value="none",
             place=str(folder),
             remedy="run with parallelize(log_dir=...); it is written after the first steps",

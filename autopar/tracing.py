@@ -7,13 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from autopar.errors import UsageError
 from autopar.graph.failures import FAILURES, not_copied
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction, trace
 from autopar.plan import Precision
 from autopar.search.batch import for_batch
+
+_PARALLEL = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 
@@ -72,9 +78,11 @@ def trace_model(
     Without a global batch its samples must be apart.
 
     Raises:
-        UsageError: no example inputs, and none can be made.
+        UsageError: no example inputs, and none can be made; the model is none, is parallel already, or has complex parameters;
+            autocast is on.
         TraceError: the model cannot be traced.
     """
+    _check_plain(model)
     if example_inputs is None:
         from autopar.models import example_batch_for
 
@@ -95,6 +103,44 @@ def trace_model(
         return trace(model, tuple(inputs), {}, **options)
 
     return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size)
+
+
+def _check_plain(model: torch.nn.Module) -> None:
+    """Refuses what is no model of one device, and a caller's autocast, which a trace would take for a part of the model.
+
+    Raises:
+        UsageError: says which of them it is.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            "a model is a torch.nn.Module",
+            value=f"{type(model).__module__}.{type(model).__qualname__}",
+            remedy="give the model that trains on one device",
+        )
+    wrapped = next((m for m in model.modules() if isinstance(m, _PARALLEL)), None)
+    split = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if wrapped is not None or split is not None:
+        raise UsageError(
+            "the model is one of a single device, which autopar makes parallel",
+            value=f"the parameter {split}, a DTensor" if wrapped is None else type(wrapped).__name__,
+            remedy="give the model before it is wrapped (DistributedDataParallel, fully_shard, parallelize_module ...)",
+        )
+    numbers = next(((name, p.dtype) for name, p in model.named_parameters() if p.is_complex()), None)
+    if numbers is not None:
+        raise UsageError(
+            "parameters are real: a plan's precision says of real dtypes how they are stored, summed and computed with",
+            value=str(numbers[1]).removeprefix("torch."),
+            place=numbers[0],
+            remedy="keep a real parameter whose last dim is 2, and use torch.view_as_complex(parameter) in forward",
+        )
+    device = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
+    if device is not None:
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        raise UsageError(
+            "a model is traced without autocast around it",
+            value=f"torch.autocast({device!r}) to {dtype}",
+            remedy='leave it out, and choose the precision of the plan: precision="bf16"',
+        )
 
 
 def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

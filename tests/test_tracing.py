@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import UsageError
 from autopar.plan import BF16, FP32
 from autopar.tracing import samples_of, trace_model
 
@@ -62,3 +63,22 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
     graph = trace_model(Normed(), {"x": X}, BF16)
     assert {p.fqn for p in graph.parameters} == {"linear.weight_g", "linear.weight_v", "linear.bias"}
     assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
+
+
+def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
+    """A trace under autocast said that a step reads what an earlier one has left."""
+    with pytest.raises(UsageError, match=r"single device.*but found DataParallel; give the model before it is wrapped"):
+        trace_model(nn.DataParallel(Net()), {"x": X}, FP32)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UsageError, match=r"without autocast around it, but found torch\.autocast\('cpu'\) to bfloat16"),
+    ):
+        trace_model(Net(), {"x": X}, FP32)
+
+
+def test_complex_parameters_are_refused() -> None:
+    """They lost their imaginary parts as they were stored."""
+    model = Net()
+    model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
+    with pytest.raises(UsageError, match=r"linear\.turn: parameters are real.*found complex64; keep a real parameter"):
+        trace_model(model, {"x": X}, FP32)

@@ -113,6 +113,8 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     if op.target == "aten.einsum.default" and len(operands) != 2:
         maker = None  # no product of two matrices
     found = maker(op, operands, kind) if maker else _elementwise(op, operands)
+    if found.flops and op.spec.dtype.is_complex:
+        found = _of_complex(found)
     if op.target in FUNCTIONS and operands:
         found = replaced(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
     for spec in op.outputs:
@@ -122,6 +124,18 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
         found, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
         saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip
+
+
+COMPLEX = 4
+"""Real products in one of complex numbers, (a + bi)(c + di), as BLAS counts them: 8 flops for each multiplication and addition,
+where real ones have 2 (LAPACK Working Note 41: 6 for a complex
+multiplication, 2 for an addition)."""
+
+
+def _of_complex(work: Work) -> Work:
+    """Products in flops of the real dtype, whose rate prices them: by the curve, as tiles of complex kernels are others."""
+    times = replaced(work, flops=COMPLEX * work.flops, backward_flops=COMPLEX * work.backward_flops)
+    return replaced(times, products=(), backward_products=())
 
 
 def is_elementwise(op: Op) -> bool:
@@ -178,7 +192,11 @@ def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
         if len(operands) == 1:
             return (), False
         return (0, 1) if operands[1].requires_grad else (1,), False
-    return tuple(i for i, spec in enumerate(operands) if spec.dtype.is_floating_point), op.spec.dtype.is_floating_point
+    return tuple(i for i, spec in enumerate(operands) if _has_gradients(spec)), _has_gradients(op.spec)
+
+
+def _has_gradients(spec: TensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
 def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:

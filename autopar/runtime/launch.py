@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.graph.failures import first_line
 from autopar.graph.ir import Graph
 from autopar.lower.backward import check_program
 from autopar.lower.program import lower
@@ -45,7 +46,8 @@ def launch(
         log_dir: see :class:`Parallel`.
 
     Raises:
-        AutoparError: what ``make`` raised on rank 0, on every rank.
+        AutoparError: what ``make`` raised on rank 0, on every rank; of another error of rank 0's, which it raises itself, the
+            others say what it was.
         RuntimeMismatchError: the job has another size than the plan's mesh, or its nodes another order than the plan's groups.
         PlanError: the plan is for another model.
         VerificationError: some gradient would lack its sum over ranks, or be summed though it is whole.
@@ -74,21 +76,31 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
     if dist.get_world_size() == 1:
         return make()
     made: list[tuple[Plan, Graph] | None] = [None]
-    failure: tuple[type[AutoparError], tuple[str, str, str, str]] | None = None
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             made[0] = make()
-        except AutoparError as error:
-            value = "" if error.value is None else str(error.value)
-            failure = type(error), (error.law, value, error.place, error.remedy)
-    shared: list[object] = [made[0], failure]
+        except Exception as error:  # noqa: BLE001  of whatever kind: the other ranks wait for an answer
+            failure = error
+    shared: list[object] = [made[0], None if failure is None else _told(failure)]
     dist.broadcast_object_list(shared)
+    if failure is not None and not isinstance(failure, AutoparError):
+        raise failure
     result, failed = shared
     if isinstance(failed, tuple):
         kind, (law, value, place, remedy) = failed
         raise kind(law, value=value or None, place=place, remedy=remedy)
     assert isinstance(result, tuple)
     return result
+
+
+def _told(failure: Exception) -> tuple[type[AutoparError], tuple[str, str, str, str]]:
+    """What the other ranks raise of a failure of rank 0's: kind, law, value, place and remedy."""
+    if isinstance(failure, AutoparError):
+        value = "" if failure.value is None else str(failure.value)
+        return type(failure), (failure.law, value, failure.place, failure.remedy)
+    said = f"{type(failure).__name__}: {first_line(failure)}"
+    return AutoparError, ("rank 0 makes the plan of all ranks", said, "", "see the traceback of rank 0")
 
 
 def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
@@ -102,7 +114,7 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
     if not tensors:
         return
     with torch.no_grad():
-        sums = torch.tensor([[float(t.double().sum()), float(t.double().abs().sum())] for t in tensors])
+        sums = torch.tensor([_sums(t) for t in tensors])
         first = sums.to(device, copy=True)
         dist.broadcast(first, src=0)
         differs = (first.cpu() != sums).any(1).to(device, torch.int32)
@@ -112,3 +124,9 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
                 value = tensor.detach().to(device).contiguous()
                 dist.broadcast(value, src=0)
                 tensor.copy_(value)
+
+
+def _sums(tensor: torch.Tensor) -> list[float]:
+    """Of the elements, and of their absolute values; those of a complex tensor are its parts."""
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    return [float(real.double().sum()), float(real.double().abs().sum())]

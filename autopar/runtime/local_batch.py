@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,17 @@ def local_batch(
     """What the data rank takes of a batch, on its device, in the dtypes of ``inputs``; the batch may hold its samples alone.
 
     Raises:
-        UsageError: the batch has other inputs, shapes or sizes than the plan.
+        UsageError: the batch is no mapping, has other inputs, shapes or sizes than the plan, or inputs that need gradients
+            where these are on.
     """
-    batch = named_inputs(batch)
     expected = [leaf.name for leaf in inputs]
+    if not isinstance(batch, Mapping):
+        raise UsageError(
+            f"a batch has its inputs by name ({', '.join(expected)})",
+            value=type(batch).__name__,
+            remedy=f"give a dict: {{{', '.join(f'{name!r}: ...' for name in expected[:3])}}}",
+        )
+    batch = named_inputs(batch)
     if set(batch) != set(expected):
         unknown = [name for name in batch if name not in expected]
         raise UsageError(
@@ -37,7 +44,7 @@ def local_batch(
     part = len(own)
     local: dict[str, Tensor] = {}
     for leaf in inputs:
-        value, dim = batch[leaf.name], leaf.batch_dim
+        value, dim = _without_history(batch[leaf.name], leaf.name), leaf.batch_dim
         rest = [size for d, size in enumerate(value.shape) if d != dim]
         if rest != [size for d, size in enumerate(leaf.spec.shape) if d != dim]:
             raise UsageError(
@@ -58,3 +65,24 @@ def local_batch(
         dtype = leaf.spec.dtype if value.is_floating_point() and leaf.spec.dtype.is_floating_point else value.dtype
         local[leaf.name] = value.to(device, dtype, non_blocking=True)
     return local
+
+
+def _without_history(value: object, name: str) -> Tensor:
+    """An input as a step takes it.
+
+    Raises:
+        UsageError: it is no tensor, or needs a gradient: each rank would leave that of its own samples alone.
+    """
+    if not isinstance(value, Tensor):
+        raise UsageError(
+            "what was a tensor in the example inputs is one in a batch", value=type(value).__name__, place=name
+        )
+    if value.requires_grad and torch.is_grad_enabled():
+        raise UsageError(
+            "gradients of a step go to the parameters of the model, not through its inputs",
+            value="an input with requires_grad",
+            place=name,
+            remedy="detach() it, or make what computes it a part of the model that is given to autopar.parallelize",
+        )
+    # autograd may not keep what inference mode has made; a copy it may
+    return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value

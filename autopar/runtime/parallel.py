@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import spmd_types
 import torch
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.local_step import LocalSteps
-from autopar.lower.emit import is_random
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
 from autopar.plan import Plan, Precision
 from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.checks import absent, check_evaluates, check_modes, check_parameters
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
@@ -29,7 +29,6 @@ from autopar.runtime.local_batch import local_batch
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
-from autopar.runtime.quiet import noise
 from autopar.runtime.state import State
 from autopar.runtime.world import World
 
@@ -108,6 +107,23 @@ class Parallel:
         """True on the one rank of the job that should print and log."""
         return self._world.rank == 0
 
+    if not TYPE_CHECKING:  # which knows better what there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent(name)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """For ``copy`` and ``pickle``.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a parallel model is a part of its job of several processes: it is neither copied nor pickled",
+            value="copy.deepcopy, pickle or torch.save of it",
+            remedy="par.save(DIR, optimizer) writes a checkpoint; a copy of the weights is par.full_state_dict()",
+        )
+
     # --- parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -151,8 +167,10 @@ class Parallel:
             The loss of the global batch, a scalar, the same on every rank.
 
         Raises:
-            UsageError: the batch has other inputs or another size than the plan.
+            UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; autocast is
+                on, or gradients are off.
         """
+        check_modes(self.plan, self._world.device, learns=True)
         self._local_steps.restore()
         self.monitor.begin_step()
         local = self._local(batch)
@@ -176,9 +194,12 @@ class Parallel:
             UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
                 training changes (BatchNorm reads them only in ``eval()``).
         """
-        self._check_evaluates()
+        check_evaluates(self._program)
+        check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
-        local, stages = self._local(batch), self._assembly.stages
+        stages = self._assembly.stages
+        with torch.no_grad():
+            local = self._local(batch)
         try:
             for stage in stages:
                 stage.eval()
@@ -204,6 +225,7 @@ class Parallel:
                 value=f"{len(self._program.stages)} stages",
                 remedy="replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`",
             )
+        check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
             self.monitor.begin_step()
         local = self._local(batch)
@@ -253,58 +275,13 @@ class Parallel:
 
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
-        self._check_parameters()
+        check_parameters(self._assembly.held, self._frozen)
         self._given.check(self.step_count)
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             forget_gathered(stage)
             stage.totals, stage.seed = totals, base
-
-    def _check_evaluates(self) -> None:
-        """Nothing, where a step without dropout is what the model computes in ``eval()``, as far as a plan can tell.
-
-        Raises:
-            UsageError: it is not.
-        """
-        graph = self._program.graph
-        drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
-        changed = [buffer.fqn for buffer in self._program.state]
-        if drawn is None and not changed:
-            return
-        raise UsageError(
-            "an evaluation is the step of training without dropout: the model has no buffers that training changes, and draws "
-            "no random numbers besides",
-            value=f"buffers {', '.join(changed[:3])}" if drawn is None else drawn.target,
-            place="" if drawn is None else drawn.source or drawn.module or drawn.name,
-            remedy="put par.full_state_dict() into the model itself, and evaluate that in eval()",
-        )
-
-    def _check_parameters(self) -> None:
-        """Parameters may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
-
-        Raises:
-            UsageError: names those that shall learn now, or have hooks on their gradients.
-        """
-        hooked = [
-            held.key
-            for held in self._assembly.held
-            if held.parameter._backward_hooks or held.parameter._post_accumulate_grad_hooks
-        ]
-        if hooked:
-            raise UsageError(
-                "gradients are there when train_step returns, or backward: no hook on a parameter is called in between",
-                value=f"hooks on {', '.join(hooked[:3])}" + (" and others" if len(hooked) > 3 else ""),
-                remedy="change gradients, or step, after train_step",
-            )
-        thawed = [held.key for held in self._frozen if held.parameter.requires_grad]
-        if thawed:
-            raise UsageError(
-                "parameters that are frozen when a plan is made stay frozen: the program has no backward for them",
-                value=f"requires_grad of {', '.join(thawed[:3])}" + (" and others" if len(thawed) > 3 else ""),
-                remedy="set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they "
-                "are to learn",
-            )
 
     def _begin_backward(self, num_backwards: int) -> None:
         """Gradients of this step are kept apart until they are summed."""

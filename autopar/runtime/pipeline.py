@@ -227,7 +227,8 @@ class _Specs:
     def tensors(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple(
             torch.empty(self._specs[name].shape, dtype=self._specs[name].dtype, device="meta").requires_grad_(
-                self._specs[name].requires_grad and self._specs[name].dtype.is_floating_point
+                self._specs[name].requires_grad
+                and (self._specs[name].dtype.is_floating_point or self._specs[name].dtype.is_complex)
             )
             for name in names
         )

@@ -16,6 +16,7 @@ import numpy as np
 from autopar.mesh import Mesh
 from autopar.plan import Offload, ScheduleName
 from autopar.schedule import SCHEDULES
+from autopar.search.join import Read, any_row, columns_of, num_micro_batches
 from autopar.search.laws import (
     Column,
     Constraint,
@@ -93,7 +94,7 @@ def divisors(n: int) -> tuple[int, ...]:
 def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """All candidates that keep every constraint, in a fixed order."""
     constraints = (*_strict(problem, pins), *practice(problem, pins))
-    table = _table(problem, pins, whole_world=True, early=constraints)
+    table = _table(problem, pins, constraints)
     keep = np.ones(len(table["pp"]), dtype=bool)
     if not keep.any():
         return []
@@ -107,31 +108,32 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
 def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
     """Names of a smallest-by-inclusion set of constraints without any candidate; empty when there are candidates.
 
-    Found by deletion: a constraint without which there is still no candidate is not needed for the conflict.
+    Found by deletion: a constraint without which there is still no candidate is not needed for the conflict. What is not
+    worth trying is named only where laws and pins leave candidates.
     """
-    table = _table(problem, pins, whole_world=False)
-    held = {c.name: c.holds(table) for c in _strict(problem, pins)}
+    values, meshes = _open(problem, pins)
+    for constraints in (_strict(problem, pins), (*_strict(problem, pins), *practice(problem, pins))):
+        read = {c.name: Read(constraint=c, columns=columns_of(c)) for c in constraints}
 
-    def possible(names: Iterable[str]) -> bool:
-        keep = np.ones(len(table["pp"]), dtype=bool)
-        for name in names:
-            keep &= held[name]
-        return bool(keep.any())
+        def possible(names: Iterable[str], read: Mapping[str, Read] = read) -> bool:
+            wanted = [read[name] for name in names]
+            return any(any_row(mesh, values, wanted, problem.global_batch_size) for mesh in meshes)
 
-    left = list(held)
-    if possible(left):
-        return ()
-    for name in list(held):
-        without = [n for n in left if n != name]
-        if not possible(without):
-            left = without
-    return tuple(left)
+        left = list(read)
+        if possible(left):
+            continue
+        for name in list(read):
+            without = [n for n in left if n != name]
+            if not possible(without):
+                left = without
+        return tuple(left)
+    return ()
 
 
 def remedies(problem: Problem, pins: Pins, names: Iterable[str]) -> tuple[str, ...]:
     """What else than dropping a pin resolves a conflict of these names."""
-    named = set(names)
-    return tuple(dict.fromkeys(c.remedy for c in _strict(problem, pins) if c.name in named and c.remedy))
+    named, known = set(names), (*_strict(problem, pins), *practice(problem, pins))
+    return tuple(dict.fromkeys(c.remedy for c in known if c.name in named and c.remedy))
 
 
 def _strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
@@ -145,51 +147,76 @@ def _values(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
     return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
 
 
-def _table(problem: Problem, pins: Pins, *, whole_world: bool, early: Sequence[Constraint] = ()) -> Table:
-    """All combinations as columns; with ``whole_world`` those alone whose degrees multiply to the world size.
+def _table(problem: Problem, pins: Pins, early: Sequence[Constraint]) -> Table:
+    """All combinations whose degrees multiply to the world size, as columns.
 
     Args:
         early: what breaks one of these in the degrees alone, or in the other columns alone, is left out.
     """
-    space, world = problem.space, problem.world_size
-    found = divisors(world)
-    long = any(n >= space.cp_from for n in problem.sequences)
-    split = found if is_pinned(pins, "cp") else tuple(d for d in found if d <= space.max_cp) if long else (1,)
-    degrees = [
-        (pp, world // (pp * tp * cp * shard), shard, cp, tp)
-        for pp in found
-        for tp in found
-        for cp in split
-        if world % (pp * tp * cp) == 0
-        for shard in divisors(world // (pp * tp * cp))
-    ]
-    if not whole_world:
-        usual = found if world <= MAX_FREE_WORLD else (1, 2, world)
-        free = [_values(pins, key, split if key == "cp" and world <= MAX_FREE_WORLD else usual) for key in _DEGREES]
-        degrees = sorted({*degrees, *product(*free)})  # type: ignore[arg-type]
-    zero = _values(pins, "zero", space.zero_stages)
-    micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= problem.global_batch_size])
-    data = np.unique(np.array([d[1] * d[2] for d in degrees]))
-    if problem.mixes_samples:
-        shares = {problem.global_batch_size // int(d) for d in data}
-        micro = sorted({*micro, *(s for s in shares if s)})
-    for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch
-        if isinstance(pin, NumberPin) and pin.key == "num_micro_batches" and pin.value:
-            sizes = {problem.global_batch_size // (pin.value * int(d)) for d in data}
-            micro = sorted({*micro, *(s for s in sizes if s)})
-    virtual = _values(pins, "virtual_stages", (1, *space.virtual_stages))
-    names = ("none", *space.schedules)
-    named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
-    schedules = sorted({SCHEDULES.index(n) for n in (*names, *named)})
-    others = product(zero, micro, schedules, virtual, _expert_ranks(problem, pins))
+    degrees = _degrees(problem, pins)
+    values = _others(problem, pins, degrees)
     left = _kept(_columns(_DEGREES, degrees), early)
-    rest = _kept(_columns(("zero", "micro_batch", "schedule", "virtual_stages", "ep_data"), others), early)
+    rest = _kept(_columns(tuple(values), product(*values.values())), early)
     rows, times = len(left["pp"]), len(rest["zero"])
     table = {key: np.repeat(column, times) for key, column in left.items()}
     table |= {key: np.tile(column, rows) for key, column in rest.items()}
-    samples = table["micro_batch"] * table["dp_replicate"] * table["dp_shard"]
-    table["num_micro_batches"] = problem.global_batch_size // samples
+    table["num_micro_batches"] = num_micro_batches(table, problem.global_batch_size)
     return table
+
+
+def _split(problem: Problem, pins: Pins) -> tuple[int, ...]:
+    """Degrees of ``cp``."""
+    found, space = divisors(problem.world_size), problem.space
+    long = any(n >= space.cp_from for n in problem.sequences)
+    return found if is_pinned(pins, "cp") else tuple(d for d in found if d <= space.max_cp) if long else (1,)
+
+
+def _degrees(problem: Problem, pins: Pins) -> list[tuple[int, ...]]:
+    """All that multiply to the world size."""
+    world, found = problem.world_size, divisors(problem.world_size)
+    return [
+        (pp, world // (pp * tp * cp * shard), shard, cp, tp)
+        for pp in found
+        for tp in found
+        for cp in _split(problem, pins)
+        if world % (pp * tp * cp) == 0
+        for shard in divisors(world // (pp * tp * cp))
+    ]
+
+
+def _others(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The values of what is chosen beside the degrees."""
+    space, batch = problem.space, problem.global_batch_size
+    micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= batch])
+    data = np.unique(np.array([d[1] * d[2] for d in degrees]))
+    if problem.mixes_samples:
+        micro = sorted({*micro, *(s for s in {batch // int(d) for d in data} if s)})
+    for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch
+        if isinstance(pin, NumberPin) and pin.key == "num_micro_batches" and pin.value:
+            sizes = {batch // (pin.value * int(d)) for d in data}
+            micro = sorted({*micro, *(s for s in sizes if s)})
+    named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
+    return {
+        "zero": _values(pins, "zero", space.zero_stages),
+        "micro_batch": micro,
+        "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
+        "virtual_stages": _values(pins, "virtual_stages", (1, *space.virtual_stages)),
+        "ep_data": _expert_ranks(problem, pins),
+    }
+
+
+def _open(problem: Problem, pins: Pins) -> tuple[dict[str, Sequence[int]], list[dict[str, Column]]]:
+    """What a conflict is looked for among: values of each column, and tables of degrees that are combined with those of others.
+
+    A table without degrees takes these from their values.
+    """
+    world, degrees = problem.world_size, _degrees(problem, pins)
+    is_small = world <= MAX_FREE_WORLD
+    usual = divisors(world) if is_small else (1, 2, world)
+    free = {key: _values(pins, key, _split(problem, pins) if key == "cp" and is_small else usual) for key in _DEGREES}
+    data = {n * m for n in free["dp_replicate"] for m in free["dp_shard"]}
+    others = _others(problem, pins, [*degrees, *((1, n, 1, 1, 1) for n in sorted(data))])
+    return {**free, **others}, [{}] if is_small else [{}, _columns(_DEGREES, degrees)]
 
 
 def _columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:

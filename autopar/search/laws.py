@@ -6,7 +6,7 @@ Every constraint is a predicate over the columns of one table of combinations (:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -191,39 +191,74 @@ def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
 
     A space without ``practice`` keeps its bounds on degrees alone.
     """
-    found = []
     space, per_node = problem.space, problem.devices_per_node
-    if not is_pinned(pins, "tp"):
-        most = min(space.max_tp, per_node * space.max_tp_nodes)
-        found.append(
-            Constraint(name="tp inside a node", holds=lambda t: (t["tp"] <= most) & _in_nodes(t["tp"], per_node))
+    most = min(space.max_tp, per_node * space.max_tp_nodes)
+    found = [
+        _usual(
+            pins,
+            ("tp",),
+            f"tp <= {most}, in equal parts of a node of {per_node} or whole nodes",
+            lambda t: (t["tp"] <= most) & _in_nodes(t["tp"], per_node),
+        ),
+        _usual(pins, ("pp",), f"pp <= {space.max_pp}", lambda t: t["pp"] <= space.max_pp),
+    ]
+    if space.practice:
+        found += _worth_trying(problem, pins)
+    return tuple(replace(c, name=f"{c.name} (the space {space.name})") for c in found if c is not None)
+
+
+def _worth_trying(problem: Problem, pins: Pins) -> list[Constraint | None]:
+    """What leaves out choices that are not better than others of the space."""
+    space, per_node, gpipe = problem.space, problem.devices_per_node, SCHEDULES.index("GPipe")
+    layers, common = problem.num_layers, gcd(*problem.experts) if problem.experts else 1
+    return [
+        _usual(  # GPipe holds more than 1F1B, and is quicker only where messages take long
+            pins,
+            ("schedule",),
+            "GPipe has fewer micro-batches than pp",
+            lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"]),
+        ),
+        _usual(  # else some stages are a layer longer, and all wait
+            pins,
+            ("virtual_stages",),
+            f"virtual_stages divides the layers of a pipeline rank, {layers} / pp rounded up",
+            lambda t: -(-layers // t["pp"]) % t["virtual_stages"] == 0,
         )
-    if not is_pinned(pins, "pp"):
-        found.append(Constraint(name="max_pp", holds=lambda t: t["pp"] <= space.max_pp))
-    if not space.practice:
-        return tuple(found)
-    if not is_pinned(pins, "schedule"):  # GPipe holds more than 1F1B, and is quicker only where messages take long
-        gpipe = SCHEDULES.index("GPipe")
-        found.append(
-            Constraint(name="GPipe", holds=lambda t: (t["schedule"] != gpipe) | (t["num_micro_batches"] < t["pp"]))
-        )
-    if problem.num_layers and not is_pinned(
-        pins, "virtual_stages"
-    ):  # else some stages are a layer longer, and all wait
-        found.append(
-            Constraint(
-                name="virtual stages", holds=lambda t: -(-problem.num_layers // t["pp"]) % t["virtual_stages"] == 0
-            )
-        )
-    if not is_pinned(pins, "dp_replicate", "dp_shard"):
-        found.append(Constraint(name="shard groups", holds=lambda t: _shard_groups(t, space.hsdp, per_node)))
-    if not is_pinned(pins, "ep", "ep_data"):
-        common = gcd(*problem.experts) if problem.experts else 1
-        found.append(Constraint(name="experts", holds=lambda t: _usual_experts(t, common, per_node)))
-    if not is_pinned(pins, "zero"):  # with one micro-batch ZeRO-2 is ZeRO-1
-        found.append(Constraint(name="ZeRO-2", holds=lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1)))
-        found.append(Constraint(name="shards", holds=lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)))
-    return tuple(found)
+        if layers
+        else None,
+        _usual(
+            pins,
+            ("dp_replicate", "dp_shard"),
+            "dp_shard is all data ranks or 1" + (", or those of a node" if space.hsdp else ""),
+            lambda t: _shard_groups(t, space.hsdp, per_node),
+        ),
+        _usual(
+            pins,
+            ("ep", "ep_data"),
+            "experts are over no data ranks, over as many as can be, or as can be in a node",
+            lambda t: _usual_experts(t, common, per_node),
+        ),
+        _usual(  # with one micro-batch ZeRO-2 is ZeRO-1
+            pins,
+            ("zero",),
+            "zero=2 has several micro-batches",
+            lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1),
+        ),
+        _usual(
+            pins, ("zero",), "zero > 0 if and only if dp_shard > 1", lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)
+        ),
+    ]
+
+
+def _usual(
+    pins: Pins, keys: tuple[str, ...], name: str, holds: Callable[[Table], NDArray[np.bool_]]
+) -> Constraint | None:
+    """A constraint unless pins say something of what it is about."""
+    if is_pinned(pins, *keys):
+        return None
+    return Constraint(
+        name=name, holds=holds, remedy=f"pin {' or '.join(keys)}, which lifts what a space leaves out of it"
+    )
 
 
 def _in_nodes(tp: Column, per_node: int) -> NDArray[np.bool_]:

@@ -261,8 +261,8 @@ class Planner:
         ways = ("drop one of the pins named", *remedies(self.problem, self.task.pins, names))
         return InfeasibleError(
             "some plan satisfies all constraints",
-            value="these conflict: " + "; ".join(names) if names else "no candidate in the space",
-            remedy=", or ".join(ways) if names else "widen the space",
+            value="these conflict: " + "; ".join(names or (pin.text for pin in self.task.pins.pins)),
+            remedy=", or ".join(ways),
         )
 
     def _too_slow(self, outcome: Outcome, most_s: float) -> InfeasibleError:

@@ -44,6 +44,18 @@ def test_a_linear_counts_two_flops_for_each_multiply_add() -> None:
     assert not done.saves_output
 
 
+def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
+    """It was refused for lack of a rate."""
+    real = op("aten.mm.default", (X, W), spec(512, 512, dtype=F32))
+    twice = replace(real, outputs=(spec(512, 512, dtype=torch.complex64),))
+    one, two = (work(each, (each.spec, each.spec)) for each in (real, twice))
+    assert (two.flops, two.backward_flops) == (4 * one.flops, 4 * one.backward_flops)
+    assert two.num_bytes == 2 * one.num_bytes
+    curve = replace(H100, matmul=tuple(replace(rate, num_units=0) for rate in H100.matmul))
+    times = [op_time(each, (each.spec, each.spec), curve) for each in (real, twice)]
+    assert times[1].forward_s - H100.launch_s == pytest.approx(4 * (times[0].forward_s - H100.launch_s))
+
+
 def test_a_frozen_weight_needs_no_gradient_and_keeps_no_input() -> None:
     done = work(LINEAR, (LINEAR_OPERANDS[0], spec(32, 16, grad=False), spec(32, grad=False)))
     assert done.backward_flops == done.flops

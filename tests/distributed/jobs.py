@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -208,11 +209,13 @@ def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
     def make() -> tuple[Plan, Graph]:
         if plan.mesh.world_size == 1:
             raise AutoparError("there is a plan", value="none", remedy="try again")
+        if plan.mesh.tp == 4:
+            raise LookupError("no such thing")
         return plan, graph
 
     try:
         launch(subject.build(), make, device_type="cpu")
-    except AutoparError as error:
+    except (AutoparError, LookupError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -229,6 +232,23 @@ def fail_on_first_rank() -> None:
     if dist.get_rank() == 0:
         raise ValueError("this rank has had enough")
     dist.barrier()
+
+
+def muon_steps(subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Matrices after steps of Muon whose iteration is in float32 (torch's is in bfloat16)."""
+    parallel = build(subject, plan, graph)
+    step_muon([p for p in parallel.parameters() if p.ndim == 2], parallel.train_step, batches)
+    return parallel.full_state_dict()
+
+
+def step_muon(matrices: list[Tensor], run: Callable[[Batch], object], batches: Sequence[Batch]) -> None:
+    """Gradients by ``run``, and a step after each."""
+    optimizer = torch.optim.Muon(matrices, lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        run(batch)
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
+            optimizer.step()
 
 
 OPTIMIZERS: dict[str, Any] = {

@@ -98,6 +98,29 @@ class Checkpointed(u.Around):
         return F.cross_entropy(self.last(x), y)
 
 
+class Turn(nn.Module):
+    """A product of complex numbers, whose weight is a real parameter of pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(0.3 * torch.randn(8, 8, 2))
+
+    def forward(self, z: Tensor) -> Tensor:
+        made = z @ torch.view_as_complex(self.pairs)
+        return z + made * torch.sigmoid(made.abs())
+
+
+class Spectral(nn.Module):
+    """Layers on a spectrum, so that complex numbers go from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Turn() for _ in range(4)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.fft.ifft(self.layers(torch.fft.fft(x))).real, y)
+
+
 class Sinks(nn.Module):
     """Attention written out, whose softmax has a column more than there are keys."""
 
@@ -128,13 +151,13 @@ class SinksSubject:
 
 
 _MODELS = {"pairs": partial(u.Pairs, "contrastive"), "routers": Layers, "rolls": Rolling, "shared": Shared}
-_MODELS |= {"resting": Resting, "checkpointed": Checkpointed}
+_MODELS |= {"resting": Resting, "checkpointed": Checkpointed, "spectral": Spectral}
 
 
 @dataclass(frozen=True)
 class UnusualSubject:
     """``kind``: pairs (a contrastive loss with a scalar parameter), routers, rolls, shared (weights of two layers), resting (parts in
-    ``eval()``), or checkpointed."""
+    ``eval()``), checkpointed, or spectral (complex numbers)."""
 
     kind: str
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,7 +22,7 @@ from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16
 from autopar.runtime.gradients import BucketedSums, Held
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import _sums, launch
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.verify import adamw, loss_of
@@ -159,9 +161,83 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         parallel.train_step(short)
 
 
+def test_what_a_step_cannot_take_is_refused() -> None:
+    """Each of these was a wrong number (a gradient of one rank's samples, another dtype) or an error of torch's."""
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    wanted = parallel.evaluate(batch).item()
+    with pytest.raises(UsageError, match=r"by name \(input_ids, attention_mask, labels\), but found list; give a dict"):
+        parallel.train_step(list(batch.values()))
+    with (
+        torch.inference_mode(),
+        pytest.raises(UsageError, match=r"computes gradients, but found torch\.inference_mode\(\); call par\.evaluate"),
+    ):
+        parallel.train_step(batch)
+    for call in (parallel.train_step, parallel.evaluate, lambda b: parallel(**b)):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(UsageError, match=r"plan's precision \(fp32: float32\).*found torch\.autocast to bfloat16"),
+        ):
+            call(batch)
+    with torch.inference_mode():
+        made = {name: value.clone() for name, value in batch.items()}
+    assert parallel.train_step(made).item() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_inputs_that_need_gradients_are_refused() -> None:
+    """They got those of one rank's samples."""
+    torch.manual_seed(0)
+    traced = trace_model(Sides(), sides(torch.float32), PRECISIONS["fp32"])
+    plan = make_plan(traced, Mesh(), global_batch_size=4, micro_batch_size=2)
+    parallel = Parallel(lower(plan, traced), World(plan.mesh, "cpu"), ModelWeights(Sides(), 0))
+    given = sides(torch.float32)["sides"]
+    given["left"].requires_grad_()
+    for call in (parallel.train_step, lambda batch: parallel(**batch)):
+        with pytest.raises(UsageError, match=r"sides_left: gradients.*not through its inputs.*; detach\(\) it"):
+            call({"sides": given})
+    parallel.evaluate({"sides": given})
+
+
+def test_a_parallel_model_is_neither_copied_nor_taken_for_a_module() -> None:
+    parallel = build()
+    for take in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"neither copied nor pickled.*par\.save\(DIR, optimizer\)"):
+            take(parallel)
+    with pytest.raises(AttributeError, match=r"no attribute 'state_dict': it is no torch\.nn\.Module; par\.full_state"):
+        parallel.state_dict()
+    assert not hasattr(parallel, "anything")
+    with pytest.raises(
+        UsageError, match=r"a model is a torch\.nn\.Module, but found autopar\.runtime\.parallel\.Parallel"
+    ):
+        trace_model(parallel, SUBJECT.make_batch(2, seed=0), PRECISIONS["fp32"])
+
+
+def test_states_of_the_models_own_optimizer_are_refused() -> None:
+    """Its parameters have another order: they went to others of the same shape."""
+    parallel, model = build(), SUBJECT.build()
+    theirs, mine = (adamw(list(m.parameters())[:2]) for m in (model, parallel))
+    loss_of(model(**SUBJECT.make_batch(8, seed=0))).backward()
+    theirs.step()
+    parallel.train_step(SUBJECT.make_batch(8, seed=0))
+    before = mine.state_dict()
+    mine.load_state_dict(theirs.state_dict())
+    with pytest.raises(UsageError, match=r"states of an optimizer of par\.parameters.*found exp_avg.*par\.load carry"):
+        mine.step()
+    mine.load_state_dict(before)
+    mine.step()
+    mine.load_state_dict(mine.state_dict())
+    mine.step()
+
+
 def test_world_of_another_size_is_refused() -> None:
     with pytest.raises(RuntimeMismatchError, match=r"tp=2: 2.*found 1; start 2 ranks"):
         World(Mesh(tp=2), "cpu")
+
+
+def test_ranks_whose_complex_buffers_differ_are_told_apart() -> None:
+    """By their imaginary parts too, which torch leaves out of a cast with a warning."""
+    turns = torch.polar(torch.ones(4), torch.arange(4.0))
+    assert _sums(turns) != _sums(turns.conj())
+    assert _sums(turns.conj()) == _sums(turns.conj().resolve_conj())
 
 
 def test_plan_for_another_model_is_refused() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.schedule import check_schedule
-from autopar.search.candidates import Candidate, Problem, candidates, conflict
+from autopar.search.candidates import Candidate, Problem, _open, _strict, candidates, conflict, remedies
+from autopar.search.join import num_micro_batches
+from autopar.search.laws import practice
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
 
@@ -104,3 +109,69 @@ def test_what_pins_exclude_altogether_has_no_candidate() -> None:
     assert candidates(PROBLEM, Pins.parse(["zero=7"])) == []
     assert {c.zero_stage for c in candidates(PROBLEM, Pins.parse(["zero>=2"]))} == {2, 3}
     assert set(conflict(PROBLEM, Pins.parse(["zero=7"]))) == {"zero=7", "zero is 0, 1, 2 or 3"}
+
+
+def test_what_a_space_leaves_out_is_named_where_laws_and_pins_leave_something() -> None:
+    """It said that there was no candidate in the space."""
+    small, pins = replace(PROBLEM, world_size=2, num_blocks=4, num_layers=2), Pins.parse(["schedule=Interleaved1F1B"])
+    assert candidates(small, pins) == []
+    names = conflict(small, pins)
+    usual = "virtual_stages divides the layers of a pipeline rank, 2 / pp rounded up (the space default)"
+    assert {usual, "schedule=Interleaved1F1B"} <= set(names)
+    (remedy,) = remedies(small, pins, names)
+    assert remedy.startswith("pin virtual_stages, which lifts")
+    assert candidates(small, Pins.parse(["schedule=Interleaved1F1B", "virtual_stages=2"]))
+
+
+DRAWN = [
+    "tp=3",
+    "tp>=2",
+    "tp<=2",
+    "pp=2",
+    "pp>=3",
+    "dp=2",
+    "dp_shard=4",
+    "zero=2",
+    "zero>=2",
+    "zero=0",
+    "micro_batch=3",
+]
+DRAWN += [
+    "num_micro_batches=5",
+    "num_micro_batches<=2",
+    "virtual_stages=3",
+    "ep=2",
+    "ep_data=3",
+    "cp=2",
+    "schedule=1F1B",
+]
+DRAWN += ["schedule=Interleaved1F1B", "schedule!=1F1B"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    world=st.sampled_from([1, 2, 4]),
+    batch=st.integers(1, 24),
+    blocks=st.integers(1, 6),
+    texts=st.lists(st.sampled_from(DRAWN), max_size=3, unique=True),
+    more=st.sampled_from([{}, {"experts": (4,)}, {"sequences": (32768,), "key_heads": (8,)}, {"mixes_samples": True}]),
+)
+def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
+    world: int, batch: int, blocks: int, texts: list[str], more: dict[str, Any]
+) -> None:
+    """Beside a table of all of them."""
+    problem = replace(PROBLEM, world_size=world, global_batch_size=batch, num_blocks=blocks, num_layers=blocks, **more)
+    pins = Pins.parse(texts)
+    names = conflict(problem, pins)
+    assert bool(names) == (not candidates(problem, pins))
+    values, _ = _open(problem, pins)
+    columns = np.array(list(product(*values.values())), dtype=np.int64).T
+    table = dict(zip(values, columns, strict=True))
+    table["num_micro_batches"] = num_micro_batches(table, batch)
+    known = {c.name: c.holds(table) for c in (*_strict(problem, pins), *practice(problem, pins))}
+    for left_out in ((), *((name,) for name in names)):
+        keep = np.ones(columns.shape[1], dtype=bool)
+        for name in names:
+            if name not in left_out:
+                keep &= known[name]
+        assert keep.any() == (bool(left_out) or not names), (names, left_out)

@@ -1,0 +1,107 @@
+"""What must hold before a step: of the caller's modes, of the parameters, of what an evaluation computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.errors import UsageError
+from autopar.lower.emit import is_random
+from autopar.lower.program import Program
+from autopar.plan import Plan
+from autopar.runtime.gradients import Held
+from autopar.runtime.quiet import noise
+
+_INSTEAD = {
+    "state_dict": "par.full_state_dict() has the whole parameters, par.save(DIR, optimizer) writes a checkpoint",
+    "load_state_dict": "par.load(DIR, optimizer) reads a checkpoint of par.save; weights of one device go into the model "
+    "before autopar.parallelize, or come from files by weights=DIR",
+    "train": "par.train_step(batch) trains, par.evaluate(batch) does not",
+    "eval": "par.evaluate(batch) is without dropout and gradients",
+    "zero_grad": "optimizer.zero_grad()",
+    "to": "a plan says on which devices and in which dtypes its parameters are",
+    "forward": "par.train_step(batch), or par(**batch)",
+    "modules": "its stages are programs made of the model: what is to change, change in the model before autopar.parallelize",
+    "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict(), strict=False)",
+    "backward": "par.train_step(batch) has done it, or par(**batch).backward()",
+    "generate": "put par.full_state_dict() into the model itself, and generate with that",
+    "requires_grad_": "freeze par.parameters() one by one",
+    "buffers": "par.full_state_dict() has those that training changes",
+}
+"""What users of modules look for at a parallel model, and where it is."""
+
+
+def absent(name: str) -> AttributeError:
+    """The error of Python's that a parallel model has no such attribute, with what to use instead of one of a module's."""
+    text = f"a parallel model has no attribute {name!r}: it is no torch.nn.Module"
+    return AttributeError(f"{text}; {_INSTEAD[name]}" if name in _INSTEAD else text)
+
+
+def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
+    """Nothing, where the caller's modes are such that the step computes what the plan says.
+
+    Args:
+        learns: whether the step has a backward.
+
+    Raises:
+        UsageError: autocast is on, or gradients are off for a step that needs them.
+    """
+    if torch.is_autocast_enabled(device.type):
+        dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        raise UsageError(
+            f"steps compute in the plan's precision ({plan.precision.name}: {plan.precision.compute}), without autocast "
+            "around them",
+            value=f"torch.autocast to {dtype}",
+            remedy='leave it out, and choose the precision with the plan: autopar.parallelize(..., precision="bf16")',
+        )
+    if learns and not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise UsageError(
+            "a training step computes gradients",
+            value=f"torch.{mode}()",
+            remedy="call par.evaluate(batch) for the loss alone",
+        )
+
+
+def check_parameters(held: Sequence[Held], frozen: Sequence[Held]) -> None:
+    """Parameters may be frozen at any time, and learn again; what the plan knows as ``frozen`` has no backward.
+
+    Raises:
+        UsageError: names those that shall learn now, or have hooks on their gradients.
+    """
+    hooked = [h.key for h in held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
+    if hooked:
+        raise UsageError(
+            "gradients are there when train_step returns, or backward: no hook on a parameter is called in between",
+            value=f"hooks on {', '.join(hooked[:3])}" + (" and others" if len(hooked) > 3 else ""),
+            remedy="change gradients, or step, after train_step",
+        )
+    thawed = [h.key for h in frozen if h.parameter.requires_grad]
+    if thawed:
+        raise UsageError(
+            "parameters that are frozen when a plan is made stay frozen: the program has no backward for them",
+            value=f"requires_grad of {', '.join(thawed[:3])}" + (" and others" if len(thawed) > 3 else ""),
+            remedy="set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they "
+            "are to learn",
+        )
+
+
+def check_evaluates(program: Program) -> None:
+    """Nothing, where a step without dropout is what the model computes in ``eval()``, as far as a plan can tell.
+
+    Raises:
+        UsageError: it is not.
+    """
+    graph = program.graph
+    drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
+    changed = [buffer.fqn for buffer in program.state]
+    if drawn is None and not changed:
+        return
+    raise UsageError(
+        "an evaluation is the step of training without dropout: the model has no buffers that training changes, and draws "
+        "no random numbers besides",
+        value=f"buffers {', '.join(changed[:3])}" if drawn is None else drawn.target,
+        place="" if drawn is None else drawn.source or drawn.module or drawn.name,
+        remedy="put par.full_state_dict() into the model itself, and evaluate that in eval()",
+    )
