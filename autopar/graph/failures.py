@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -115,6 +116,19 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
+def _exported(error: BaseException) -> list[tuple[str, int]]:
+    """Lines of the operator at which an exported program failed, whose own lines are no more on the stack."""
+    nodes = [
+        value
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "run_node"
+        for value in frame.f_locals.values()
+        if isinstance(value, torch.fx.Node)
+    ]
+    text = (nodes[-1].stack_trace or "") if nodes else ""
+    return [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', text)]
+
+
 def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
     try:
@@ -122,6 +136,7 @@ def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     except (OSError, TypeError):  # a class of a notebook, or of a module that is not imported by its name
         home = ""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = _exported(error) + frames
     own = str(Path(__file__).resolve().parents[1])
     torch_home = str(Path(torch.__file__).resolve().parent)
     standard = sysconfig.get_paths()["stdlib"]

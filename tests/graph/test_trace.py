@@ -349,6 +349,27 @@ class Broken(nn.Module):
         return (self.linear(x) @ x).sum()
 
 
+class Packed(nn.Module):
+    """Sequences behind one another, cut by their ends: torch.export takes the cuts, and fails at the loss of the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
+        parts = torch.cat([x[ends[i] : ends[i + 1]].softmax(0) for i in range(2)])
+        return F.cross_entropy(self.head(parts), y)
+
+
+def test_a_failure_of_the_exported_program_names_the_line_too() -> None:
+    """It named the model's class and a formula of torch's."""
+    inputs = {"x": torch.randn(6, 8), "ends": torch.tensor([0, 2, 6]), "y": torch.zeros(6, dtype=torch.int64)}
+    with pytest.raises(
+        TraceError, match=r"test_trace\.py:\d+: control flow.* one that does at `return F\.cross_entropy"
+    ):
+        trace(Packed(), kwargs=inputs)
+
+
 def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
     with pytest.raises(TraceError, match=r"self\.linear") as caught:
         trace(Broken(), (torch.ones(2, 4),))
