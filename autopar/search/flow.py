@@ -51,9 +51,9 @@ def least_flow_s(total_s: float, num_micro_batches: int, pp: int, stages: int) -
 
 
 def whole_s(row: Row) -> float | None:
-    """The bound of a row without a pipeline whose blocks all fit as they are: nothing is cut, and :func:`flow_s` is all of it.
+    """The bound of a row without a pipeline whose blocks fit as they are: nothing is cut, and :func:`flow_s` is all of it.
 
-    None where there is a pipeline, or where memory may ask for recompute.
+    They fit as far as prices tell, which have the least bytes in passing of all modes; a bound it is in any case. None where there is a pipeline, or where memory may ask for recompute.
     """
     if row.pp * row.virtual_stages > 1 or row.most < row.count:
         return None
