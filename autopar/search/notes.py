@@ -43,3 +43,13 @@ def precision_note(task: Task) -> tuple[str, ...]:
     if on_gpu and task.precision.compute == "float32":
         return ("computed in float32: precision bf16 (parameters at rest in float32) is several times faster here",)
     return ()
+
+
+def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:
+    """Where memory asks for recompute, what the space leaves out is worth a longer search."""
+    pinned = task.pins.recompute(task.graph)
+    chosen = any(mode == "full" and index not in pinned for index, mode in enumerate(best.modes))
+    if not chosen or "selective" in task.space.recompute:
+        return ()
+    lacks = f"blocks recompute fully, as the space {task.space.name} has no selective recompute"
+    return (f"{lacks}: the space wide has, takes about twice as long to search and often has a faster plan",)

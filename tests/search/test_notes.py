@@ -1,6 +1,9 @@
-"""What a plan says of work that all ranks of an axis repeat."""
+"""What a plan says beside its numbers: of work that all ranks of an axis repeat, of what its space leaves out."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +17,9 @@ def _square(y: Tensor, batch: object) -> Tensor:
     return y.square().mean()
 
 
-def notes(cluster: Cluster) -> tuple[str, ...]:
+def notes(
+    cluster: Cluster, *, about: str = "repeated on each", pins: Sequence[str] = ("tp=2",), space: str = "default"
+) -> tuple[str, ...]:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     plan = autopar.search(
         model,
@@ -22,9 +27,10 @@ def notes(cluster: Cluster) -> tuple[str, ...]:
         loss_fn=_square,
         cluster=cluster,
         global_batch_size=4,
-        pins=["tp=2"],
+        pins=pins,
+        space=space,
     )
-    return tuple(note for note in plan.notes if "repeated on each" in note)
+    return tuple(note for note in plan.notes if about in note)
 
 
 def test_a_plan_says_what_all_ranks_repeat() -> None:
@@ -32,3 +38,16 @@ def test_a_plan_says_what_all_ranks_repeat() -> None:
     (note,) = notes(cluster)
     assert note.startswith("100% of the FLOPs are repeated on each of the 2 ranks of tp (0, 2)")
     assert notes(with_free_links(cluster)) == ()
+
+
+def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "search/default.toml").read_text().replace('name = "default"', 'name = "mine"')
+    full, both = tmp_path / "full.toml", tmp_path / "both.toml"
+    full.write_text(text.replace('recompute = ["none", "full"]', 'recompute = ["full"]'))
+    both.write_text(text.replace('recompute = ["none", "full"]', 'recompute = ["selective", "full"]'))
+    cluster, about = Cluster.parse("cpu:1x2"), "no selective recompute"
+    (note,) = notes(cluster, about=about, space=str(full))
+    assert note.startswith("blocks recompute fully, as the space mine has no selective recompute")
+    assert notes(cluster, about=about, space=str(both)) == ()
+    assert notes(cluster, about=about, pins=("tp=2", "recompute=full"), space=str(full)) == ()
+    assert notes(cluster, about=about) == ()  # nothing is made again
