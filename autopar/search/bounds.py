@@ -218,30 +218,35 @@ class _Columns:
         return found
 
     def _stack(self) -> None:
-        """The chains and the two relaxations of memory side by side: ranks, relaxations, chains, rows."""
+        """The chains and the lines of memory side by side: ranks, lines, chains, rows.
+
+        A rank that a row has not got takes nothing and has time without end. Of the lines the first is of chains alone.
+        """
         shape = (self.ranks, 1, len(self.fixed_s), len(self.count))
-        self.chain_fixed_s = np.stack(self.fixed_s, axis=1).reshape(shape)
-        self.chain_before_s = np.stack(self.before_s)[None]
-        self.chain_slope = np.stack(self.slopes, axis=1).reshape(shape)
+        self.chain_fixed_s = np.where(self.active[:, None], np.stack(self.fixed_s, axis=1), -np.inf)
+        self.chain_before_s = np.stack(self.before_s)
+        slope = np.stack(self.slopes, axis=1)
+        self.chain_slope, slope = slope, slope.reshape(shape)
         room, for_byte = (np.stack(own, axis=1)[:, :, None, :] for own in (self.room, self.for_byte))
         plain = self.plain[:, None, None, :]
-        self.unhurried = room / plain
-        self.room_s, self.both_slope = for_byte * room, self.chain_slope + for_byte * plain
+        unhurried, rooms_s, slopes = [(room / plain)[:, :, 0]], [for_byte * room], [slope + for_byte * plain]
         if self.has_some:  # each of the two relaxations with each of the two lines
             more = np.stack(self.more_for_byte, axis=1)[:, :, None, :]
-            both_slope = np.maximum(self.chain_slope + more * plain - self.more_free_s, _TINY)
-            self.unhurried = np.concatenate([self.unhurried] * 2, axis=1)
             ends_s = self.m * (self.is_first * self.first["beside_s"] + self.is_last * self.last["beside_s"])
-            self.room_s = np.concatenate([self.room_s, more * room + ends_s[:, None, None, :]], axis=1)
-            self.both_slope = np.concatenate([self.both_slope, both_slope], axis=1)
+            unhurried *= 2
+            rooms_s.append(more * room + ends_s[:, None, None, :])
+            slopes.append(np.maximum(slope + more * plain - self.more_free_s, _TINY))
+        alone = np.zeros((self.ranks, 1, 1, len(self.count)))
+        self.unhurried = np.concatenate([alone[:, 0] - np.inf, *unhurried], axis=1)
+        self.room_s, self.slope = np.concatenate([alone, *rooms_s], axis=1), np.concatenate([slope, *slopes], axis=1)
         freed, less = np.stack(self.each_freed, axis=1), np.stack(self.each_room, axis=1)
-        self.again_each, self.again_less = self.each[:, None, :] / freed, less / freed
+        whole, whole_less = [self.each[:, None, :] / freed], [less / freed + 1e-6]
         if self.has_some:
-            self.line_s, self.line_room_s = (for_byte * plain)[:, :, 0, :], (for_byte * room)[:, :, 0, :]
-        else:
-            self.line_s = self.line_room_s = self.again_less
-        self.leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
-        self.leanest = np.minimum(self.leanest, self.lean_room / self.lean)
+            whole.append((for_byte * plain)[:, :, 0])
+            whole_less.append((for_byte * room)[:, :, 0])
+        self.whole, self.whole_less = np.concatenate(whole, axis=1), np.concatenate(whole_less, axis=1)
+        leanest = np.minimum(self.most, np.maximum(self.room[1] / self.lean, self.room[0] / self.plain))
+        self.leanest = np.where(self.active, np.minimum(leanest, self.lean_room / self.lean), 0.0)
 
     def only(self, rows: NDArray[np.intp]) -> _Ranks:
         """Some of the rows, by position, each as often as it is named."""
@@ -255,20 +260,17 @@ class _Columns:
             count=self.count[rows],
             first_once_s=self.first["once_s"][rows],
             group_once_s=self.group["once_s"][rows],
-            active=np.take(self.active[:ranks], rows, axis=-1),
             least=of(self.least),
             reserved=of(self.reserved),
             leanest=of(self.leanest),
             again_s=self.each_s[rows],
             over_s=self.over_s[rows],
-            again_each=of(self.again_each),
-            again_less=of(self.again_less),
+            whole=of(self.whole),
+            whole_less=of(self.whole_less),
             has_some=self.has_some,
-            line_s=of(self.line_s),
-            line_room_s=of(self.line_room_s),
             unhurried=of(self.unhurried),
             room_s=of(self.room_s),
-            both_slope=of(self.both_slope),
+            slope=of(self.slope),
             chain_fixed_s=of(self.chain_fixed_s),
             chain_before_s=np.take(self.chain_before_s, rows, axis=-1),
             chain_slope=of(self.chain_slope),
@@ -277,26 +279,23 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ranks:
-    """What of :class:`_Columns` decides which blocks ranks can take in a time; the last dim is that of rows."""
+    """What of :class:`_Columns` decides which blocks ranks can take in a time; the first dim is that of ranks, the last that of rows."""
 
     ranks: int
     count: Array
     first_once_s: Array
     group_once_s: Array
-    active: NDArray[np.bool_]
     least: Array
     reserved: Array
     leanest: Array
     again_s: Array
-    again_each: Array
-    again_less: Array
-    has_some: bool
     over_s: Array
-    line_s: Array
-    line_room_s: Array
+    whole: Array
+    whole_less: Array
+    has_some: bool
     unhurried: Array
     room_s: Array
-    both_slope: Array
+    slope: Array
     chain_fixed_s: Array
     chain_before_s: Array
     chain_slope: Array
@@ -367,10 +366,11 @@ def _fits(c: _Columns) -> NDArray[np.bool_]:
     """Whether the ranks can take all blocks of the group in any time."""
     left = c.count
     fits = np.asarray((c.fits).all(axis=0))
+    leanest = np.floor(c.leanest + 1e-6)
     for rank in reversed(range(c.ranks)):
-        taken = np.clip(np.floor(c.leanest[rank] + 1e-6), 0, np.maximum(left - c.reserved[rank], 0))
-        fits = fits & (taken >= c.least[rank])
-        left = np.where(c.active[rank], left - taken, left)
+        taken = np.maximum(np.minimum(leanest[rank], left - c.reserved[rank]), 0.0)
+        fits &= taken >= c.least[rank]
+        left = left - taken
     return fits & (left <= 0)
 
 
@@ -386,20 +386,16 @@ def _possible(c: _Ranks, time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_
     """
     left, least = c.count, c.count
     fits = np.ones(len(time_s), dtype=bool)
-    chains = np.stack([time_s, time_s - once_s, time_s - once_s])
+    chains = np.stack([time_s, time_s - once_s, time_s - once_s]) - c.chain_fixed_s
     for rank in reversed(range(c.ranks)):
-        budget = chains - c.chain_fixed_s[rank, 0] - left * c.chain_before_s[0]
-        alone = (budget / c.chain_slope[rank, 0])[None]
-        unhurried = c.unhurried[rank]
-        both = np.maximum((budget + c.room_s[rank]) / c.both_slope[rank], unhurried)
-        most = np.where(alone <= unhurried, alone, both).min(axis=(0, 1))
-        most = np.minimum(most, c.leanest[rank])
-        most = np.clip(np.floor(most + 1e-6), 0, np.maximum(left - c.reserved[rank], 0))
-        taken = _whole(c, rank, most, budget)
-        fits &= ~c.active[rank] | ((budget >= 0).all(axis=0) & (taken >= c.least[rank]))
-        least = left
-        left = np.where(c.active[rank], left - taken, left)
-        if not fits.any():
+        budget = chains[rank] - left * c.chain_before_s
+        lines = (budget + c.room_s[rank]) / c.slope[rank]
+        most = np.minimum.reduce(np.maximum(np.minimum.reduce(lines, axis=1), c.unhurried[rank]), axis=0)
+        most = np.floor(np.minimum(most, c.leanest[rank]) + 1e-6)
+        taken = _whole(c, rank, np.maximum(np.minimum(most, left - c.reserved[rank]), 0.0), budget)
+        fits &= (np.minimum.reduce(budget, axis=0) >= 0.0) & (taken >= c.least[rank])
+        least, left = left, left - taken
+        if not np.count_nonzero(fits):
             return fits, once_s
     fits &= left <= 0
     return fits, np.where(fits, np.maximum(c.first_once_s + least * c.group_once_s, once_s), once_s)
@@ -407,15 +403,15 @@ def _possible(c: _Ranks, time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_
 
 def _whole(c: _Ranks, rank: int, most: Array, budget: Array) -> Array:
     """``most`` blocks, or fewer where so many cannot be: of whole blocks, those that recompute too."""
+    enough, slope, whole, less = budget * (1 + 1e-9), c.chain_slope[rank], c.whole[rank], c.whole_less[rank]
     for _ in range(TRIES):
-        again = np.maximum(np.ceil(most * c.again_each[rank] - c.again_less[rank] - 1e-6).max(axis=0), 0.0)
+        lines = most * whole - less
+        again = np.ceil(np.maximum(np.maximum(lines[0], lines[1]), 0.0))
         again_s = again * c.again_s
         if c.has_some:  # what these do not free, others free at the least seconds
-            line_s = (most * c.line_s[rank] - c.line_room_s[rank]).max(axis=0)
-            again_s = np.maximum(again_s, line_s + again * c.over_s)
-        needed_s = most * c.chain_slope[rank, 0] + again_s
-        late = (needed_s > budget * (1 + 1e-9)).any(axis=0) & (most > 0)
-        if not late.any():
+            again_s = np.maximum(again_s, np.maximum(lines[2], lines[3]) + again * c.over_s)
+        late = (again_s > np.minimum.reduce(enough - most * slope, axis=0)) & (most > 0.0)
+        if not np.count_nonzero(late):
             break
         most = most - late
     return most
