@@ -59,7 +59,8 @@ class Closer(Bounding):
         for i, bound_s in zip(told, row_bounds(rows, best_s, precision=COARSE, settles=True), strict=True):
             bounds_s[i] = max(bounds_s[i], bound_s if bound_s >= best_s else 0.0)
         is_priced = [bound_s < best_s for bound_s in bounds_s]
-        maker, left = self.placed if is_placed else self.rows_of(candidate), [i for i, own in enumerate(is_priced) if own]
+        maker = self.placed if is_placed else self.rows_of(candidate)
+        left = [i for i, own in enumerate(is_priced) if own]
         options = [self.layouts.option(drafts[i]) for i in left]
         exact = [maker.exact(candidate, option, self.step(candidate, option)) for option in options]
         for i, bound_s in zip(left, row_bounds(exact, best_s, precision=precision, settles=True), strict=True):
