@@ -164,16 +164,16 @@ def _rounds(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> 
 
 def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array, Array]:
     """When each action ends, what it takes, and how long its rank is idle while a message to it is under way."""
-    durations, sends, ends = durations_of(stages), sends_of(stages), list[float]()
+    durations, sends = durations_of(stages), sends_of(stages)
+    ends = [0.0] * (len(actions.rank) + 1)  # the last one, which -1 says too, for what actions need that need nothing
     free = [0.0] * (max(actions.rank) + 1)
     columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
-    for rank, need, duration, message in columns:
+    for i, (rank, need, duration, message) in enumerate(columns):
         end = free[rank]
-        if need >= 0 and (arrives := ends[need] + sends[message]) > end:
+        if (arrives := ends[need] + sends[message]) > end:
             end = arrives
-        free[rank] = end = end + durations[duration]
-        ends.append(end)
-    every = np.array([*ends, 0.0])  # the last one for what actions need that need nothing
+        free[rank] = ends[i] = end + durations[duration]
+    every = np.array(ends)
     _, needs, lengths, messages, befores = actions.columns
     idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
     exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)

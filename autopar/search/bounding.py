@@ -109,9 +109,9 @@ class Bounding:
         known.update(zip(asked, self._ideals_s(asked), strict=True))
         return [known[c] for c in candidates]
 
-    def ideal_bound_s(self, candidate: Candidate) -> float:
-        """As :meth:`ideal_bounds_s`, found for it alone: those that are found together depend on which within their precision."""
-        return self._ideals_s([candidate])[0]
+    def own_ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """As :meth:`ideal_bounds_s`, found for these alone: those that are found together depend on which within their precision."""
+        return self._ideals_s(candidates)
 
     def _ideals_s(self, candidates: Sequence[Candidate]) -> list[float]:
         plain = [c for c in candidates if not c.on_host and not self._is_too_large(c)]

@@ -39,26 +39,33 @@ class Closer(Bounding):
 
     def settled_s(self, candidate: Candidate, best_s: float, *, precision: float = PRECISE) -> float:
         """The bound of a candidate, up to ``best_s``: the same whatever was found before or together."""
-        found = best_s
-        for draft in self._drafts(candidate):
-            bound_s, is_priced = self._settled(candidate, draft, best_s / self._speed(candidate), precision)
+        found, drafts = best_s, self._drafts(candidate)
+        own = self._settled(candidate, drafts, best_s / self._speed(candidate), precision)
+        for draft, (bound_s, is_priced) in zip(drafts, own, strict=True):
             self._bounds[candidate, id(draft)] = bound_s, is_priced
             found = min(found, self._shared_s(candidate, bound_s, draft.time_s))
         return found
 
-    def _settled(self, candidate: Candidate, draft: Draft, best_s: float, precision: float) -> tuple[float, bool]:
-        """Of stated times in one layout, and whether that is of its priced blocks: not where it takes ``best_s`` without."""
-        bound_s, is_placed = self._draft_s(candidate, draft), self.placed.has(candidate)
-        if bound_s < best_s and draft.solution and not is_placed:
-            (drafted_s,) = row_bounds([self._drafted_row(candidate, draft)], best_s, precision=COARSE, settles=True)
-            bound_s = max(bound_s, drafted_s if drafted_s >= best_s else 0.0)
-        if bound_s >= best_s:
-            return bound_s, False
-        option = self.layouts.option(draft)
+    def _settled(
+        self, candidate: Candidate, drafts: Sequence[Draft], best_s: float, precision: float
+    ) -> list[tuple[float, bool]]:
+        """Of stated times in each layout, and whether that is of its priced blocks: not where it takes ``best_s`` without.
+
+        All layouts of the candidate together, and nothing else: what rows are bounded with is always the same.
+        """
+        bounds_s, is_placed = [self._draft_s(candidate, draft) for draft in drafts], self.placed.has(candidate)
+        told = [i for i, draft in enumerate(drafts) if bounds_s[i] < best_s and draft.solution and not is_placed]
+        rows = [self._drafted_row(candidate, drafts[i]) for i in told]
+        for i, bound_s in zip(told, row_bounds(rows, best_s, precision=COARSE, settles=True), strict=True):
+            bounds_s[i] = max(bounds_s[i], bound_s if bound_s >= best_s else 0.0)
+        is_priced = [bound_s < best_s for bound_s in bounds_s]
         maker = self.placed if is_placed else self.rows_of(candidate)
-        row = maker.exact(candidate, option, self.step(candidate, option))
-        (own_s,) = row_bounds([row], best_s, precision=precision, settles=True)
-        return max(bound_s, own_s), True
+        left = [i for i, own in enumerate(is_priced) if own]
+        options = [self.layouts.option(drafts[i]) for i in left]
+        exact = [maker.exact(candidate, option, self.step(candidate, option)) for option in options]
+        for i, bound_s in zip(left, row_bounds(exact, best_s, precision=precision, settles=True), strict=True):
+            bounds_s[i] = max(bounds_s[i], bound_s)
+        return [*zip(bounds_s, is_priced, strict=True)]
 
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
         """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.

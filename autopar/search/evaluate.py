@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.model import CostModel, Step
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.plan import BUCKET_BYTES, Memory, Prediction
@@ -24,12 +23,10 @@ from autopar.search.every import every_cut
 from autopar.search.fitting import Fitting, busy_s
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.mixed import Placed
-from autopar.search.mixed_chains import adds_s
-from autopar.search.mixed_polish import polished
 from autopar.search.options import Draft, Option, split_of
 from autopar.search.pins import Pins
 from autopar.search.space import Space
-from autopar.search.uneven import exactly, is_even, moved
+from autopar.search.uneven import exactly
 from autopar.search.ways import Way
 
 BEGUN = 2
@@ -209,7 +206,7 @@ class Evaluator(Closer):
             for cut in self._turns(candidate, option, step, own, plan, late_s):
                 if bound(cut, own[0], by_rank=own) < late_s:
                     turned = self.cuts.fitting(candidate, cut, option, step)
-                    if _fit(turned.memory, limits):
+                    if all_fit(turned.memory, limits):
                         predict(turned)
         return best, failures
 
@@ -239,37 +236,6 @@ class Evaluator(Closer):
         """Whether other blocks of a cut may be recomputed for a shorter step."""
         is_plain = candidate.virtual_stages == 1 or self.placed.has(candidate) or candidate.moves
         return not is_plain and bool({"selective", "full"} & {*cut.modes})
-
-    def _moved(self, found: Evaluation) -> Evaluation:
-        """A plan whose virtual stages have their blocks where the step is shorter, if they are not equal."""
-        candidate, option = found.candidate, found.option
-        counted = [k in self.rows.largest(option) for k in self.rows.class_of]
-        if candidate.virtual_stages == 1 or is_even(found.stops, counted):
-            return found
-        model, step = self.placed.ordered(candidate), self.step(candidate, option)
-        cutters = self.cuts.cutters(candidate, option, step)
-        tried: dict[tuple[int, ...], Fitting] = {}
-
-        def priced(stops: tuple[int, ...]) -> float:
-            way = exactly(stops, len(counted))
-            plan = self.cuts.fits(candidate, option, step, cutters, math.inf, way, math.inf)
-            if isinstance(plan, Failure):
-                return math.inf
-            tried[stops] = plan
-            return model.breakdown(plan.made, step).total_s
-
-        def weights(stops: tuple[int, ...]) -> list[float]:
-            (chain, *_) = model.longest_chains(tried[stops].made, step)
-            return [float(weight) for weight in chain.forwards + 2.0 * chain.backwards]
-
-        time_s = priced(found.stops)
-        if time_s == math.inf:
-            return found
-        plan = tried[moved(found.stops, time_s, priced, weights)]
-        prediction = model.predict(plan.made, step, memory=plan.memory)
-        if prediction.step_time_s >= found.prediction.step_time_s or not self._host_fits(plan.memory):
-            return found
-        return self._bucketed(candidate, option, plan.cut, step, prediction)
 
     def _tries(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter]
@@ -326,7 +292,7 @@ class Evaluator(Closer):
             if size == step.bucket_bytes or model.breakdown(made, other).total_s >= best.prediction.step_time_s:
                 continue
             memory = model.memory(made, other)
-            if _fit(memory, limits):
+            if all_fit(memory, limits):
                 best = replace(best, prediction=model.predict(made, other, memory=memory), bucket_bytes=size)
         return best
 
@@ -335,11 +301,11 @@ class Evaluator(Closer):
     ) -> tuple[Step, Fitting]:
         """A cut with the first size of buckets with which it fits; as the step has it where it fits with none."""
         usual = self.cuts.fitting(candidate, cut, option, step)
-        if not _fit(usual.memory, room) and self.model.sums_in_buckets(usual.made, step):
+        if not all_fit(usual.memory, room) and self.model.sums_in_buckets(usual.made, step):
             for size in self.buckets[1:]:
                 other = replace(step, bucket_bytes=size)
                 found = self.cuts.fitting(candidate, cut, option, other)
-                if _fit(found.memory, room):
+                if all_fit(found.memory, room):
                     return other, found
         return step, usual
 
@@ -367,7 +333,7 @@ class Evaluator(Closer):
                 host = max(host, *(memory.host for memory in found.memory))
                 continue
             needs.append(max(memory.total for memory in found.memory))
-            if not _fit(found.memory, room):
+            if not all_fit(found.memory, room):
                 continue
             prediction = model.predict(found.made, own, memory=found.memory)
             plan = self._bucketed(candidate, option, cut, own, prediction)
@@ -390,45 +356,9 @@ class Evaluator(Closer):
         limit = self.model.host.memory_bytes if any(m.host for m in memory) else None
         return limit is None or all(m.host <= limit for m in memory)
 
-    def polished(self, found: Evaluation) -> Evaluation:
-        """A plan whose stages are cut better still; the same one where its stages are given."""
-        candidate = found.candidate
-        if self.stages or self.moved or self.space.equal_stages:
-            return found
-        if not self.placed.has(candidate):
-            return self._moved(found)
-        option, model = found.option, self.placed.ordered(candidate)
-        step, limits = self.placed.step(self.step(candidate, option), option), self.placed.limits(candidate)
-        step = replace(step, bucket_bytes=found.bucket_bytes)
 
-        def made(stops: Sequence[int]) -> list[StageCost]:
-            return self.cuts.stages(stops, found.modes, option, candidate.mesh.pp)
-
-        def priced(stops: Sequence[int]) -> float:
-            stages = made(stops)
-            time_s = model.breakdown(stages, step).total_s
-            if time_s >= found.prediction.step_time_s:
-                return time_s
-            memory = model.memory(stages, step)
-            return time_s if _fit(memory, limits) else float("inf")
-
-        row = self.placed.exact(candidate, option, step)
-
-        def adding(sizes: Sequence[int]) -> list[float]:
-            stops = tuple(accumulate(sizes))
-            own = [found.modes[i:j] for i, j in zip((0, *stops), stops, strict=False)]
-            full = [modes.count("full") for modes in own]
-            some = [modes.count("selective") + count for modes, count in zip(own, full, strict=True)]
-            return adds_s(row, sizes, some, full)
-
-        sizes = [stop - start for start, stop in zip((0, *found.stops), found.stops, strict=False)]
-        stops = polished(sizes, found.prediction.step_time_s, priced, adding)
-        if stops == found.stops:
-            return found
-        return replace(found, stops=stops, prediction=model.predict(made(stops), step))
-
-
-def _fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
+def all_fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
+    """Whether each rank has room for what it needs."""
     return all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
 
 

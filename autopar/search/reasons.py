@@ -67,11 +67,13 @@ def explain(
     if crew.is_forked:
         _exchange(evaluator.layouts, splits, crew)
     said: dict[Candidate, str] = {}
+    # bounds that were found on the way depend on what they were found with; these are of neighbours alone, in every process
+    first_s = evaluator.own_ideal_bounds_s(distinct)
     apart = [crew.distance(split) for split in splits]
     # what is known here first, then what is new to all; of what another knows, that which it comes to last
     for i in sorted(range(len(distinct)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
         if crew.takes(i):
-            said[distinct[i]] = _compare(evaluator, best, distinct[i])
+            said[distinct[i]] = _compare(evaluator, best, distinct[i], first_s[i])
     for found in crew.gather(said):
         said |= found
     return tuple(f"{what}: {said[other]}" for what, other in others)
@@ -117,9 +119,9 @@ def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
     return found
 
 
-def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate) -> str:
-    # each by itself: bounds that were found on the way depend on what they were found with
-    least_s, best_s = evaluator.ideal_bound_s(other), best.prediction.step_time_s
+def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, least_s: float) -> str:
+    """``least_s``: a first bound of the other one."""
+    best_s = best.prediction.step_time_s
     if least_s < best_s and not evaluator.layouts.by_rule:
         least_s = max(least_s, evaluator.least_bounds_s([other], best_s)[0])
     if least_s < best_s:

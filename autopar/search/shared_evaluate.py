@@ -18,11 +18,12 @@ from autopar.plan import RECOMPUTES, Memory, Recompute
 from autopar.search.bounds import PRECISION as PRECISE
 from autopar.search.candidates import Candidate
 from autopar.search.closer import ROUNDING
-from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
+from autopar.search.evaluate import SLOW, Evaluation, Misfit
 from autopar.search.fitting import MAX_CUTS
 from autopar.search.mixed_closing import Opened
 from autopar.search.options import Option
 from autopar.search.pins import Pins
+from autopar.search.polish import Polisher
 from autopar.search.space import Space
 from autopar.search.ways import none_if_moved
 
@@ -38,7 +39,7 @@ class _Shared:
     steps: tuple[Step, ...]
 
 
-class SharedEvaluator(Evaluator):
+class SharedEvaluator(Polisher):
     """Evaluates candidates with shares of data ranks as well; the others as :class:`Evaluator` does."""
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
@@ -61,9 +62,9 @@ class SharedEvaluator(Evaluator):
         """See :class:`Bounding`; where shares differ, the computation of the slowest group."""
         return self._parted(candidates, super().ideal_bounds_s, self._computation_s)
 
-    def ideal_bound_s(self, candidate: Candidate) -> float:
-        """Likewise of one."""
-        return self._computation_s(candidate) if candidate.shares else super().ideal_bound_s(candidate)
+    def own_ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Likewise, of these alone."""
+        return self._parted(candidates, super().own_ideal_bounds_s, self._computation_s)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = math.inf) -> list[float]:
         """See :class:`Bounding`; where shares differ, the step with as little recompute as there may be."""

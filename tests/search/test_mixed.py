@@ -21,7 +21,7 @@ from autopar.graph.ir import Graph
 from autopar.plan import FP32
 from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.candidates import Problem, candidates
-from autopar.search.evaluate import Evaluation, Evaluator
+from autopar.search.evaluate import Evaluation
 from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import mixed_bounds
@@ -35,6 +35,7 @@ from autopar.search.mixed_whole import whole_bound_s
 from autopar.search.outcome import Limits
 from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
+from autopar.search.polish import Polisher
 from autopar.search.space import load_space
 from autopar.search.ways import BlockOption
 from tests.mixed_clusters import two_kinds
@@ -338,7 +339,7 @@ def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> OuterSea
     problem = Problem(
         world_size=4, devices_per_node=2, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
-    evaluator = Evaluator(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
+    evaluator = Polisher(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
     pool = in_orders(candidates(problem, Pins()), cluster)
     return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
 
@@ -350,7 +351,7 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     ]
     cluster = two_kinds(factor=3.0, slow_memory=memory)
     some, more = (
-        Evaluator(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
+        Polisher(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
         for space in spaces
     )
     compared = 0

@@ -77,12 +77,13 @@ def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reason
     best_s = best.prediction.step_time_s
     goals = [best_s, best_s / 1.02]
     assert explain(warm.evaluator, warm.pool, best) == explain(planner(cluster, space).evaluator, warm.pool, best)
-    few = sorted(range(len(warm.pool)), key=lambda i: warm.evaluator.ideal_bound_s(warm.pool[i]))[:12]
+    first = warm.evaluator.own_ideal_bounds_s(warm.pool)
+    few = sorted(range(len(warm.pool)), key=first.__getitem__)[:12]
     every = [(i, goal_s) for goal_s in goals for i in few]
     fresh = planner(cluster, space)
     for i, goal_s in reversed(every):
         candidate = warm.pool[i]
-        assert warm.evaluator.ideal_bound_s(candidate) == fresh.evaluator.ideal_bound_s(candidate)
+        assert warm.evaluator.own_ideal_bounds_s([candidate]) == fresh.evaluator.own_ideal_bounds_s([candidate])
         assert warm.evaluator.settled_s(candidate, goal_s) == fresh.evaluator.settled_s(candidate, goal_s)
         if warm.evaluator.differs:
             assert warm.evaluator.opened([candidate], goal_s) == fresh.evaluator.opened([candidate], goal_s)
