@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +21,7 @@ from autopar.mesh import DATA_AXES
 from autopar.plan import Plan, Precision
 from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
+from autopar.runtime.alarm import Alarm
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.checks import absent, check_evaluates, check_modes, check_parameters
 from autopar.runtime.data_parallel import forget_gathered
@@ -98,6 +100,8 @@ class Parallel:
             parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
         )
         weakref.finalize(self, self._local_steps.remove)
+        self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=not self._assembly.is_fsdp)
+        weakref.finalize(self, self._alarm.close)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -169,7 +173,12 @@ class Parallel:
         Raises:
             UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; autocast is
                 on, or gradients are off.
+            RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """
+        with self._together():
+            return self._train_step(batch)
+
+    def _train_step(self, batch: Batch) -> Tensor:
         check_modes(self.plan, self._world.device, learns=True)
         self._local_steps.restore()
         self.monitor.begin_step()
@@ -194,6 +203,10 @@ class Parallel:
             UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
                 training changes (BatchNorm reads them only in ``eval()``).
         """
+        with self._together():
+            return self._evaluate(batch)
+
+    def _evaluate(self, batch: Batch) -> Tensor:
         check_evaluates(self._program)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
@@ -219,6 +232,10 @@ class Parallel:
         Raises:
             UsageError: the plan has pipeline stages, or the batch does not fit the plan.
         """
+        with self._together():
+            return self._call(batch)
+
+    def _call(self, batch: Batch) -> Tensor:
         if self._single is None:
             raise UsageError(
                 "a model cut into pipeline stages is trained by train_step(batch), which runs forward and backward",
@@ -273,10 +290,30 @@ class Parallel:
 
     # --- inside a step
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what all ranks do together: if it fails on one, all know, and gradients are those of before."""
+        if self._in_backward:  # one that the user called, and that has failed
+            self._abandon()
+            self._alarm.spoil("a backward came to no end")
+        with self._alarm.watched():
+            try:
+                yield
+            except Exception:
+                self._abandon()
+                raise
+
+    def _abandon(self) -> None:
+        """Leaves the gradients of a step that failed, some of whose micro-batches may have added theirs."""
+        if self._in_backward:
+            self._in_backward = False
+            self._set_aside.restore()
+
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
         check_parameters(self._assembly.held, self._frozen)
         self._given.check(self.step_count)
+        self._alarm.runs()
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
