@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from autopar.errors import AutoparError, RankFailedError
 from autopar.graph.failures import first_line
@@ -150,14 +151,14 @@ class Alarm:
             os._exit(RankFailedError.exit_code)
 
 
-def _store_of(rank: int) -> dist.Store:
+def _store_of(rank: int) -> Store:
     """The job's store, by a connection of its own; under names that no other alarm of the job has.
 
     Ranks make their alarms in the same order, so that counting each rank's own gives all the same number.
     """
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"autopar/alarms/{rank}", 1)
-    return dist.PrefixStore(f"autopar/alarm/{number}", store.clone())
+    return PrefixStore(f"autopar/alarm/{number}", store.clone())  # type: ignore[attr-defined]
 
 
 def _is_own(said: str, rank: int) -> bool:

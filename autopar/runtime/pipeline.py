@@ -195,10 +195,12 @@ def _named(index: int) -> Iterator[None]:
     """An error names the stage, and is the one of the model: torch puts it behind one of its own that lists tensors."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of whatever kind: it is raised again
         cause = error.__cause__
         first = cause if isinstance(error, RuntimeError) and isinstance(cause, Exception) else error
         first.add_note(f"pipeline stage {index}")
+        if first is error:
+            raise
         raise first from first.__cause__
 
 

@@ -104,7 +104,9 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -
     first, again = (tmp_path / "rank1").read_text().splitlines()
     assert first == "IndexError: Target 1000000 is out of bounds. ['pipeline stage 1']"
     for text in (again, (tmp_path / "rank0").read_text()):
-        assert text.startswith(f"RankFailedError: all ranks of a job make its steps together, but found {words}; mend"), text
+        assert text.startswith(
+            f"RankFailedError: all ranks of a job make its steps together, but found {words}; mend"
+        ), text
 
 
 @pytest.mark.parametrize(

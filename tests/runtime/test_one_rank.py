@@ -270,8 +270,10 @@ def test_a_step_that_failed_leaves_no_gradients(way: str) -> None:
             parallel.train_step(bad)
     else:
         loss = parallel(**batch)
-        stop_there = next(iter(parallel._assembly.held)).leaf.register_hook(lambda _: [][0])
-        with pytest.raises(IndexError):
+        first = next(iter(parallel._assembly.held)).leaf
+        assert first is not None
+        stop_there = first.register_hook(lambda _: {}["nothing"])
+        with pytest.raises(KeyError, match="nothing"):
             loss.backward()
         stop_there.remove()
     parallel.train_step(batch)
