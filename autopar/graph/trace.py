@@ -291,8 +291,8 @@ def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -
     with _quiet(), memory.casts_that_change_nothing(), memory.ParametersKept():
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
+            cut_off(program, source_of)
             if needs_decomposition(program.graph_module):
-                cut_off(program, source_of)
                 program = program.run_decompositions({})
             return program
         except TraceError:
