@@ -32,6 +32,7 @@ from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.state import State
+from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import World
 
 
@@ -47,6 +48,12 @@ def check_can_run(precision: Precision) -> None:
             value=f"precision {precision.name}",
             remedy="make the plan with --precision bf16; fp16 and fp8 can be planned, not run",
         )
+
+
+_not_compiled = torch.compiler.disable(
+    reason="steps are programs that a plan has made, with collectives between them: torch.compile leaves them as they are"
+)
+"""Around a step ``torch.compile`` would follow counters and random streams as constants."""
 
 
 class Parallel:
@@ -159,6 +166,7 @@ class Parallel:
 
     # --- steps
 
+    @_not_compiled
     def train_step(self, batch: Batch) -> Tensor:
         """Forward and backward of one step; gradients are added to those that the parameters have.
 
@@ -176,7 +184,7 @@ class Parallel:
             RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """
         with self._together():
-            return self._train_step(batch)
+            return self._train_step(batch).as_subclass(StepLoss)
 
     def _train_step(self, batch: Batch) -> Tensor:
         check_modes(self.plan, self._world.device, learns=True)
@@ -193,6 +201,7 @@ class Parallel:
         self.monitor.end_step()
         return total
 
+    @_not_compiled
     def evaluate(self, batch: Batch) -> Tensor:
         """The loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
 
@@ -223,6 +232,7 @@ class Parallel:
                 stage.train()
         return self._reported(loss)
 
+    @_not_compiled
     def __call__(self, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
 
