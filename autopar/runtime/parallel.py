@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import spmd_types
 import torch
@@ -50,10 +50,13 @@ def check_can_run(precision: Precision) -> None:
         )
 
 
-_not_compiled = torch.compiler.disable(
-    reason="steps are programs that a plan has made, with collectives between them: torch.compile leaves them as they are"
-)
-"""Around a step ``torch.compile`` would follow counters and random streams as constants."""
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_compiled(method: _Method) -> _Method:
+    """Around a step: ``torch.compile`` leaves it as it is. It would follow its counters and random streams as constants."""
+    reason = "steps are programs that a plan has made, with collectives between them"
+    return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
 
 class Parallel:

@@ -33,6 +33,5 @@ class StepLoss(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.as_subclass(Tensor).__deepcopy__(memo)  # type: ignore[no-untyped-call, no-any-return]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        text: str = self.as_subclass(Tensor).__repr__(tensor_contents=tensor_contents)  # type: ignore[no-untyped-call]
-        return text
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))

@@ -52,6 +52,26 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
         time.sleep(0.05)
 
 
+def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:
+    """The last rank cannot make its part, which the others meet in collectives."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    logging.getLogger("autopar").addHandler(logging.FileHandler(Path(folder) / f"rank{rank}"))
+
+    def lowered(*args: Any, **options: Any) -> Any:
+        if rank == size - 1:
+            raise LookupError("no such part")
+        return lower(*args, **options)
+
+    with (
+        mock.patch("autopar.runtime.launch.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)),
+        mock.patch("autopar.runtime.launch.lower", lowered),
+    ):
+        try:
+            launch(subject.build(), lambda: (plan, graph), device_type="cpu")
+        except LookupError:
+            time.sleep(30.0)  # as if it had been caught; the others end before
+
+
 def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> Parallel:
     world = World(plan.mesh, "cpu")
     program = lower(plan, graph, rank=world.rank)

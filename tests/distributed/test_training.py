@@ -109,6 +109,14 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -
         ), text
 
 
+def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+        own.run(jobs.failing_build, subject, plan, graph, str(tmp_path), timeout_s=60.0)
+    assert "but found rank 1: LookupError: no such part; mend" in (tmp_path / "rank0").read_text()
+
+
 @pytest.mark.parametrize(
     ("layout", "kind", "said"),
     [
