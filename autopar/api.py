@@ -240,8 +240,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
+    from autopar.runtime.checks import check_can_run
     from autopar.runtime.launch import launch
-    from autopar.runtime.parallel import check_can_run
     from autopar.runtime.world import check_alone, how_to_start, start
 
     plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.errors import UsageError
 from autopar.local_step import LocalSteps
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
-from autopar.plan import Plan, Precision
+from autopar.plan import Plan
 from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.assemble import Assembly, assemble
-from autopar.runtime.checks import absent, check_evaluates, check_modes, check_parameters
+from autopar.runtime.checks import absent, check_can_run, check_evaluates, check_modes, check_parameters
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
@@ -34,21 +34,6 @@ from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micr
 from autopar.runtime.state import State
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import World
-
-
-def check_can_run(precision: Precision) -> None:
-    """Nothing, where the runtime computes in this precision.
-
-    Raises:
-        RuntimeMismatchError: it does not.
-    """
-    if precision.needs_scales:
-        raise RuntimeMismatchError(
-            "the runtime computes in dtypes that need no scales for losses or tensors",
-            value=f"precision {precision.name}",
-            remedy="make the plan with --precision bf16; fp16 and fp8 can be planned, not run",
-        )
-
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
