@@ -55,10 +55,10 @@ def launch(
         VerificationError: some gradient would lack its sum over ranks, or be summed though it is whole.
     """
     start(device_type, timeout_s=timeout_s)
+    plan, graph = _from_first_rank(make)
     alarm = Alarm(dist.get_rank(), dist.get_world_size())
     try:
         with alarm.watched():
-            plan, graph = _from_first_rank(make)
             return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
     finally:
         alarm.close()
