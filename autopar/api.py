@@ -236,13 +236,13 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
 
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the cluster or the plan, or its precision is one
-            that is planned alone.
+            that is planned alone; a launcher other than torchrun started several processes and did not tell torch.
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
+    from autopar.runtime.checks import check_can_run
     from autopar.runtime.launch import launch
-    from autopar.runtime.parallel import check_can_run
-    from autopar.runtime.world import how_to_start, start
+    from autopar.runtime.world import check_alone, how_to_start, start
 
     plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
     if plan is not None or precision in PRECISIONS:
@@ -252,6 +252,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     is_alone = start(device_type, timeout_s=timeout_s)
     ranks = _job_size(None if plan is not None else where)
     if is_alone and where is None and plan is None:
+        check_alone()
         _LOGGER.warning(
             "nothing says that this process is one of several ranks: the plan is for one device, and others that run this script "
             "train by themselves; for N of them %s; where one is meant, name its cluster",

@@ -74,5 +74,9 @@ class RuntimeMismatchError(AutoparError):
     """The running job is not the one that the plan was made for."""
 
 
+class RankFailedError(AutoparError):
+    """Another rank of the job has failed, or an earlier step of it; ``value`` names the rank, the stage and its error."""
+
+
 class VerificationError(AutoparError):
     """The sharded program differs from the single device."""

@@ -118,8 +118,8 @@ class RunRecord:
         if self.is_outside:
             worst, (low, high) = self.worst, self.interval_s
             texts.append(
-                f"steps take {_ms(self.measured_s)}, predicted {_ms(self.predicted_s)} ({_ms(low)} to {_ms(high)}); "
-                f"most of it is {worst.name}: {_ms(worst.measured_s)}, predicted {_ms(worst.predicted_s)}; {self.remedy(log)}"
+                f"steps take {_time(self.measured_s)}, predicted {_time(self.predicted_s)} ({_time(low)} to {_time(high)}); "
+                f"most of it is {worst.name}: {_time(worst.measured_s)}, predicted {_time(worst.predicted_s)}; {self.remedy(log)}"
             )
         if self.is_over_memory:
             texts.append(
@@ -245,5 +245,10 @@ def _record(event: dict[str, Any]) -> RunRecord:
     return RunRecord(**values)
 
 
-def _ms(value_s: float) -> str:
-    return f"{value_s * 1e3:.3g} ms"
+def _time(value_s: float) -> str:
+    """Three digits.
+
+    >>> _time(0.0125), _time(7.284)
+    ('12.5 ms', '7.28 s')
+    """
+    return f"{value_s:.3g} s" if value_s >= 1.0 else f"{value_s * 1e3:.3g} ms"

@@ -1,7 +1,7 @@
-"""Stretches of a model without gradient (``torch.no_grad``), kept through torch's decomposition.
+"""Stretches of a model without gradient (``torch.no_grad``), kept in the graph.
 
-``run_decompositions`` forgets where gradients were off: what was computed there would get one. So before it runs, every
-tensor that enters such a stretch is cut off by ``detach``, which stays.
+A graph is one list of operators, and ``run_decompositions`` too forgets where gradients were off: what was computed there
+would get one. So every tensor that enters such a stretch is cut off by ``detach``, which stays.
 """
 
 from __future__ import annotations

@@ -150,8 +150,29 @@ def casts_that_change_nothing() -> Iterator[None]:
         torch.nn.Module.to = usual  # type: ignore[method-assign]
 
 
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """While tracing, ``torch.inference_mode`` is ``torch.no_grad``: export records where gradients are off, and nothing of that."""
+
+    def enter(self: Any) -> None:
+        self._autopar_before = torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.mode)
+
+    def leave(self: Any, *_: object) -> None:
+        torch.set_grad_enabled(self._autopar_before)
+
+    with (
+        mock.patch.object(torch.inference_mode, "__enter__", enter),
+        mock.patch.object(torch.inference_mode, "__exit__", leave),
+    ):
+        yield
+
+
 class ParametersKept(TorchFunctionMode):
-    """While tracing, a parameter that a forward pass changes through ``.data`` is an error: torch's export dies of it."""
+    """While tracing, a parameter that a forward pass changes through ``.data`` is an error: torch's export dies of it.
+
+    What is read through ``.data`` is detached: export would take it for a constant.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +188,9 @@ class ParametersKept(TorchFunctionMode):
                 value=f".data.{name} on a parameter",
                 remedy="use what the call gives where the parameter is read, or call it after optimizer.step()",
             )
-        found = func(*args, **dict(kwargs or {}))
-        if getattr(func, "__self__", None) is torch.Tensor.data and isinstance(args[0], torch.nn.Parameter):
+        if getattr(func, "__self__", None) is not torch.Tensor.data or name != "__get__":
+            return func(*args, **dict(kwargs or {}))
+        found = args[0].detach()
+        if isinstance(args[0], torch.nn.Parameter):
             self._data.append(found)
         return found

@@ -251,9 +251,13 @@ def pick_loss(output: Any, place: str) -> torch.Tensor:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
             return leaf
-    shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    shapes = [
+        str(tuple(leaf.shape)) + ("" if leaf.is_floating_point() else f" in {str(leaf.dtype).removeprefix('torch.')}")
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
     raise TraceError(
-        "the model returns a scalar loss",
+        "the model returns a scalar loss, a floating number",
         value=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
         place=place,
         remedy="add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
@@ -288,11 +292,11 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 
 
 def _export(wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module) -> torch.export.ExportedProgram:
-    with _quiet(), memory.casts_that_change_nothing(), memory.ParametersKept():
+    with _quiet(), memory.casts_that_change_nothing(), memory.inference_as_no_grad(), memory.ParametersKept():
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
+            cut_off(program, source_of)
             if needs_decomposition(program.graph_module):
-                cut_off(program, source_of)
                 program = program.run_decompositions({})
             return program
         except TraceError:

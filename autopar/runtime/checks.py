@@ -1,4 +1,4 @@
-"""What must hold before a step: of the caller's modes, of the parameters, of what an evaluation computes."""
+"""What must hold before a step: of the plan's precision, of the caller's modes, of the parameters, of what an evaluation computes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.errors import UsageError
+from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.lower.emit import is_random
 from autopar.lower.program import Program
-from autopar.plan import Plan
+from autopar.plan import Plan, Precision
 from autopar.runtime.gradients import Held
 from autopar.runtime.quiet import noise
 
@@ -36,6 +36,20 @@ def absent(name: str) -> AttributeError:
     """The error of Python's that a parallel model has no such attribute, with what to use instead of one of a module's."""
     text = f"a parallel model has no attribute {name!r}: it is no torch.nn.Module"
     return AttributeError(f"{text}; {_INSTEAD[name]}" if name in _INSTEAD else text)
+
+
+def check_can_run(precision: Precision) -> None:
+    """Nothing, where the runtime computes in this precision.
+
+    Raises:
+        RuntimeMismatchError: it does not.
+    """
+    if precision.needs_scales:
+        raise RuntimeMismatchError(
+            "the runtime computes in dtypes that need no scales for losses or tensors",
+            value=f"precision {precision.name}",
+            remedy="make the plan with --precision bf16; fp16 and fp8 can be planned, not run",
+        )
 
 
 def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:

@@ -186,6 +186,12 @@ class SetAside:
                 held.parameter.grad = kept if new is None else kept.add_(new)
         self._kept = []
 
+    def restore(self) -> None:
+        """Puts them back in place of the new ones, of a step that failed."""
+        for held, kept in zip(self._held, self._kept, strict=True):
+            held.parameter.grad = kept
+        self._kept = []
+
 
 def sum_in_place(held: Sequence[Held], group_of: Callable[[Held], Group | None]) -> None:
     """Sums the parameters' gradients over each one's group; one all-reduce for each group and dtype.

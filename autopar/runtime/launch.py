@@ -16,6 +16,7 @@ from autopar.lower.backward import check_program
 from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.plan_check import check_model, check_plan
+from autopar.runtime.alarm import Alarm
 from autopar.runtime.materialize import FileWeights, ModelWeights, Weights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, check_groups, start
@@ -50,10 +51,29 @@ def launch(
             others say what it was.
         RuntimeMismatchError: the job has another size than the plan's mesh, or its nodes another order than the plan's groups.
         PlanError: the plan is for another model.
+        RankFailedError: another rank failed to build its part.
         VerificationError: some gradient would lack its sum over ranks, or be summed though it is whole.
     """
     start(device_type, timeout_s=timeout_s)
     plan, graph = _from_first_rank(make)
+    alarm = Alarm(dist.get_rank(), dist.get_world_size())
+    try:
+        with alarm.watched():
+            return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
+    finally:
+        alarm.close()
+
+
+def _built(
+    model: nn.Module,
+    plan: Plan,
+    graph: Graph,
+    device_type: str,
+    *,
+    weights: str | Path | None,
+    seed: int,
+    log_dir: Path | None,
+) -> Parallel:
     check_plan(plan)
     check_model(plan, graph.name, graph.fingerprint)
     world = World(plan.mesh, device_type)

@@ -62,9 +62,35 @@ def local_batch(
                 )
             if value.shape[dim] != part:
                 value = value.narrow(dim, own.start, part)
-        dtype = leaf.spec.dtype if value.is_floating_point() and leaf.spec.dtype.is_floating_point else value.dtype
-        local[leaf.name] = value.to(device, dtype, non_blocking=True)
+        local[leaf.name] = value.to(device, _dtype_for(leaf, value.dtype), non_blocking=True)
     return local
+
+
+def _dtype_for(leaf: Input, given: torch.dtype) -> torch.dtype:
+    """The plan's dtype, where a batch has floating numbers for floating ones, or integers that fit for integers.
+
+    Raises:
+        UsageError: it has others: the plan has what forward did with the dtype of the example.
+    """
+    wanted = leaf.spec.dtype
+    is_floating = given.is_floating_point and wanted.is_floating_point
+    fits = _is_integer(given) and _is_integer(wanted) and torch.promote_types(given, wanted) == wanted
+    if not (given == wanted or is_floating or fits):
+        raise UsageError(
+            f"an input has the dtype of the example inputs ({_name(wanted)})",
+            value=_name(given),
+            place=leaf.name,
+            remedy=f"cast it, or give example inputs with {_name(given)}",
+        )
+    return wanted
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _without_history(value: object, name: str) -> Tensor:

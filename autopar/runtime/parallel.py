@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import spmd_types
 import torch
@@ -13,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.errors import RuntimeMismatchError, UsageError
+from autopar.errors import UsageError
 from autopar.local_step import LocalSteps
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
-from autopar.plan import Plan, Precision
+from autopar.plan import Plan
 from autopar.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime import checkpoint
+from autopar.runtime.alarm import Alarm
 from autopar.runtime.assemble import Assembly, assemble
-from autopar.runtime.checks import absent, check_evaluates, check_modes, check_parameters
+from autopar.runtime.checks import absent, check_can_run, check_evaluates, check_modes, check_parameters
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
 from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
@@ -30,21 +32,16 @@ from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.state import State
+from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import World
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-def check_can_run(precision: Precision) -> None:
-    """Nothing, where the runtime computes in this precision.
 
-    Raises:
-        RuntimeMismatchError: it does not.
-    """
-    if precision.needs_scales:
-        raise RuntimeMismatchError(
-            "the runtime computes in dtypes that need no scales for losses or tensors",
-            value=f"precision {precision.name}",
-            remedy="make the plan with --precision bf16; fp16 and fp8 can be planned, not run",
-        )
+def _not_compiled(method: _Method) -> _Method:
+    """Around a step: ``torch.compile`` leaves it as it is. It would follow its counters and random streams as constants."""
+    reason = "steps are programs that a plan has made, with collectives between them"
+    return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
 
 class Parallel:
@@ -98,6 +95,8 @@ class Parallel:
             parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
         )
         weakref.finalize(self, self._local_steps.remove)
+        self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=not self._assembly.is_fsdp)
+        weakref.finalize(self, self._alarm.close)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -155,6 +154,7 @@ class Parallel:
 
     # --- steps
 
+    @_not_compiled
     def train_step(self, batch: Batch) -> Tensor:
         """Forward and backward of one step; gradients are added to those that the parameters have.
 
@@ -169,7 +169,12 @@ class Parallel:
         Raises:
             UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; autocast is
                 on, or gradients are off.
+            RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """
+        with self._together():
+            return self._train_step(batch).as_subclass(StepLoss)
+
+    def _train_step(self, batch: Batch) -> Tensor:
         check_modes(self.plan, self._world.device, learns=True)
         self._local_steps.restore()
         self.monitor.begin_step()
@@ -184,6 +189,7 @@ class Parallel:
         self.monitor.end_step()
         return total
 
+    @_not_compiled
     def evaluate(self, batch: Batch) -> Tensor:
         """The loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
 
@@ -194,6 +200,10 @@ class Parallel:
             UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
                 training changes (BatchNorm reads them only in ``eval()``).
         """
+        with self._together():
+            return self._evaluate(batch)
+
+    def _evaluate(self, batch: Batch) -> Tensor:
         check_evaluates(self._program)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
@@ -210,6 +220,7 @@ class Parallel:
                 stage.train()
         return self._reported(loss)
 
+    @_not_compiled
     def __call__(self, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
 
@@ -219,6 +230,10 @@ class Parallel:
         Raises:
             UsageError: the plan has pipeline stages, or the batch does not fit the plan.
         """
+        with self._together():
+            return self._call(batch)
+
+    def _call(self, batch: Batch) -> Tensor:
         if self._single is None:
             raise UsageError(
                 "a model cut into pipeline stages is trained by train_step(batch), which runs forward and backward",
@@ -273,10 +288,30 @@ class Parallel:
 
     # --- inside a step
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what all ranks do together: if it fails on one, all know, and gradients are those of before."""
+        if self._in_backward:  # one that the user called, and that has failed
+            self._abandon()
+            self._alarm.spoil("a backward came to no end")
+        with self._alarm.watched():
+            try:
+                yield
+            except Exception:
+                self._abandon()
+                raise
+
+    def _abandon(self) -> None:
+        """Leaves the gradients of a step that failed, some of whose micro-batches may have added theirs."""
+        if self._in_backward:
+            self._in_backward = False
+            self._set_aside.restore()
+
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
         check_parameters(self._assembly.held, self._frozen)
         self._given.check(self.step_count)
+        self._alarm.runs()
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -149,7 +150,8 @@ class Pipeline:
                 here: dict[int, tuple[Tensor, ...]] = {0: ()}
                 for stage in self._stages:
                     given = here[stage.index] if stage.index in here else self._receive(stage.index)
-                    made = stage(*given, **part, **{MICRO_BATCH: number})
+                    with _named(stage.index):
+                        made = stage(*given, **part, **{MICRO_BATCH: number})
                     if stage.is_last:
                         losses.append(made)
                     elif self._rank_of[stage.index + 1] == self._rank_of[stage.index]:
@@ -180,12 +182,26 @@ class _Stage(PipelineStage):
         self._monitor = monitor
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._monitor.part(COMPUTE):
+        with self._monitor.part(COMPUTE), _named(self.stage_index):
             return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._monitor.part(COMPUTE):
+        with self._monitor.part(COMPUTE), _named(self.stage_index):
             return super().backward_one_chunk(*args, **options)
+
+
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """An error names the stage, and is the one of the model: torch puts it behind one of its own that lists tensors."""
+    try:
+        yield
+    except Exception as error:  # of whatever kind: it is raised again
+        cause = error.__cause__
+        first = cause if isinstance(error, RuntimeError) and isinstance(cause, Exception) else error
+        first.add_note(f"pipeline stage {index}")
+        if first is error:
+            raise
+        raise first from first.__cause__
 
 
 def _chunk_specs(dims: Mapping[str, int]) -> dict[str, TensorChunkSpec]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -18,6 +19,10 @@ from autopar.plan import RankGroup
 from autopar.profile.detect import shipped_profile_name
 
 DEFAULT_TIMEOUT_S = 600.0
+
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE")
+"""Where srun, Open MPI, MPICH and Intel MPI, MVAPICH and Flux tell a process of how many it is one. Not ``SLURM_NTASKS``, which a
+batch script has too that runs once."""
 
 
 def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
@@ -53,6 +58,25 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     atexit.register(stop)
     return is_alone
+
+
+def check_alone(environment: Mapping[str, str] = os.environ) -> None:
+    """Nothing, where no launcher has started this process as one of several, of which torch knows nothing.
+
+    What a launcher says stands in the environment alone: torch reads that of torchrun for :func:`start`, at the same place and
+    for the same purpose this reads that of the others. No plan or number depends on it.
+
+    Raises:
+        RuntimeMismatchError: one has: each would train by itself, and nothing would say so.
+    """
+    for name in _COUNTS:
+        value = environment.get(name, "")
+        if value.isdecimal() and int(value) > 1:
+            raise RuntimeMismatchError(
+                f"a launcher that starts {value} processes tells torch of them",
+                value=f"{name}={value} without RANK and WORLD_SIZE",
+                remedy=f"{how_to_start(value)}; where each is to train by itself, name the cluster of one",
+            )
 
 
 def how_to_start(num_ranks: int | str) -> str:

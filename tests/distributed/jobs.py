@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from autopar.errors import AutoparError
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
 from autopar.plan import Plan
+from autopar.runtime.alarm import Alarm
 from autopar.runtime.data_parallel import fsdp_modules
 from autopar.runtime.launch import launch
 from autopar.runtime.materialize import ModelWeights
@@ -29,6 +31,45 @@ from autopar.runtime.world import World
 from tests.distributed.subjects import HfSubject
 
 Batch = Mapping[str, Tensor]
+
+
+def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch, call: str, folder: str) -> None:
+    """Each rank writes what it says of a step that fails on one; that one stays alive, as if its error had been caught."""
+    said, (rank, size) = Path(folder), (dist.get_rank(), dist.get_world_size())
+    logging.getLogger("autopar").addHandler(logging.FileHandler(said / f"rank{rank}"))
+    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+        parallel = build(subject, plan, graph)
+    parallel.train_step(batch)
+    texts = []
+    for given in (bad, batch):
+        try:
+            getattr(parallel, call)(given)
+        except Exception as error:  # noqa: BLE001  its kind is what is looked at
+            texts.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
+    (said / f"rank{rank}").write_text("\n".join(texts))
+    deadline = time.monotonic() + 30.0
+    while sum(path.stat().st_size > 0 for path in said.iterdir()) < size and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:
+    """The last rank cannot make its part, which the others meet in collectives."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    logging.getLogger("autopar").addHandler(logging.FileHandler(Path(folder) / f"rank{rank}"))
+
+    def lowered(*args: Any, **options: Any) -> Any:
+        if rank == size - 1:
+            raise LookupError("no such part")
+        return lower(*args, **options)
+
+    with (
+        mock.patch("autopar.runtime.launch.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)),
+        mock.patch("autopar.runtime.launch.lower", lowered),
+    ):
+        try:
+            launch(subject.build(), lambda: (plan, graph), device_type="cpu")
+        except LookupError:
+            time.sleep(30.0)  # as if it had been caught; the others end before
 
 
 def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> Parallel:
@@ -221,8 +262,6 @@ def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
 
 
 def sleep_on_last_rank(seconds: float) -> int:
-    import time
-
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(seconds)
     return dist.get_rank()

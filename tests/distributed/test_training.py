@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.plan import BF16, RECOMPUTES, Recompute
-from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.verify import PRELOAD, adamw, loss_of
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.plans import make_plan, micro_batch_size
@@ -88,6 +88,33 @@ def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> No
     wanted = loss_of(model(**batch)).item()
     for found in pool.run(jobs.losses_after_looking, subject, plan, graph, batch, timeout_s=60.0):
         assert found == pytest.approx((wanted, wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize(("call", "stage"), [("train_step", ", pipeline stage 1"), ("evaluate", ", pipeline stage 1")])
+def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -> None:
+    """Caught there or not: the others would wait for it until the time-out of their process group."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
+    (batch,) = batches(subject, 1)
+    bad = {**batch, "labels": batch["labels"].clone()}
+    bad["labels"][9] = 10**6
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+        own.run(jobs.failing, subject, plan, graph, batch, bad, call, str(tmp_path), timeout_s=60.0)
+    words = f"rank 1{stage}: IndexError: Target 1000000 is out of bounds."
+    first, again = (tmp_path / "rank1").read_text().splitlines()
+    assert first == "IndexError: Target 1000000 is out of bounds. ['pipeline stage 1']"
+    for text in (again, (tmp_path / "rank0").read_text()):
+        assert text.startswith(
+            f"RankFailedError: all ranks of a job make its steps together, but found {words}; mend"
+        ), text
+
+
+def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+        own.run(jobs.failing_build, subject, plan, graph, str(tmp_path), timeout_s=60.0)
+    assert "but found rank 1: LookupError: no such part; mend" in (tmp_path / "rank0").read_text()
 
 
 @pytest.mark.parametrize(

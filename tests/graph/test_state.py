@@ -75,6 +75,23 @@ def _without_gradient(module: nn.Module, y: Tensor) -> Tensor:
     return y / scale
 
 
+def _target(module: nn.Module, y: Tensor) -> Tensor:
+    """Nothing is written in place: such a program needs no decomposition."""
+    with torch.no_grad():
+        wanted = torch.sigmoid(y * module.linear.bias)
+    return y - wanted
+
+
+def _in_inference_mode(module: nn.Module, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        wanted = torch.sigmoid(y * module.linear.bias)
+    return y - wanted.clone()
+
+
+def _read_through_data(module: nn.Module, y: Tensor) -> Tensor:
+    return y - torch.sigmoid(y).data / module.linear.weight.data.norm()
+
+
 def _averaged(module: nn.Module, y: Tensor) -> Tensor:
     with torch.no_grad():
         module.kept.lerp_(y.mean(0), 0.1)
@@ -96,7 +113,18 @@ def _teacher(module: nn.Module, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "write",
-    [_relu, _filled, _written_through_a_view, _without_gradient, _averaged, _replaced, _teacher],
+    [
+        _relu,
+        _filled,
+        _written_through_a_view,
+        _without_gradient,
+        _target,
+        _in_inference_mode,
+        _read_through_data,
+        _averaged,
+        _replaced,
+        _teacher,
+    ],
     ids=lambda write: write.__name__.strip("_"),
 )
 def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> None:

@@ -380,6 +380,10 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
     ("run_it", "law"),
     [
         (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),)), "returns a scalar loss"),
+        (
+            lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), loss_fn=lambda y, _: y.argmax(1).sum()),
+            r"a floating number, but found outputs of shape \(\) in int64",
+        ),
         (lambda: trace(nn.Linear(4, 4), ()), "at least one tensor"),
         (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2))), "fit the model's forward"),
         (lambda: trace(nn.Linear(4, 4), (torch.ones(2, 4),), {"why": torch.ones(2)}), "fit the model's forward"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from autopar.errors import PlanError, RuntimeMismatchError, UsageError
+from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, UsageError
 from autopar.graph.trace import trace
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
@@ -255,6 +255,75 @@ def test_gradients_of_several_steps_add_up() -> None:
     parallel.train_step(batch)
     for name, tensor in parallel.full_gradients().items():
         assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("way", ["train_step", "backward"])
+def test_a_step_that_failed_leaves_no_gradients(way: str) -> None:
+    """Those of its first micro-batches were added to the next step's, past ``zero_grad``."""
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    parallel.train_step(batch)
+    once = parallel.full_gradients()
+    if way == "train_step":
+        bad = {**batch, "labels": batch["labels"].clone()}
+        bad["labels"][5] = 10**6
+        with pytest.raises(IndexError, match="out of bounds"):
+            parallel.train_step(bad)
+    else:
+        loss = parallel(**batch)
+        first = next(iter(parallel._assembly.held)).leaf
+        assert first is not None
+        stop_there = first.register_hook(lambda _: {}["nothing"])
+        with pytest.raises(KeyError, match="nothing"):
+            loss.backward()
+        stop_there.remove()
+    parallel.train_step(batch)
+    for name, tensor in parallel.full_gradients().items():
+        assert torch.allclose(tensor, 2 * once[name], atol=1e-6), name
+
+
+def test_backward_after_a_train_step_is_refused_by_name() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    loss = parallel.train_step(batch)
+    with pytest.raises(
+        UsageError, match=r"gradients are there.*found loss.backward\(\) after it; leave backward\(\) out"
+    ):
+        loss.backward()
+    assert repr(loss).startswith("tensor(")
+    for other in (loss / 4, loss.detach(), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), torch.stack([loss])):
+        assert type(other) is Tensor
+
+
+def test_torch_compile_leaves_steps_as_they_are() -> None:
+    parallel, batch, seen = build(), SUBJECT.make_batch(8, seed=0), list[int]()
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(len(module.graph.nodes))
+        return module.forward
+
+    wanted = parallel.train_step(batch).item()
+    step = torch.compile(parallel.train_step, backend=backend)
+    assert [step(batch).item() for _ in range(2)] == [wanted] * 2
+    assert torch.compile(parallel.evaluate, backend=backend)(batch).item() == pytest.approx(wanted)
+    assert (seen, parallel.step_count) == ([], 3)
+
+
+def test_inputs_have_the_dtype_of_the_example_or_fit_it() -> None:
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    wanted = parallel.train_step(batch).item()
+    assert parallel.train_step({name: value.int() for name, value in batch.items()}).item() == wanted
+    with pytest.raises(UsageError, match=r"input_ids: an input has the dtype .*\(int64\), but found float32; cast it"):
+        parallel.train_step({**batch, "input_ids": batch["input_ids"].float()})
+
+
+def test_what_fsdp_keeps_of_a_step_that_failed_is_refused() -> None:
+    parallel, batch = build(precision=BF16), SUBJECT.make_batch(8, seed=0)
+    with pytest.raises(UsageError):
+        parallel.train_step({})
+    parallel.train_step(batch)
+    with pytest.raises(IndexError, match="out of bounds"):
+        parallel.train_step({**batch, "labels": batch["labels"] + 10**6})
+    with pytest.raises(RankFailedError, match=r"found rank 0: IndexError: Target \d+ is out of bounds.*; mend what"):
+        parallel.train_step(batch)
 
 
 def test_parameters_may_be_frozen_after_the_plan_was_made_and_not_thawed() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from autopar import api
 from autopar.errors import RuntimeMismatchError
 from autopar.plan import RankGroup
-from autopar.runtime.world import check_groups, start, stop
+from autopar.runtime.world import check_alone, check_groups, start, stop
 
 GROUPS = (RankGroup(start=0, stop=2, device="a100-sxm4-40gb"), RankGroup(start=2, stop=4, device="h100-sxm5-80gb"))
 A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
@@ -42,6 +42,25 @@ def test_a_launcher_that_speaks_as_torchrun_does_is_believed(monkeypatch: pytest
     with pytest.raises(RuntimeMismatchError, match=r"all of RANK, WORLD_SIZE.*found .*MASTER_ADDR expected.*torchrun"):
         start("cpu")
     assert not dist.is_initialized()
+
+
+def test_a_process_that_a_launcher_started_among_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun and mpirun do not tell torch: each process would train by itself. One that names its cluster may."""
+    model = torch.nn.Linear(4, 4)
+    options = {"example_inputs": [torch.randn(8, 4)], "loss_fn": lambda output, _: output.square().mean()}
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    check_alone()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    try:
+        with pytest.raises(
+            RuntimeMismatchError, match=r"4 processes.*found OMPI_COMM_WORLD_SIZE=4 .*; start 4 ranks with"
+        ):
+            api.parallelize(model, **options)  # type: ignore[arg-type]
+        assert api.parallelize(model, cluster="cpu:1x1", **options).plan.mesh.world_size == 1  # type: ignore[arg-type]
+    finally:
+        stop()
+    for told in ({}, {"SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": "(null)"}):
+        check_alone(told)
 
 
 def test_a_process_of_which_no_launcher_says_anything_is_told_so(caplog: pytest.LogCaptureFixture) -> None:

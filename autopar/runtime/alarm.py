@@ -1,0 +1,173 @@
+"""One rank's failure told to all: the others wait for it in collectives, which say nothing of it until they time out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from autopar.errors import AutoparError, RankFailedError
+from autopar.graph.failures import first_line
+
+_LOGGER = logging.getLogger("autopar")
+
+POLL_S = 1.0
+"""Between two looks of a rank that is inside of a call: one small request to the job's store each."""
+
+GRACE_S = 5.0
+"""For the call to end by itself once another rank has failed, before the process is ended."""
+
+_ENDED = "ended"
+
+
+class Alarm:
+    """Watches the calls that all ranks make together; each rank makes one, and enters the same calls in the same order.
+
+    A rank whose call fails writes so into the job's store, the one place that reaches the others whatever they wait for, on gloo
+    as on NCCL. While a rank is inside of a call a thread of its own looks there. Where the collectives fail by themselves
+    (gloo, when the other process ends) the call raises what the store says; where they do not (NCCL; gloo, when the error
+    was caught) nothing can call the main thread back, and the process is ended with the same words.
+
+    Args:
+        rank, num_ranks: of the job; one rank alone has nobody to tell.
+        recovers: whether one rank alone can go on after a step that failed.
+        poll_s, grace_s: see :data:`POLL_S`, :data:`GRACE_S`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        recovers: bool = False,
+        poll_s: float = POLL_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._rank, self._recovers = rank, recovers and num_ranks == 1
+        self._poll_s, self._grace_s = poll_s, grace_s
+        self._store = _store_of(rank) if num_ranks > 1 else None
+        self._num_calls = 0
+        self._inside: int | None = None
+        self._is_running = False
+        self._failure = ""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a call that all ranks make.
+
+        Raises:
+            RankFailedError: another rank failed in this call, or an earlier call came to no end; else what is raised inside.
+        """
+        if self._failure:
+            raise _error(self._failure)
+        self._num_calls += 1
+        self._inside, self._is_running = self._num_calls, False
+        if self._thread is None and self._store is not None:
+            self._thread = threading.Thread(target=self._watch, name="autopar-alarm", daemon=True)
+            self._thread.start()
+        try:
+            yield
+        except Exception as error:
+            self._inside = None
+            said = self._tell(error)
+            if not _is_own(said, self._rank) or (self._is_running and not self._recovers):
+                self._failure = said
+            if isinstance(error, AutoparError) or _is_own(said, self._rank):
+                raise
+            raise _error(said) from error
+        finally:
+            self._inside = None
+
+    def runs(self) -> None:
+        """From here on the call communicates: a rank that fails now is in another place than the others for good."""
+        self._is_running = True
+
+    def spoil(self, said: str) -> None:
+        """Refuses later calls, as ranks, or what FSDP keeps of a step, are in another place than at a step's begin."""
+        if not self._recovers:
+            self._failure = f"rank {self._rank}: {said}"
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(2 * self._poll_s)
+
+    def _tell(self, error: Exception) -> str:
+        """What the store says of this call, which is ``error`` if nobody has been before."""
+        where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        own = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
+        if self._store is None:
+            return own
+        try:
+            return str(self._store.compare_set(str(self._num_calls), "", own).decode())
+        except Exception:  # noqa: BLE001  the store is gone with its process: there is nobody left to tell
+            return own
+
+    def _watch(self) -> None:
+        """The thread: until another rank has failed in the call in which this one is, or the process ends."""
+        while not self._closed.wait(self._poll_s):
+            call = self._inside
+            if call is None:
+                continue
+            try:
+                said = self._heard(call)
+            except Exception:  # noqa: BLE001  the store is gone with its process: the launcher ends the others
+                return
+            if not said:
+                continue
+            for _ in range(round(self._grace_s / self._poll_s)):
+                if self._closed.wait(self._poll_s) or self._inside != call:
+                    break
+            else:
+                self._end(said)
+
+    def _heard(self, call: int) -> str:
+        """The failure of another rank that this call waits for; empty when there is none."""
+        assert self._store is not None
+        for key in (str(call), _ENDED):
+            if self._store.check([key]):
+                said = self._store.get(key).decode()
+                if not _is_own(said, self._rank):
+                    return str(said)
+        return ""
+
+    def _end(self, said: str) -> None:
+        """Ends the process, whose main thread waits in a collective that has no end."""
+        assert self._store is not None
+        _LOGGER.critical("%s: %s", RankFailedError.__name__, _error(said))
+        try:
+            self._store.set(_ENDED, said)
+        finally:
+            sys.stderr.flush()
+            os._exit(RankFailedError.exit_code)
+
+
+def _store_of(rank: int) -> Store:
+    """The job's store, by a connection of its own; under names that no other alarm of the job has.
+
+    Ranks make their alarms in the same order, so that counting each rank's own gives all the same number.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"autopar/alarms/{rank}", 1)
+    return PrefixStore(f"autopar/alarm/{number}", store.clone())  # type: ignore[attr-defined]
+
+
+def _is_own(said: str, rank: int) -> bool:
+    return said.startswith((f"rank {rank}:", f"rank {rank},"))
+
+
+def _error(said: str) -> RankFailedError:
+    return RankFailedError(
+        "all ranks of a job make its steps together",
+        value=said,
+        remedy="mend what that rank says, and start the job again from its last checkpoint",
+    )

@@ -1,0 +1,37 @@
+"""What a training step returns: a number whose backward has been done."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from autopar.errors import UsageError
+
+
+class StepLoss(Tensor):
+    """A scalar without gradient that knows why. What is computed from it, saved or copied is an ordinary tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, *_: object, **__: object) -> NoReturn:
+        """For loops that call it by habit.
+
+        Raises:
+            UsageError: always: the gradients are there.
+        """
+        raise UsageError(
+            "par.train_step(batch) runs forward and backward: the gradients are there when it returns",
+            value="loss.backward() after it",
+            remedy="leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)  # type: ignore[no-untyped-call, no-any-return]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
