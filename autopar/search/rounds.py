@@ -173,6 +173,6 @@ class Rounds:
             if question.is_sampled:
                 at_least_s = question.limit_s if question.bound_s is None else question.bound_s
                 self.sampler.tell(question.index, None if time_s is None else [time_s], at_least_s)
-            elif time_s is not None:
-                self.sampler.learn(question.index, time_s)
+            else:
+                self.sampler.learn(question.index, time_s, question.limit_s)
             self._least_s = min(self._least_s, math.inf if time_s is None else time_s)

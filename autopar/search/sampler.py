@@ -26,8 +26,14 @@ from autopar.search.candidates import Candidate
 from autopar.search.space import Sampling
 from autopar.search.study import KEYS, Value, params
 
+NUMERIC = ("cmaes", "tpe")
+"""Those for which numbers are numbers: with a dozen of categories a choice they would learn little from few outcomes."""
+
 POPULATION = 16
-"""Of NSGA-II, and trials that TPE draws at random before it has a model."""
+"""Of NSGA-II."""
+
+STARTUP = 4
+"""Outcomes from which on TPE has a model: there are few questions, and bounds have chosen most of the others well."""
 
 Values = dict[str, Value | float]
 
@@ -36,8 +42,8 @@ class Encoding:
     """The candidates of a pool as values of :data:`autopar.search.study.KEYS`.
 
     Args:
-        is_numeric: numbers as floating-point numbers of doublings, for a sampler that has a covariance of them; else every
-            choice is a category, as in the studies that are shared.
+        is_numeric: numbers as floating-point numbers of doublings; else every choice is a category, as in the studies that are
+            shared.
     """
 
     def __init__(self, pool: Sequence[Candidate], *, is_numeric: bool) -> None:
@@ -94,7 +100,7 @@ class Sampler:
     def __init__(self, kind: Sampling, pool: Sequence[Candidate], *, seed: int, objectives: int = 1) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.kind, self.objectives = kind, objectives
-        self.encoding = Encoding(pool, is_numeric=kind == "cmaes")
+        self.encoding = Encoding(pool, is_numeric=kind in NUMERIC)
         self.study = optuna.create_study(directions=["minimize"] * objectives, sampler=made(kind, seed))
         self._open: dict[int, Trial] = {}
         self.asked = np.zeros(len(pool), dtype=bool)
@@ -148,10 +154,21 @@ class Sampler:
         else:
             self.study.tell(trial, [at_least_s] * self.objectives)
 
-    def learn(self, index: int, time_s: float) -> None:
-        """What came of a candidate for which another has asked."""
-        own = self.encoding
-        self.study.add_trial(create_trial(params=own.params(index), distributions=own.distributions, value=time_s))
+    def learn(self, index: int, time_s: float | None, at_least_s: float) -> None:
+        """What came of a candidate for which another has asked; arguments as of :meth:`tell`."""
+        if time_s is None and np.isinf(at_least_s):
+            return
+        is_whole = time_s is not None or self.kind != "tpe"
+        known_s = at_least_s if time_s is None else time_s
+        self.study.add_trial(
+            create_trial(
+                state=TrialState.COMPLETE if is_whole else TrialState.PRUNED,
+                params=self.encoding.params(index),
+                distributions=self.encoding.distributions,
+                value=known_s,
+                intermediate_values={} if is_whole else {0: known_s},
+            )
+        )
 
 
 NEAR = 1e-6
@@ -174,7 +191,7 @@ def made(kind: Sampling, seed: int) -> BaseSampler:
     with warnings.catch_warnings():  # what is used of them is marked as experimental in some versions
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         if kind == "tpe":
-            return TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=POPULATION)
+            return TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP)
         if kind == "cmaes":
             return CmaEsSampler(seed=seed, warn_independent_sampling=False, n_startup_trials=1)
         return NSGAIISampler(seed=seed, population_size=POPULATION)

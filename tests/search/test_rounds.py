@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -27,10 +28,13 @@ from autopar.search.planner import Planner
 from autopar.search.rounds import Share
 from autopar.search.sampler import Encoding, Sampler
 from autopar.search.space import Sampling, load_space
+from tests.cli_runner import Run, run_fixture
 
 from .graphs import mlp
 from .test_one_order import Board, Known, View
 from .test_study import task_of
+
+run = run_fixture
 
 NEEDS_CMAES = pytest.mark.skipif(find_spec("cmaes") is None, reason="needs cmaes: pip install 'autopar[cmaes]'")
 KINDS = ["tpe", "nsga2", pytest.param("cmaes", marks=NEEDS_CMAES)]
@@ -266,3 +270,24 @@ def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
     assert outcome.finished
     assert outcome.best is not None
     assert outcome.best.prediction.step_time_s == min(known.times)
+
+
+def test_the_command_takes_a_sampler_and_a_seed(run: Run) -> None:
+    arguments = [
+        "search",
+        "gpt:layers=2,hidden=32,heads=2,vocab=64,seq=8",
+        "--cluster",
+        "cpu:1x4",
+        "--global-batch",
+        16,
+    ]
+    found = run(*arguments, "--sampler", "nsga2", "--seed", 2, "--trials", 6, "--json")
+    again = run(*arguments, "--sampler", "nsga2", "--seed", 2, "--trials", 6, "--json")
+    plans = [json.loads(one.out) for one in (found, again)]
+    for plan in plans:
+        del plan["search"]["wall_time_s"]
+    assert plans[0] == plans[1]
+    assert "did you mean 'tpe'" in run(*arguments, "--sampler", "tep").error
+    refused = run(*arguments, "--pareto", "time,devices", "--sampler", "tpe")
+    assert refused.code == 2
+    assert "--sampler beside another question" in refused.error
