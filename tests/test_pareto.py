@@ -80,8 +80,9 @@ def _time_s(ask: Ask, cluster: Cluster) -> float:
 def sampled(tmp_path: Path, trials: int) -> Ask:
     shipped = (Path(__file__).parents[1] / "search" / "default.toml").read_text(encoding="utf-8")
     own = shipped.replace("exhaustive = 20000", "exhaustive = 1").replace("trials = 300", f"trials = {trials}")
+    own = own.replace('sampler = "tpe"', 'sampler = "nsga2"')
     path = tmp_path / "own.toml"
-    path.write_text(own + '\nsampler = "nsga2"\n', encoding="utf-8")
+    path.write_text(own, encoding="utf-8")
     return replace(ASK, cluster="h100-sxm5-80gb:1x2", global_batch_size=2**17, space=str(path))
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from autopar.errors import UsageError
 from autopar.search.best_first import BestFirst
@@ -26,13 +25,11 @@ from autopar.search.closest import Closest
 from autopar.search.collection import seldom_collected
 from autopar.search.crew import Crew
 from autopar.search.evaluate import SLOW, Evaluation, Evaluator, Misfit
-from autopar.search.experts import seeds
 from autopar.search.ledger import Ledger, Told
 from autopar.search.mixed_closing import key_of_candidate
 from autopar.search.options import Split
 from autopar.search.outcome import Limits, Outcome, Progress
-from autopar.search.rounds import SHARE, Question, Rounds, Share
-from autopar.search.space import Sampling
+from autopar.search.rounds import Question, Rounds, Sampled
 
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
@@ -44,33 +41,6 @@ time of the best candidate, which a dead search may have claimed, many worse one
 ROUNDING = 1e-6
 """A bound is below the time of its plan up to rounding (1e-9 of it in the tests): the best time cuts off only what is above it
 by more than this part of it, so that ties do not depend on which was evaluated first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """How a pool is sampled that is too large to be searched to the end.
-
-    Attributes:
-        seed: of the sampler.
-        node: devices of one, for what experts would try.
-        share: questions of a round.
-    """
-
-    kind: Sampling
-    seed: int = 0
-    node: int = 1
-    share: Share = SHARE
-
-    def seeds(self, pool: Sequence[Candidate], may_fit: Callable[[int], bool]) -> dict[int, str]:
-        """What is asked first, with reasons."""
-        return seeds(pool, self.node, may_fit)
-
-    def rounds(self, pool: Sequence[Candidate], evaluator: Evaluator, most_s: float) -> Rounds:
-        """What a search asks; see there for errors."""
-        from autopar.search.sampler import Sampler  # optuna is slow to import
-
-        sampler = Sampler(self.kind, pool, seed=self.seed)
-        return Rounds(pool, evaluator, sampler, most_s=most_s, rounding=ROUNDING, share=self.share)
 
 
 class OuterSearch:
@@ -112,7 +82,7 @@ class OuterSearch:
         is_sampled = sampling is not None and sampling.kind != "none" and is_large
         self.rounds: Rounds | None = None
         if is_sampled and sampling is not None:
-            self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s())
+            self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s(), ROUNDING)
         best_s = self._best_s if self.rounds is None else self.rounds.below_s
         dives = not self.ledger.is_shared and self.rounds is None
         self.turns = BestFirst(evaluator, self.pool, self.crew, best_s, dives=dives)

@@ -30,10 +30,11 @@ from autopar.search.ledger import Ledger
 from autopar.search.mixed import in_orders
 from autopar.search.offload import offloaded
 from autopar.search.outcome import Limits, Outcome, Progress, peak_bytes
-from autopar.search.outer import OuterSearch, Sampled, on_device
+from autopar.search.outer import OuterSearch, on_device
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.plans import notes_of, plan_of, record_of
 from autopar.search.reasons import explain
+from autopar.search.rounds import Sampled
 from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
 from autopar.search.shared_evaluate import SharedEvaluator
 from autopar.search.shares import against, equally_shared, shared

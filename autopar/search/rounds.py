@@ -9,7 +9,7 @@ to the limit of its round alone: whether a slower candidate was evaluated to its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.candidates import Candidate
+from autopar.search.experts import seeds
 from autopar.search.ledger import Told
+from autopar.search.space import Sampling
 
 if TYPE_CHECKING:
     from autopar.search.sampler import Sampler
@@ -107,18 +109,18 @@ class Rounds:
         """What a plan has to be faster than, by the rounds before."""
         return min(self._least_s * (1 + self._rounding), self._most_s)
 
-    def begin(self, bounds_s: Mapping[Candidate, float], seeds: Mapping[int, str], turns: Iterator[int]) -> None:
+    def begin(self, bounds_s: Mapping[Candidate, float], first: Mapping[int, str], turns: Iterator[int]) -> None:
         """Begin.
 
         Args:
             bounds_s: first ones.
-            seeds: what the sampler asks first, with reasons.
+            first: what the sampler asks first, with reasons.
             turns: positions in order of their bounds; it asks :meth:`below_s` for what they have to be below.
         """
         self._bounds = np.array([bounds_s[candidate] for candidate in self.pool])
-        for index, why in seeds.items():
+        for index, why in first.items():
             self.sampler.enqueue(index, why)
-        self._seeds = min(len(seeds), self.share.by_sampler)
+        self._seeds = min(len(first), self.share.by_sampler)
         self._turns = turns
 
     def ask(self, most: int) -> list[Question]:
@@ -126,8 +128,8 @@ class Rounds:
 
         Of the first round seeds alone, as bounds cost less where there is a time to be below.
         """
-        seeds, self._seeds = self._seeds, 0
-        found = self._named(min(seeds, most))
+        first, self._seeds = self._seeds, 0
+        found = self._named(min(first, most))
         if found or not most:
             return found
         found += self._walked(min(self.share.by_bounds, most))
@@ -176,3 +178,30 @@ class Rounds:
             else:
                 self.sampler.learn(question.index, time_s, question.limit_s)
             self._least_s = min(self._least_s, math.inf if time_s is None else time_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """How a pool is sampled that is too large to be searched to the end.
+
+    Attributes:
+        seed: of the sampler.
+        node: devices of one, for what experts would try.
+        share: questions of a round.
+    """
+
+    kind: Sampling
+    seed: int = 0
+    node: int = 1
+    share: Share = SHARE
+
+    def seeds(self, pool: Sequence[Candidate], may_fit: Callable[[int], bool]) -> dict[int, str]:
+        """What is asked first, with reasons."""
+        return seeds(pool, self.node, may_fit)
+
+    def rounds(self, pool: Sequence[Candidate], evaluator: Bounds, most_s: float, rounding: float) -> Rounds:
+        """What a search asks; see there for errors."""
+        from autopar.search.sampler import Sampler  # optuna is slow to import
+
+        sampler = Sampler(self.kind, pool, seed=self.seed)
+        return Rounds(pool, evaluator, sampler, most_s=most_s, rounding=rounding, share=self.share)

@@ -20,10 +20,10 @@ from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.profile.files import write_text
 from autopar.search.outcome import Limits
-from autopar.search.outer import OuterSearch, Sampled
+from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
-from autopar.search.rounds import BY_BOUNDS, BY_SAMPLER, Share
+from autopar.search.rounds import BY_BOUNDS, BY_SAMPLER, Sampled, Share
 from autopar.search.space import Sampling, load_space
 from tests.benchmarks import baselines
 

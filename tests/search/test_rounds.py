@@ -23,9 +23,9 @@ from autopar.search.candidates import Candidate
 from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.experts import rules, seeds
 from autopar.search.outcome import Limits
-from autopar.search.outer import OuterSearch, Sampled
+from autopar.search.outer import OuterSearch
 from autopar.search.planner import Planner
-from autopar.search.rounds import Share
+from autopar.search.rounds import Sampled, Share
 from autopar.search.sampler import Encoding, Sampler
 from autopar.search.space import Sampling, load_space
 from tests.cli_runner import Run, run_fixture
