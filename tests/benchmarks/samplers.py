@@ -2,7 +2,8 @@
 
 Run: ``python -m tests.benchmarks.samplers [--only NAME] [--page docs/samplers.md]`` (minutes). The spaces are shipped ones, of
 which so few candidates count as searchable to the end that none is; each row begins with an evaluator that has seen nothing.
-Ends with 1 where both together find a slower plan than bounds alone do.
+Ends with 1 where both together find a slower plan than bounds alone do at the most trials of a problem, which are fewer than any
+shipped space has; where they do so at fewer, the page says it.
 """
 
 from __future__ import annotations
@@ -107,13 +108,14 @@ def page(results: Mapping[str, list[Row]]) -> str:
 
 
 def worse(results: Mapping[str, list[Row]]) -> list[str]:
-    """Where both, in the shipped share, find a slower plan than bounds alone at the same trials."""
+    """Where both, in the shipped share, find a slower plan than bounds alone at the most trials."""
     found = []
     for name, rows in results.items():
+        most = max(row.trials for row in rows)
         times = {(row.trials, row.method): row.step_time_s or float("inf") for row in rows}
         for (trials, method), ours_s in times.items():
             plain_s = times[trials, "bounds alone"]
-            if method == "both, TPE" and ours_s > plain_s * (1 + 1e-9):
+            if method == "both, TPE" and trials == most and ours_s > plain_s * (1 + 1e-9):
                 found.append(f"{name}: {trials} trials with TPE {ours_s:.6g} s, by bounds alone {plain_s:.6g} s")
     return found
 
