@@ -145,9 +145,8 @@ class OuterSearch:
     def steps(self) -> Iterator[None]:
         """The search, with a pause wherever another may get ahead of it."""
         self._begin()
-        first = {i for i, candidate in enumerate(self.pool) if math.isfinite(self.bounds[candidate])}
         asked = self.sampling if self.ledger.is_shared or self.rounds is not None else None
-        seeds = {} if asked is None else asked.seeds(self.pool, first.__contains__)
+        seeds = {} if asked is None else asked.seeds(self.pool, lambda i: math.isfinite(self.bounds[self.pool[i]]))
         self.ledger.expect(seeds)
         yield from self._turns() if self.rounds is None else self._sampled(self.rounds, seeds)
         self.ledger.tidy(self._excluded_s)
