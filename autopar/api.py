@@ -53,6 +53,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     storage: str | None = None,
     study_name: str | None = None,
     workers: int | None = None,
+    sampler: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     loss_fn: LossFunction | None = None,
@@ -79,7 +80,9 @@ def search(  # noqa: PLR0913  keywords of the public call
         study_name: of the study in the storage; None for one that says what it is of.
         workers: processes that share the work; the plan does not depend on their number. None: as many as there are cores, at
             most 4, where nothing else runs in this process (other threads, a CUDA device, a process group): one there.
-        seed: a search draws no random numbers, so that every seed gives the same plan.
+        sampler: ``tpe``, ``cmaes`` or ``nsga2`` asks for a part of the candidates, however few there are, ``none`` for nothing; None: as
+            the space says, where there are too many to be searched to the end.
+        seed: of the sampler; a search without draws no random numbers.
         progress: called with (what, done, total).
         loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
         opaque: modules that run as they are written, by path, pattern or class name; see ``autopar.graph.opaque``.
@@ -109,6 +112,8 @@ def search(  # noqa: PLR0913  keywords of the public call
             cache_dir,
             loss_fn,
             texts_of(opaque),
+            sampler,
+            seed,
         ),
         progress,
     )

@@ -2,7 +2,8 @@
 
 Time is minimised for each limit of the others (the epsilon-constraint method of Haimes, Lasdon and Wismer, 1971): each
 cluster's plan is searched as usual, then again with less memory than the one before took. Every point is a search of its
-own, with its certificate.
+own, with its certificate. Where a space has a sampler and more candidates than are searched to the end, time and memory of a
+cluster are those of the candidates that NSGA-II asks for (:mod:`autopar.search.several`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
 from autopar.questions import Ask, price_of, sizes_of
 from autopar.scaling import scaled
-from autopar.search.outcome import Limits
+from autopar.search.outcome import Limits, peak_bytes
 from autopar.table import closest
 
 Objective = Literal["time", "memory", "devices", "price"]
@@ -124,14 +125,18 @@ def undominated(points: Sequence[Point], objectives: Sequence[Objective]) -> tup
 def _plans(ask: Ask, text: str, cluster: Cluster, *, with_memory: bool) -> Iterator[tuple[Plan, float]]:
     """The fastest plan of a cluster and the memory that it leaves; then those with ever less memory."""
     whole = min(device.memory_bytes for device in cluster.devices)
-    factor = 1.0
+    limits, factor = Limits(max_step_time_s=ask.max_step_time_s), 1.0
+    if with_memory and (planner := ask.planner(cluster)).is_sampled:
+        ask.say(f"trying {text}, time and memory")
+        yield from ((plan, 1 - peak_bytes(plan.predicted) / whole) for plan in planner.several(limits))
+        return
     while True:
         ask.say(f"trying {text}" + (f", {100 * factor:.0f} % of its memory" if factor < 1 else ""))
         limited = cluster if factor == 1.0 else scaled(cluster, {"device.memory": factor})
-        plan = ask.planner(limited).fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes)
+        plan = ask.planner(limited).fastest(limits, processes=ask.processes)
         if plan is None:
             return
-        taken = max((plan.predicted.peak_memory_bytes, *plan.predicted.peak_memory_interval_bytes)) / whole
+        taken = peak_bytes(plan.predicted) / whole
         yield plan, 1 - taken
         factor = taken * MEMORY_STEP
         if not with_memory:

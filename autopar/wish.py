@@ -17,7 +17,7 @@ from autopar.plan import BF16, FP8, FP16, FP32, FP64, Precision
 from autopar.search.outcome import Progress
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
-from autopar.search.space import load_space
+from autopar.search.space import load_space, with_sampler
 from autopar.table import closest
 from autopar.tracing import trace_model
 
@@ -40,6 +40,8 @@ class Wish:
     cache_dir: Path | None
     loss_fn: LossFunction | None
     opaque: tuple[str, ...]
+    sampler: str | None = None
+    seed: int = 0
 
     @property
     def recipe(self) -> Precision:
@@ -94,7 +96,7 @@ def task_of(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: Wish, 
         UsageError: malformed pins, cluster, space or precision.
         TraceError: the model cannot be traced.
     """
-    pins, space, recipe = Pins.parse(wish.pins), load_space(wish.space), wish.recipe
+    pins, space, recipe = Pins.parse(wish.pins), with_sampler(load_space(wish.space), wish.sampler), wish.recipe
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(model, Graph):
         if progress is not None:
@@ -112,4 +114,5 @@ def task_of(model: torch.nn.Module | Graph, cluster: Cluster | str, wish: Wish, 
         space=space,
         cache_dir=wish.cache_dir,
         opaque=wish.modules,
+        seed=wish.seed,
     )

@@ -39,6 +39,8 @@ def search(
     storage: only.Storage = None,
     study_name: only.StudyName = None,
     workers: only.Workers = None,
+    sampler: only.Sampler = None,
+    seed: only.Seed = 0,
     max_step_time: only.MaxStepTime = None,
     minimize: only.Minimize = None,
     price: only.Price = None,
@@ -67,12 +69,18 @@ def search(
         "cluster": cluster, "global_batch_size": global_batch, "sequence": seq, "precision": precision,
         "optimizer": optimizer, "pins": split_pins(pin or ()), "opaque": opaque or [],
     }  # fmt: skip
-    options = {"trials": trials, "timeout_s": timeout, "storage": storage, "study_name": study_name, "workers": workers}
+    options = {"trials": trials, "timeout_s": timeout, "storage": storage, "study_name": study_name, "workers": workers,
+               "sampler": sampler, "seed": seed or None}  # fmt: skip
     if not question.asked:
         from autopar.search.crew import cores  # numpy is slow to import
 
         own = cores() if storage is None else 1
-        options |= {"space": space, "max_step_time_s": max_step_time, "workers": own if workers is None else workers}
+        options |= {
+            "seed": seed,
+            "space": space,
+            "max_step_time_s": max_step_time,
+            "workers": own if workers is None else workers,
+        }
         give(make_plan("search", model, **common, options=options), output, as_json)
         return
     _check_alone(options, question, output is not None)
@@ -92,7 +100,7 @@ def _check_alone(options: dict[str, Any], question: Question, has_output: bool) 
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise UsageError(
-            "--trials, --timeout, --storage, --study-name and --workers are of the search for the fastest plan",
+            "--trials, --timeout, --storage, --study-name, --workers, --sampler and --seed are of the search for the fastest plan",
             value=f"--{given[0].removesuffix('_s').replace('_', '-')} beside another question ({question.asked[0]})",
             remedy="leave it out",
         )

@@ -31,6 +31,14 @@ Workers = Annotated[
         help="Processes; the plan is the same for any number. If not given, as many as cores, at most 4; with --storage 1.",
     ),
 ]
+Sampler = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="tpe, cmaes or nsga2 asks for a part of the candidates, none for nothing; if not given, as the space says.",
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Of the sampler.")]
 MaxStepTime = Annotated[
     float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
 ]

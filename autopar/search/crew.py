@@ -16,7 +16,7 @@ import signal
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -270,6 +270,12 @@ class _CrewLedger:
     @property
     def least_s(self) -> float:
         return min(self._own_s, self._crew.least_s)
+
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Nobody sees it."""
+
+    def tidy(self, excluded_s: Callable[[int], float | None]) -> None:
+        """Nothing is open."""
 
     def read(self) -> None:
         """What there is to read, is read when it is asked for."""

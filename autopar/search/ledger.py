@@ -6,7 +6,7 @@ The processes of one search keep this to themselves (:mod:`autopar.search.crew`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,16 @@ class Ledger(Protocol):
     """Candidates by their position in the pool."""
 
     is_shared: bool
+
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Say which candidates experts would try, with reasons; for people."""
+
+    def tidy(self, excluded_s: Callable[[int], float | None]) -> None:
+        """Leave nothing open that is decided.
+
+        Args:
+            excluded_s: what a candidate takes at least where it need not be evaluated any more; None where it may have to be.
+        """
 
     def read(self) -> None:
         """Take in what others have written."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.errors import UsageError
+from autopar.plan import Prediction
 from autopar.search.evaluate import Evaluation, Misfit
 
 Progress = Callable[[str, int, int], None]
@@ -58,3 +59,8 @@ class Outcome:
     misfits: tuple[Misfit, ...]
     finished: bool
     interrupted: bool = False
+
+
+def peak_bytes(prediction: Prediction) -> int:
+    """The upper end of the predicted peak."""
+    return int(max((prediction.peak_memory_bytes, *prediction.peak_memory_interval_bytes)))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.errors import UsageError
 from autopar.search.best_first import BestFirst
@@ -29,6 +29,7 @@ from autopar.search.ledger import Ledger, Told
 from autopar.search.mixed_closing import key_of_candidate
 from autopar.search.options import Split
 from autopar.search.outcome import Limits, Outcome, Progress
+from autopar.search.rounds import Question, Rounds, Sampled
 
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
@@ -50,6 +51,7 @@ class OuterSearch:
         pool: the candidates.
         exhaustive: up to so many are searched to the end.
         trials: of a larger pool, where ``limits`` says nothing.
+        sampling: what asks for a part of a larger pool; None: bounds alone decide.
         ledger: what is known of the candidates; None for one of its own.
         is_wanted: asked between evaluations; the search stops where it says no.
         crew: the processes of this search; None for this one alone.
@@ -63,6 +65,7 @@ class OuterSearch:
         exhaustive: int,
         trials: int,
         limits: Limits,
+        sampling: Sampled | None = None,
         ledger: Ledger | None = None,
         progress: Progress | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
@@ -70,12 +73,19 @@ class OuterSearch:
     ) -> None:
         self.evaluator, self.pool = evaluator, tuple(pool)
         self.limits, self.progress, self.is_wanted = limits, progress, is_wanted
+        self.sampling = sampling
         self.crew = Crew() if crew is None else crew
         self.ledger = self.crew.ledger() if ledger is None else ledger
-        on_device = sum(not candidate.on_host for candidate in self.pool) or len(self.pool)
-        self.trials = limits.trials or (len(self.pool) if on_device <= exhaustive else trials)
+        is_large = len(on_device(self.pool)) > exhaustive
+        self.trials = limits.trials or (trials if is_large else len(self.pool))
         self.start = time.monotonic()
-        self.turns = BestFirst(evaluator, self.pool, self.crew, self._best_s, dives=not self.ledger.is_shared)
+        is_sampled = sampling is not None and sampling.kind != "none" and is_large
+        self.rounds: Rounds | None = None
+        if is_sampled and sampling is not None:
+            self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s(), ROUNDING)
+        best_s = self._best_s if self.rounds is None else self.rounds.below_s
+        dives = not self.ledger.is_shared and self.rounds is None
+        self.turns = BestFirst(evaluator, self.pool, self.crew, best_s, dives=dives)
         self.bounds = self.turns.bounds
         self.closest = Closest(evaluator, self.pool)
         self.order: list[int] = []  # positions in the pool, as the search came to them
@@ -135,6 +145,14 @@ class OuterSearch:
     def steps(self) -> Iterator[None]:
         """The search, with a pause wherever another may get ahead of it."""
         self._begin()
+        asked = self.sampling if self.ledger.is_shared or self.rounds is not None else None
+        seeds = {} if asked is None else asked.seeds(self.pool, lambda i: math.isfinite(self.bounds[self.pool[i]]))
+        self.ledger.expect(seeds)
+        yield from self._turns() if self.rounds is None else self._sampled(self.rounds, seeds)
+        self.ledger.tidy(self._excluded_s)
+
+    def _turns(self) -> Iterator[None]:
+        """In order of bounds alone."""
         self.ledger.read()
         for i in self.turns.walk():
             if len(self.order) >= self.trials or self._is_late():
@@ -155,12 +173,52 @@ class OuterSearch:
             yield from self._catch_up(PATIENCE)
         yield from self._catch_up(0)
 
+    def _excluded_s(self, index: int) -> float | None:
+        """What a candidate takes at least that was not evaluated, once the search has come to its end."""
+        return max(self.bounds[self.pool[index]], self._best_s()) if self.finished else None
+
+    def _sampled(self, rounds: Rounds, seeds: Mapping[int, str]) -> Iterator[None]:
+        """The search in rounds: others may be at another one, and take what they find of this one from the ledger."""
+        rounds.begin(self.bounds, seeds, self.turns.walk())
+        self.finished = False
+        while questions := rounds.ask(self.trials - len(self.order)):
+            for last in (False, True):  # what others evaluate, when all else is done
+                for question in questions:
+                    if self._is_late():
+                        return
+                    yield
+                    self.ledger.read()
+                    if not last and question.bound_s is None:
+                        self.order.append(question.index)
+                    yield from self._answer(question, waits=not last)
+            rounds.tell(questions, self.ledger.found)
+        self.finished = rounds.is_done
+
+    def _answer(self, question: Question, *, waits: bool) -> Iterator[None]:
+        """Evaluate what is asked, or say that a bound excludes it; ``waits``: not what another search has claimed."""
+        index = question.index
+        told = self.ledger.found.get(index)
+        if question.is_answered(told) or (waits and self.ledger.is_running(index)):
+            self._report()
+        elif question.bound_s is not None or self.closest.is_slow(index, question.limit_s):
+            at_least_s = question.limit_s if question.bound_s is None else question.bound_s
+            self.ledger.claim(index, at_least_s)
+            try:
+                yield
+                self.ledger.tell(index, Told(at_least_s=at_least_s))
+            except (Exception, KeyboardInterrupt):
+                self.ledger.release(index)
+                raise
+        else:
+            yield from self._evaluate(index, question.limit_s)
+
     def _begin(self) -> None:
         """First bounds of all; where several processes are worth it, from here on they do the work.
 
         Not where the search ends before it is done: which candidates it came to would depend on timing.
         """
-        if len(self.pool) <= self.trials and len(self.pool) >= self.crew.many:
+        is_whole = len(self.pool) <= self.trials and self.rounds is None
+        if is_whole and len(self.pool) >= self.crew.many:
             splits = [self.turns.split(i) for i in range(len(self.pool))]
             schedules = [key_of_candidate(c) for c in self.pool] if self.evaluator.differs else []
             self.crew.fork(dict.fromkeys((*splits, *schedules)))
@@ -209,13 +267,14 @@ class OuterSearch:
                 yield from self._evaluate(i)
             del self._passed[i]
 
-    def _evaluate(self, index: int) -> Iterator[None]:
+    def _evaluate(self, index: int, limit_s: float | None = None) -> Iterator[None]:
+        """``limit_s``: that of a question; else what is faster than the best or as fast."""
         candidate = self.pool[index]
         self.ledger.claim(index, self.bounds[candidate])
         try:
             yield
             # what takes no longer than the best is told its own time: then it does not matter which was evaluated first
-            at_most_s = self._best_s() * (1 + ROUNDING)
+            at_most_s = self._best_s() * (1 + ROUNDING) if limit_s is None else limit_s
             found = self.evaluator.evaluate(candidate, at_most_s=at_most_s)
             self._made += 1
             if isinstance(found, Evaluation):
@@ -309,6 +368,11 @@ class OuterSearch:
             best = f", best {self.ledger.least_s:.3g} s" if math.isfinite(self.ledger.least_s) else ""
             done = len(self.order) + self.crew.num_done
             self.progress(f"searching{best}", done, min(len(self.open), self.trials))
+
+
+def on_device(pool: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Those that count in saying whether a pool is large: with nothing on the host, where there are any."""
+    return [candidate for candidate in pool if not candidate.on_host] or pool
 
 
 def _told(found: Evaluation | Misfit, at_most_s: float) -> Told:

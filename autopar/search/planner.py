@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import nextafter
 from typing import TypeVar
 
 from autopar.cost.data_parallel import is_mixed
@@ -24,14 +25,16 @@ from autopar.search.candidates import Candidate, Problem, candidates, conflict, 
 from autopar.search.collection import seldom_collected
 from autopar.search.crew import Crew, LostProcessError
 from autopar.search.evaluate import Evaluation, Misfit, memory_of_devices
+from autopar.search.experts import seeds
 from autopar.search.ledger import Ledger
 from autopar.search.mixed import in_orders
 from autopar.search.offload import offloaded
-from autopar.search.outcome import Limits, Outcome, Progress
-from autopar.search.outer import OuterSearch
+from autopar.search.outcome import Limits, Outcome, Progress, peak_bytes
+from autopar.search.outer import OuterSearch, on_device
 from autopar.search.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
 from autopar.search.plans import notes_of, plan_of, record_of
 from autopar.search.reasons import explain
+from autopar.search.rounds import Sampled
 from autopar.search.sequence import attention_heads, attention_sequences, has_written_attention
 from autopar.search.shared_evaluate import SharedEvaluator
 from autopar.search.shares import against, equally_shared, shared
@@ -171,6 +174,34 @@ class Planner:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
         return self._together(processes, partial(self._fastest, limits, progress))
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether there are too many candidates to be searched to the end, and a sampler asks for a part of these."""
+        return self.task.space.sampler != "none" and len(on_device(self.pool)) > self.task.space.exhaustive
+
+    @seldom_collected()
+    def several(self, limits: Limits) -> list[Plan]:
+        """Plans of which none is better in time and memory, of those that NSGA-II asks for; the first one is :meth:`fastest`'s.
+
+        Each with the certificate of that one: no plan of the space is faster.
+        """
+        from autopar.search.several import several  # optuna is slow to import
+
+        outcome, space = self._outcome(limits, sharing=None, progress=None, crew=Crew()), self.task.space
+        if outcome.best is None:
+            return []
+        bounds = dict(enumerate(self.evaluator.ideal_bounds_s(self.pool)))
+        first = seeds(self.pool, self.task.cluster.devices_per_node, lambda i: bounds[i] < float("inf"))
+        first = {self.pool.index(outcome.best.candidate): "fastest", **first}
+        below_s = float("inf") if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, float("inf"))
+        trials = limits.trials or space.trials
+        found = several(
+            self.evaluator, tuple(self.pool), first, trials=trials, seed=self.task.seed, below_s=below_s
+        )  # fmt: skip
+        least = peak_bytes(outcome.best.prediction)
+        rest = [own for own in found if peak_bytes(own.prediction) < least]
+        return [self._best_plan(own, outcome, Crew()) for own in (outcome.best, *rest)]
+
     def _fastest(self, limits: Limits, progress: Progress | None, crew: Crew) -> Plan | None:
         outcome = self._outcome(limits, sharing=None, progress=progress, crew=crew)
         return None if outcome.best is None else self._best_plan(outcome.best, outcome, crew)
@@ -214,6 +245,9 @@ class Planner:
             self.pool,
             exhaustive=self.task.space.exhaustive,
             trials=self.task.space.trials,
+            sampling=Sampled(
+                kind=self.task.space.sampler, seed=self.task.seed, node=self.task.cluster.devices_per_node
+            ),
             limits=limits,
             ledger=ledger,
             progress=progress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -12,6 +12,8 @@ from autopar.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
+Sampling = Literal["none", "tpe", "cmaes", "nsga2"]
+SAMPLERS: tuple[Sampling, ...] = ("none", "tpe", "cmaes", "nsga2")
 Hosted = Literal["optimizer", "activations"]
 Layouting = Literal["search", "rule"]
 LAYOUTS = ("search", "rule")
@@ -45,6 +47,8 @@ class Space:
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
         exhaustive: up to so many candidates are searched to the end.
         trials: evaluations in a larger space, where the caller says nothing.
+        sampler: what asks for a part of these (:mod:`autopar.search.rounds`); ``none``: bounds alone decide. So where a file does
+            not say.
     """
 
     name: str
@@ -69,6 +73,20 @@ class Space:
     offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
     layouts: Layouting = "search"
+    sampler: Sampling = "none"
+
+
+def with_sampler(space: Space, name: str | None) -> Space:
+    """A space whose sampler is named by the caller, and takes part whatever the size of the pool; None: as it is.
+
+    Raises:
+        UsageError: there is no such sampler.
+    """
+    if name is None:
+        return space
+    if name not in SAMPLERS:
+        raise UsageError("the sampler is known", value=repr(name), place="sampler", remedy=closest(name, SAMPLERS))
+    return replace(space, sampler=name, exhaustive=space.exhaustive if name == "none" else 0)
 
 
 def load_space(name: str) -> Space:
@@ -113,6 +131,7 @@ def load_space(name: str) -> Space:
         offload=_offload(table),
         data_shares=table.flag("data_shares", default=False),
         layouts=_layouts(table),
+        sampler=_sampler(table),
     )
     table.finish()
     return space
@@ -123,6 +142,13 @@ def _layouts(table: Table) -> Layouting:
     if found not in LAYOUTS:
         raise table.fault("layouts", f"the value is {' or '.join(LAYOUTS)}", value=repr(found))
     return cast("Layouting", found)
+
+
+def _sampler(table: Table) -> Sampling:
+    found = table.text("sampler", "none")
+    if found not in SAMPLERS:
+        raise table.fault("sampler", f"the value is {', '.join(SAMPLERS)}", value=repr(found))
+    return found
 
 
 def _offload(table: Table) -> tuple[Hosted, ...]:

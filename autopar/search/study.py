@@ -1,6 +1,6 @@
 """The ledger of a search as an Optuna study: in any storage, shared by processes and machines, seen in optuna-dashboard.
 
-A trial is a candidate: RUNNING while a search evaluates it, COMPLETE with the seconds of a step, PRUNED with the seconds
+A trial is a candidate: WAITING where experts would try it and no search has come to it, RUNNING while a search evaluates it, COMPLETE with the seconds of a step, PRUNED with the seconds
 that it takes at least where it was left unfinished, FAIL with the reason where it has no plan or its search was
 interrupted. A dead search leaves a RUNNING trial, which another takes over. Whoever tells of a trial first is right: both
 evaluated the same.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import optuna
@@ -67,6 +67,8 @@ class Study:
             key: CategoricalDistribution(sorted({p[key] for p in self._params}, key=str)) for key in KEYS
         }
         self._running: dict[int, list[int]] = {}  # candidates, with the numbers of their open trials
+        self._waiting: dict[int, list[int]] = {}  # candidates that experts would try, likewise
+        self._seen: set[int] = set()
         self._mine: dict[int, list[int]] = {}  # candidates that this search evaluates, with the ids of those trials
         self._begun: set[int] = set()  # those whose trial is this search's own
         self._read: set[int] = set()
@@ -103,20 +105,57 @@ class Study:
 
     # --- the ledger
 
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Enqueue candidates, each once in a study: whoever comes to one takes that trial.
+
+        They are in the order in which they come to be taken no more than anything else is: see ``docs/adr/0019-samplers.md``.
+        """
+        self.read()
+        with answering(self.url):
+            for index, why in seeds.items():
+                if index not in self._seen:
+                    own = dict(self._params[index])
+                    trial = create_trial(
+                        state=TrialState.WAITING,
+                        params=own,
+                        distributions=self._distributions,
+                        user_attrs={"candidate": str(self.pool[index]), "rule": why},
+                        system_attrs={"fixed_params": own},
+                    )
+                    self.storage.create_new_trial(self.id, trial)
+
+    def tidy(self, excluded_s: Callable[[int], float | None]) -> None:
+        """End trials that wait, or that somebody dead has begun, of candidates that are decided."""
+        self.read()
+        for open_ in (self._waiting, self._running):
+            for index, numbers in open_.items():
+                told = self.found.get(index)
+                if told is None and open_ is self._waiting and (least_s := excluded_s(index)) is not None:
+                    is_finite = math.isfinite(least_s)
+                    told = (
+                        Told(at_least_s=least_s) if is_finite else Told(reason="memory: fits in no layout, by a bound")
+                    )
+                if told is not None:
+                    with answering(self.url):
+                        self._end([self._id(n) for n in numbers], *_written(told))
+
     def read(self) -> None:
         """Take in what others have written."""
         with answering(self.url):
             trials = self.storage.get_all_trials(self.id, deepcopy=False)
-        self._running = {}
+        self._running, self._waiting = {}, {}
         for trial in trials:
             index = self._index.get(tuple(trial.params.get(key, _EARLIER.get(key, "")) for key in KEYS))
             if index is None or trial.number in self._read:
                 continue
+            self._seen.add(index)
             if trial.state.is_finished():
                 self._read.add(trial.number)
                 self._take(index, _told(trial))
             elif trial.state == TrialState.RUNNING:
                 self._running.setdefault(index, []).append(trial.number)
+            else:
+                self._waiting.setdefault(index, []).append(trial.number)
 
     def is_running(self, index: int) -> bool:
         return index in self._running
@@ -124,12 +163,14 @@ class Study:
     def claim(self, index: int, bound_s: float) -> None:
         """Begin the trial of a candidate, or take over the one that another search has begun."""
         with answering(self.url):
-            numbers = self._running.get(index, ())
-            self._mine[index] = [self.storage.get_trial_id_from_study_id_trial_number(self.id, n) for n in numbers]
-            if numbers:
+            numbers, waiting = self._running.get(index, ()), self._waiting.pop(index, ())
+            self._mine[index] = [self._id(n) for n in (*numbers, *waiting)]
+            steps = {0: bound_s} if math.isfinite(bound_s) else {}
+            for trial in self._mine[index][len(numbers) :]:
+                self._take_up(trial, index, steps)
+            if self._mine[index]:
                 return
             attributes = {"candidate": str(self.pool[index]), "by": self._who}
-            steps = {0: bound_s} if math.isfinite(bound_s) else {}
             self._mine[index] = [self._new(index, TrialState.RUNNING, attributes=attributes, steps=steps)]
             self._begun.add(index)
 
@@ -163,6 +204,18 @@ class Study:
             self.least_s = min(self.least_s, told.time_s)
 
     # --- trials
+
+    def _id(self, number: int) -> int:
+        return self.storage.get_trial_id_from_study_id_trial_number(self.id, number)
+
+    def _take_up(self, trial: int, index: int, steps: Mapping[int, float]) -> None:
+        """Begin a trial that waits; where another search was quicker, it is taken over from it."""
+        with suppress(UpdateFinishedTrialError):
+            if self.storage.set_trial_state_values(trial, TrialState.RUNNING):
+                self._begun.add(index)
+                self.storage.set_trial_user_attr(trial, "by", self._who)
+                for step, bound_s in steps.items():
+                    self.storage.set_trial_intermediate_value(trial, step, bound_s)
 
     def _new(
         self,

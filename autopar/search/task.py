@@ -16,7 +16,7 @@ from autopar.search.space import Space
 class Task:
     """What a plan is wanted for; ``cache_dir``: where rules that are found by execution are kept.
 
-    ``pins`` hold beside those that the graph carries from the modules of the model. ``opaque``: modules that the user
+    ``seed``: of the space's sampler. ``pins`` hold beside those that the graph carries from the modules of the model. ``opaque``: modules that the user
     named so, for the plan to say.
     """
 
@@ -29,3 +29,4 @@ class Task:
     space: Space
     cache_dir: Path | None = None
     opaque: tuple[str, ...] = ()
+    seed: int = 0

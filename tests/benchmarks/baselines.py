@@ -25,6 +25,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
 from autopar.profile.files import write_text
+from autopar.search import experts
 from autopar.search.evaluate import Evaluation
 from autopar.search.outcome import Limits
 from autopar.search.pins import Pins
@@ -117,24 +118,8 @@ def autopar(problem: Problem, graph: Graph) -> Row:
 
 def rules(problem: Problem) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """Names, and pins to try one after the other until something fits."""
-    node = Cluster.parse(problem.cluster).devices_per_node
-    degrees = [d for d in (1, 2, 4, 8) if d <= node]
-    once = ("zero=1", "micro_batch=1")
-    yield "survey: least tp in a node, then pp, then data, ZeRO-1", [
-        *((f"tp={d}", "cp=1", "pp=1", *once) for d in degrees), (f"tp={node}", "cp=1", *once),
-    ]  # fmt: skip
-    yield (
-        "Megatron: tp of a node, least pp, no ZeRO, 1F1B",
-        [(f"tp={node}", "cp=1", "zero=0", "micro_batch=1", "schedule!=GPipe", "virtual_stages=1")],
-    )
-    whole = ("tp=1", "pp=1", "cp=1", "zero=3")
-    sizes = (8, 4, 2, 1)
-    yield (
-        "torchtitan: FSDP over all, largest micro-batch to 8",
-        [(*whole, "dp_replicate=1", f"micro_batch={m}") for m in sizes],
-    )
-    yield "FSDP2: ZeRO-3 over all, micro-batch 1", [(*whole, "dp_replicate=1", "micro_batch=1")]
-    yield "HSDP: ZeRO-3 inside a node, micro-batch 1", [(*whole, f"dp_shard={node}", "micro_batch=1")]
+    for rule in experts.rules(Cluster.parse(problem.cluster).devices_per_node):
+        yield rule.name, list(rule.tries)
 
 
 def expert(problem: Problem, graph: Graph, method: str, tries: list[tuple[str, ...]]) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.validate.families import Sizes
+from tests.benchmarks import samplers
 from tests.benchmarks.baselines import (
     PROBLEMS,
     Problem,
@@ -58,3 +59,20 @@ def test_a_search_that_loses_is_told() -> None:
     assert "| rule | 0.9 s | 0.900 | 3 | 0.5 | tp=1 |" in page(rows)
     assert "does not fit" in page(rows)
     assert len(PROBLEMS) == 6
+
+
+def test_bounds_and_samplers_are_told_side_by_side() -> None:
+    graph = SMALL.graph("small")
+    rows = [samplers.run(SMALL, graph, "default", method, 10) for method in ("bounds alone", "TPE alone", "both, TPE")]
+    best_s = autopar(SMALL, graph).step_time_s
+    assert best_s is not None
+    for row in rows:
+        assert row.step_time_s is not None
+        assert row.lower_bound_s <= best_s <= row.step_time_s * (1 + 1e-9)
+        assert 0 < row.asked <= 10
+    name = next(iter(samplers.CASES))
+    assert "| 10 | TPE alone |" in samplers.page({name: rows})
+    assert rows[2].step_time_s is not None
+    faster = replace(rows[0], step_time_s=rows[2].step_time_s * 0.9)
+    assert len(samplers.worse({name: [faster, *rows[1:]]})) == 1
+    assert samplers.worse({name: [rows[2], replace(rows[2], method="bounds alone")]}) == []

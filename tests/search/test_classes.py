@@ -59,6 +59,7 @@ def test_a_space_from_before_context_parallelism_has_its_usual_bounds(checkout: 
         (('schedules = ["1F1B"]', 'schedules = ["2F2B"]'), "list of none, GPipe"),
         (("max_pp = 16", "max_ppp = 16"), "max_pp"),
         (("trials = 60", "trials = 60\nmore = 1"), "more"),
+        (('sampler = "tpe"', 'sampler = "some"'), "none, tpe, cmaes, nsga2"),
         (("trials = 60", 'trials = 60\nlayouts = "some"'), "search or rule"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -109,6 +109,12 @@ class View:
         self.found: dict[int, Told] = {}
         self.least_s = float("inf")
         self.claimed: Mapping[int, int] = {}
+
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Nobody looks."""
+
+    def tidy(self, excluded_s: Callable[[int], float | None]) -> None:
+        """Nothing waits."""
 
     def read(self) -> None:
         self.claimed = dict(self.board.claimed)

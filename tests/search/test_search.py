@@ -157,6 +157,7 @@ def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Pa
     plan = api.search(graph, cluster=f"{CLUSTER}?memory=500MB", global_batch_size=16, pins=pins, trials=4, storage=url)
     (summary,) = optuna.get_all_study_summaries(url)
     trials = optuna.load_study(study_name=summary.study_name, storage=url).trials
+    trials = [trial for trial in trials if trial.state != optuna.trial.TrialState.WAITING]  # experts' choices
     assert len(trials) == plan.search.evaluated
     values = [t.value for t in trials if t.value is not None]
     assert min(values) == pytest.approx(plan.predicted.step_time_s)

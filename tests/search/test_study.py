@@ -32,7 +32,7 @@ from autopar.search.ledger import Told
 from autopar.search.outcome import Limits
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
-from autopar.search.space import load_space
+from autopar.search.space import load_space, with_sampler
 from autopar.search.study import Study
 from autopar.search.workers import Job
 from tests.cli_runner import Run, run_fixture
@@ -43,6 +43,8 @@ run = run_fixture
 
 CLUSTER = "cpu:1x4"
 LIMIT_S = 250
+SAMPLED = 9
+"""Trials of a search with a sampler."""
 RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
 
 
@@ -135,6 +137,51 @@ def test_a_trial_says_what_it_is_and_why(planner: Planner, url: str) -> None:
     assert trial.intermediate_values == {0: 0.25}
 
 
+def test_what_experts_would_try_waits_until_a_search_comes_to_it(planner: Planner, url: str) -> None:
+    one, other = study_of(planner, url), study_of(planner, url)
+    one.expect({3: "rule", 5: "another", 7: "third"})
+    other.expect({3: "rule", 5: "another", 7: "third"})
+    trials = one.storage.get_all_trials(one.id)
+    assert [trial.state for trial in trials] == [TrialState.WAITING] * 3
+    assert [trial.user_attrs["rule"] for trial in trials] == ["rule", "another", "third"]
+    assert trials[0].params == trials[0].system_attrs["fixed_params"]
+    one.read()
+    one.claim(3, 0.25)
+    other.claim(3, 0.25)  # it was not yet seen that one had
+    one.tell(3, Told(time_s=0.5))
+    other.tell(3, Told(time_s=0.5))
+    other.tidy({5: 0.75, 7: float("inf")}.get)
+    trials = one.storage.get_all_trials(one.id)
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL]
+    assert [trial.value for trial in trials] == [0.5, 0.75, None]
+    assert trials[0].intermediate_values == {0: 0.25}
+    assert trials[2].user_attrs["reason"] == "memory: fits in no layout, by a bound"
+
+
+def test_a_trial_of_the_dead_is_ended_where_others_have_told_of_its_candidate(planner: Planner, url: str) -> None:
+    dead, one = study_of(planner, url), study_of(planner, url)
+    dead.claim(0, 0.25)
+    one.claim(0, 0.25)  # before it could read that it was claimed
+    one.tell(0, Told(time_s=0.5))
+    one.tidy({}.get)
+    assert [(t.state, t.value) for t in one.storage.get_all_trials(one.id)] == [(TrialState.COMPLETE, 0.5)] * 2
+
+
+def test_a_search_leaves_nothing_waiting_that_it_decided(graph: Graph, alone: Plan, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    first = search(graph, storage=url, trials=1)
+    waiting = [trial for trial in trials_of(url) if trial.state == TrialState.WAITING]
+    assert first.search.evaluated == 1
+    assert len(waiting) >= 2
+    assert same(search(graph, storage=url), alone)
+    ended = {trial.number: trial for trial in trials_of(url)}
+    for trial in waiting:
+        own = ended[trial.number]
+        assert own.state.is_finished()
+        assert own.value is None or own.value >= alone.predicted.step_time_s
+    assert len({trial.user_attrs["candidate"] for trial in ended.values()}) == len(ended)
+
+
 def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Planner, url: str) -> None:
     one, other = study_of(planner, url), study_of(planner, url)
     one.claim(0, 0.25)
@@ -209,6 +256,7 @@ def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path
         ({"study_name": "mine"}, "say which with --storage"),
         ({"workers": 0}, "at least one worker"),
         ({"trials": 0}, "at least one trial"),
+        ({"sampler": "tep"}, "did you mean 'tpe'"),
         ({"timeout_s": -1.0}, "a limit of time is not negative"),
         ({"storage": "sqlite://", "workers": 2}, "leave it out for a temporary file"),
     ],
@@ -283,7 +331,12 @@ class Doomed(Study):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def work_in_processes(planner: Planner, url: str, words: Sequence[int]) -> list[int | None]:
+def work_in_processes(
+    planner: Planner,
+    url: str,
+    words: Sequence[int],
+    limits: Limits = Limits(),  # noqa: B008
+) -> list[int | None]:
     """One process for each number of words after which it is killed (0: never); all begin at once. Gives exit codes."""
     study_of(planner, url).close()
     context = multiprocessing.get_context("fork")
@@ -293,7 +346,7 @@ def work_in_processes(planner: Planner, url: str, words: Sequence[int]) -> list[
         ledger = Doomed(planner.pool, storage=url, name=study_name(planner.task), identity=identity(planner.task))
         ledger.words = count
         begin.wait(LIMIT_S)
-        planner.outer(Limits(), ledger=ledger).work()
+        planner.outer(limits, ledger=ledger).work()
 
     processes = [context.Process(target=work, args=(count,)) for count in words]
     for process in processes:
@@ -313,12 +366,39 @@ def check_processes(graph: Graph, planner: Planner, alone: Plan, url: str) -> No
     """
     opened = url.replace("postgresql:", "postgresql+psycopg:")
     assert work_in_processes(planner, url, [1, 2]) == [-signal.SIGKILL, -signal.SIGKILL]
-    assert [trial.state for trial in trials_of(opened)] == [TrialState.RUNNING] * 2
+    states = [trial.state for trial in trials_of(opened)]
+    assert states.count(TrialState.RUNNING) == 2
+    assert set(states) <= {TrialState.RUNNING, TrialState.WAITING}
     assert work_in_processes(planner, url, [0] * 4) == [0] * 4
     before = trials_of(opened)
     assert all(trial.state.is_finished() for trial in before)
     assert same(search(graph, storage=url), alone)
     assert all(trial.state == TrialState.PRUNED for trial in trials_of(opened)[len(before) :])
+
+
+def check_sampled_processes(graph: Graph, url: str) -> None:
+    """As :func:`check_processes`, of a search that asks a sampler and ends before bounds say that it may."""
+    planner = Planner(task_of(graph, space=with_sampler(load_space("default"), "tpe"), seed=3))
+    options: dict[str, Any] = {"sampler": "tpe", "seed": 3, "trials": SAMPLED}
+    opened = url.replace("postgresql:", "postgresql+psycopg:")
+    alone = api.search(graph, cluster=CLUSTER, global_batch_size=16, **options)
+    assert len(planner.pool) > SAMPLED + 20
+    assert work_in_processes(planner, url, [1, 4], Limits(trials=SAMPLED)) == [-signal.SIGKILL, -signal.SIGKILL]
+    assert TrialState.RUNNING in [trial.state for trial in trials_of(opened)]
+    assert work_in_processes(planner, url, [0] * 4, Limits(trials=SAMPLED)) == [0] * 4
+    before = trials_of(opened)
+    assert TrialState.RUNNING not in [trial.state for trial in before]
+    found = api.search(graph, cluster=CLUSTER, global_batch_size=16, storage=url, **options)
+    assert same(found, alone)
+    assert len(trials_of(opened)) == len(before)  # the last one has nothing left to evaluate
+    assert len({trial.user_attrs["candidate"] for trial in before if trial.state.is_finished()}) >= SAMPLED
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_with_a_sampler_on_sqlite_give_the_plan_of_one_and_survive_deaths(
+    graph: Graph, tmp_path: Path
+) -> None:
+    check_sampled_processes(graph, f"sqlite:///{tmp_path / 'study.db'}")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -369,6 +449,13 @@ def test_processes_on_postgresql_give_the_plan_of_one_and_survive_deaths(
     graph: Graph, planner: Planner, alone: Plan, postgresql: str
 ) -> None:
     check_processes(graph, planner, alone, postgresql)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_with_a_sampler_on_postgresql_give_the_plan_of_one_and_survive_deaths(
+    graph: Graph, postgresql: str
+) -> None:
+    check_sampled_processes(graph, postgresql)
 
 
 def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path, checkout: Path) -> None:
