@@ -64,7 +64,8 @@ class Alarm:
         """Around a call that all ranks make.
 
         Raises:
-            RankFailedError: another rank failed in this call, or an earlier call came to no end; else what is raised inside.
+            RankFailedError: another rank failed in this call, or an earlier call that communicated came to no end; else what is
+                raised inside.
         """
         if self._failure:
             raise _error(self._failure)
@@ -78,10 +79,10 @@ class Alarm:
         except Exception as error:
             self._inside = None
             said = self._tell(error)
-            if not _is_own(said, self._rank) or (self._is_running and not self._recovers):
+            if self._is_running and not self._recovers:
                 self._failure = said
-            if isinstance(error, AutoparError) or _is_own(said, self._rank):
-                raise
+            if not self._is_running or isinstance(error, AutoparError) or _is_own(said, self._rank):
+                raise  # before it communicates a rank fails by itself, and may go on where all refused the same
             raise _error(said) from error
         finally:
             self._inside = None

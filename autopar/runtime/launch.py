@@ -59,6 +59,7 @@ def launch(
     alarm = Alarm(dist.get_rank(), dist.get_world_size())
     try:
         with alarm.watched():
+            alarm.runs()
             return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
     finally:
         alarm.close()

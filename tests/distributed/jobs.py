@@ -52,6 +52,20 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
         time.sleep(0.05)
 
 
+def after_a_refusal(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch
+) -> tuple[tuple[str, ...], list[float]]:
+    """Kinds of error of calls that every rank refuses, and the losses of the calls after them."""
+    parallel, kinds, losses = build(subject, plan, graph), list[str](), list[float]()
+    for call in (parallel.train_step, parallel.evaluate):
+        try:
+            call(bad)
+        except Exception as error:  # noqa: BLE001  its kind is what is looked at
+            kinds.append(type(error).__name__)
+        losses.append(call(batch).item())
+    return tuple(kinds), losses
+
+
 def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:
     """The last rank cannot make its part, which the others meet in collectives."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -109,6 +109,17 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -
         ), text
 
 
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2"])
+def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "gpt2")
+    (batch,) = batches(subject, 1)
+    bad = {name: tensor[:-1] for name, tensor in batch.items()}
+    wanted = loss_of(subject.build()(**batch)).item()
+    for kinds, losses in pool.run(jobs.after_a_refusal, subject, plan, graph, batch, bad, timeout_s=60.0):
+        assert kinds == ("UsageError", "UsageError")
+        assert losses == pytest.approx([wanted, wanted], rel=1e-5)
+
+
 def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
