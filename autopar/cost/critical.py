@@ -44,16 +44,14 @@ def longest_chains(
     """
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations, sends = durations_of(stages), sends_of(stages)
-    ends: list[float] = []
+    ends = [0.0] * (len(actions.rank) + 1)  # the last one is what actions need that need none (-1)
     free = [0.0] * pp
     columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
-    for rank, need, duration, message in columns:
-        end = free[rank]
-        if need >= 0 and (arrives := ends[need] + sends[message]) > end:
+    for i, (rank, need, duration, message) in enumerate(columns):
+        end, arrives = free[rank], ends[need] + sends[message]
+        if arrives > end and need >= 0:
             end = arrives
-        end += durations[duration]
-        ends.append(end)
-        free[rank] = end
+        ends[i] = free[rank] = end + durations[duration]
     found = []
     for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
         own, sent_on, i = [], [], actions.last[rank]
