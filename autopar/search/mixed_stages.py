@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from autopar.cost.critical import longest_chains
-from autopar.cost.pipeline import StageTimes
+from autopar.cost.critical import chains_of
+from autopar.cost.pipeline import compiled
 from autopar.search.bound_rows import Array, BlockPrice, forwards_done
 from autopar.search.mixed_rows import MixedRow
 
@@ -135,24 +135,13 @@ class Stages:
         pp = self.pp
         again_s = (self.again_s * again).reshape(self.num_parts, -1).sum(axis=0)
         once_s = self.once0_s + np.bincount(self.rank, weights=self.once_s * blocks, minlength=pp)
-        columns = (
-            self.forward0_s + self.forward_s * blocks,
-            self.backward0_s + self.backward_s * blocks + again_s,
-            self.gather0_s + self.gather_s * blocks,
-            self.send_s,
-            self.send_back_s,
-        )
-        times = [
-            StageTimes(
-                forward_s=own[0],
-                backward_s=own[1],
-                first_forward_s=own[2],
-                send_forward_s=own[3],
-                send_backward_s=own[4],
-            )
-            for own in np.stack(columns, axis=1).tolist()
-        ]
-        found = longest_chains(schedule, pp, self.m, times, once_s.tolist(), 1)[0]
+        forward_s = self.forward0_s + self.forward_s * blocks
+        backward_s = self.backward0_s + self.backward_s * blocks + again_s
+        first_s = forward_s + (self.gather0_s + self.gather_s * blocks)
+        durations = np.array([forward_s, backward_s, first_s]).T.ravel().tolist()
+        messages = [*np.array([self.send_s, self.send_back_s]).T.ravel().tolist(), 0.0]
+        actions = compiled(schedule, pp, len(blocks) // pp, self.m)
+        found = chains_of(actions, durations, messages, once_s.tolist(), 1)[0]
         counts = (found.forwards, found.backwards, found.firsts, found.sends, found.sends_back)
         forwards, backwards, gathers, sends, back = (own.astype(float) for own in counts)
         return found.time_s, Chain(
