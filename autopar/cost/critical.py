@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.pipeline import StageTimes, compiled, durations_of, sends_of
+from autopar.cost.pipeline import Compiled, StageTimes, compiled, durations_of, sends_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,17 +43,27 @@ def longest_chains(
         after_s: what follows on each rank.
     """
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
-    durations, sends = durations_of(stages), sends_of(stages)
-    ends: list[float] = []
+    return chains_of(actions, durations_of(stages), sends_of(stages), after_s, most)
+
+
+def chains_of(
+    actions: Compiled, durations: Sequence[float], sends: Sequence[float], after_s: Sequence[float], most: int
+) -> list[Chain]:
+    """As :func:`longest_chains`, of times as :class:`autopar.cost.pipeline.Compiled` numbers them.
+
+    Args:
+        durations: of each stage's forward, backward and first forward.
+        sends: of each stage's message to the next one and of that back; one more, of no seconds, for the message -1.
+    """
+    pp, num_stages = len(after_s), len(sends) // 2
+    ends = [0.0] * (len(actions.rank) + 1)  # the last one is what actions need that need none (-1)
     free = [0.0] * pp
     columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
-    for rank, need, duration, message in columns:
-        end = free[rank]
-        if need >= 0 and (arrives := ends[need] + sends[message]) > end:
+    for i, (rank, need, duration, message) in enumerate(columns):
+        end, arrives = free[rank], ends[need] + sends[message]
+        if arrives > end and need >= 0:
             end = arrives
-        end += durations[duration]
-        ends.append(end)
-        free[rank] = end
+        ends[i] = free[rank] = end + durations[duration]
     found = []
     for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
         own, sent_on, i = [], [], actions.last[rank]
@@ -65,9 +75,9 @@ def longest_chains(
                 i = need
             else:
                 i = before
-        count = np.bincount(own, minlength=3 * len(stages)).reshape(-1, 3)
+        count = np.bincount(own, minlength=3 * num_stages).reshape(-1, 3)
         messages = [message for message in sent_on if message >= 0]
-        sent_count = np.bincount(messages, minlength=2 * len(stages)).reshape(-1, 2)
+        sent_count = np.bincount(messages, minlength=2 * num_stages).reshape(-1, 2)
         found.append(
             Chain(
                 rank=rank,

@@ -62,6 +62,7 @@ class Bounding:
         )  # fmt: skip
         self._ideal: dict[Candidate, Row | MixedRow] = {}
         self._ideal_s: dict[Candidate, float] = {}
+        self._whole_steps: dict[Candidate, Step] = {}
         self._host_s: dict[tuple[int, ...], float] = {}
         """What stepping on the host takes longer, of all blocks whole."""
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
@@ -139,11 +140,18 @@ class Bounding:
         whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
         return self.least_rows_of(candidate).is_too_large(candidate, whole, self.step)
 
+    def _whole_step(self, candidate: Candidate, whole: Option) -> Step:
+        """A candidate's step in the layout of its micro-batch with neither ``cp`` nor ``tp``."""
+        found = self._whole_steps.get(candidate)
+        if found is None:
+            found = self._whole_steps[candidate] = self.step(candidate, whole)
+        return found
+
     def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
         if candidate not in self._ideal:
             whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
             maker = self.placed if self.placed.has(candidate) else self.least_rows_of(candidate)
-            self._ideal[candidate] = maker.ideal(candidate, whole, self.step(candidate, whole))
+            self._ideal[candidate] = maker.ideal(candidate, whole, self._whole_step(candidate, whole))
         return self._ideal[candidate]
 
     def _offloaded_s(self, candidate: Candidate) -> float:
@@ -361,7 +369,7 @@ class Bounding:
         if not draft.time_s and not self.placed.has(candidate):
             return 0.0
         whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        step = self.step(candidate, whole)
+        step = self._whole_step(candidate, whole)
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
         return self.rows_of(candidate).draft_s(candidate, draft, whole, step)

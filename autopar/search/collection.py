@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-OBJECTS = 100_000
+OBJECTS = 400_000
 """New objects after which cycles are looked for. A search makes few of them and keeps most of what it makes, beside the
 objects of torch and of the traced model, all of which a full collection visits."""
 

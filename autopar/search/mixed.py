@@ -21,6 +21,7 @@ from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.places import places_of
 from autopar.cost.stages import own_times
 from autopar.errors import UsageError
+from autopar.frozen import replaced
 from autopar.plan import RankGroup, Recompute
 from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.candidates import Candidate
@@ -388,4 +389,4 @@ class Placed:
 def _free_price(cost: BlockCost) -> BlockPrice:
     """A block's computation and the collectives of its layout."""
     forward_s, backward_s = own_times(cost, recompute="none")
-    return replace(NOTHING, time_s=forward_s + backward_s, forward_s=forward_s)
+    return replaced(NOTHING, time_s=forward_s + backward_s, forward_s=forward_s)

@@ -232,9 +232,10 @@ class _Columns:
     def in_a_row(self, time_s: Array) -> NDArray[np.bool_]:
         """For each row whether the ranks can take all blocks of the group in ``time_s``."""
         fits = self.fits & (self.own_s + self.once_s <= time_s[:, None])
-        widths = [int(np.flatnonzero(own.any(axis=0)).max(initial=-1)) + 1 for own in fits]
-        if not all(widths):
+        some = fits.any(axis=1)
+        if not some.any(axis=1).all():
             return np.zeros(len(time_s), dtype=bool)
+        widths: list[int] = (self.count + 1 - some[:, ::-1].argmax(axis=1)).tolist()
         prefix = self._prefixes(np.where(fits, self.forward_s, np.inf), widths)
         later_s = np.where(fits, self.later_s, np.inf)
         ends = np.full((2, len(time_s), self.count + max(widths)), np.inf)

@@ -250,20 +250,20 @@ class _Tableau:
             if self.table[leaves, -1] >= -_PIVOT:
                 return True
             row = self.table[leaves, :-1]
-            ratios = np.where(row < -_PIVOT, self.table[-1, :-1] / np.where(row < -_PIVOT, row, -1.0), np.inf)
-            least = ratios.min()
-            if not np.isfinite(least):
+            may = (row < -_PIVOT).nonzero()[0]
+            if not len(may):
                 return False
-            near = np.flatnonzero(
-                ratios <= least + _PIVOT
-            )  # of equal ones the largest: what is divided by it rounds least
-            self._exchange(leaves, int(near[row[near].argmin()]))
+            some = row[may]
+            ratios = self.table[-1, may] / some
+            # of equal ones the largest: what is divided by it rounds least
+            near = ratios <= ratios.min() + _PIVOT
+            self._exchange(leaves, int(may[np.where(near, some, 0.0).argmin()]))
         return False
 
     def _exchange(self, leaves: int, enters: int) -> None:
         pivot, column = self.table[leaves, enters], self.table[:, enters].copy()
         row = self.table[leaves] / pivot
-        self.table -= column[:, None] * row
+        self.table -= np.multiply.outer(column, row)
         self.table[leaves] = row
         self.table[:, enters] = -column / pivot
         self.table[leaves, enters] = 1 / pivot

@@ -93,21 +93,21 @@ class MixedRow:
     @property
     def before_s(self) -> list[float]:
         """What stands before each rank beside blocks: messages, and what every stage repeats."""
-        none = (0.0,) * (len(self.ranks) - 1)
-        sends = zip(self.sends_s or none, self.sends_back_s or none, strict=True)
-        every = (own.every_s + sum(both) for own, both in zip(self.ranks, sends, strict=False))
-        return list(accumulate(every, initial=0.0))
+        every_s = [own.every_s for own in self.ranks[:-1]]
+        if self.sends_s:
+            messages = zip(every_s, self.sends_s, self.sends_back_s, strict=True)
+            every_s = [own_s + (there_s + back_s) for own_s, there_s, back_s in messages]
+        return [*accumulate(every_s, initial=0.0)]
 
 
 def work_and_slowness(prices: Sequence[Sequence[BlockPrice]], counts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
     """Of a row, from the prices of the blocks on each rank, which stand for ``counts`` ones."""
-    kinds = {id(own): own for own in prices}  # many ranks have the same
-    times = np.array([[price.time_s for price in own] for own in kinds.values()])
-    least = times.min(axis=0)
-    some = least > 0
-    slowness = (times[:, some] / least[some]).min(axis=1) if some.any() else np.ones(len(times))
-    each = dict(zip(kinds, slowness.tolist(), strict=True))
-    return float(least @ np.array(counts)), tuple(each[id(own)] for own in prices)
+    kinds = {id(own): [price.time_s for price in own] for own in prices}  # many ranks have the same
+    least = [min(times) for times in zip(*kinds.values(), strict=True)]
+    some = [(k, least_s) for k, least_s in enumerate(least) if least_s > 0]
+    each = {key: min((times[k] / least_s for k, least_s in some), default=1.0) for key, times in kinds.items()}
+    work_s = sum(least_s * count for least_s, count in zip(least, counts, strict=True))
+    return work_s, tuple(each[id(own)] for own in prices)
 
 
 def quick_bounds(rows: Sequence[MixedRow]) -> Array:
@@ -137,7 +137,8 @@ def _flow_s(row: MixedRow, ranks: Sequence[tuple[float, float, float]], waits: b
     """The bound by weights for ranks of ``each`` stages, last ones first: slowness, what stands before, what a stage repeats."""
     m, after, weighted_s = row.ranks[0].num_micro_batches, 0.0, 0.0
     for slowness, before_s, every_s in ranks:
-        weight = max(1 / slowness - waits * after, 0.0) / m
-        weighted_s += weight * (before_s + m * each * every_s)
-        after += weight
+        weight = (1 / slowness - after if waits else 1 / slowness) / m
+        if weight > 0:
+            weighted_s += weight * (before_s + m * each * every_s)
+            after += weight
     return (row.work_s + weighted_s) / after

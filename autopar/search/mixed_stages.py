@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from autopar.cost.critical import longest_chains
-from autopar.cost.pipeline import StageTimes
+from autopar.cost.critical import chains_of
+from autopar.cost.pipeline import compiled
 from autopar.search.bound_rows import Array, BlockPrice, forwards_done
 from autopar.search.mixed_rows import MixedRow
 
@@ -38,6 +38,9 @@ class Chain:
     byte_s: Array
 
 
+PARTS = tuple(field.name for field in fields(Chain))
+
+
 class Stages:
     """A row by stages: what a block of the group adds to each, and what is there without any.
 
@@ -45,6 +48,7 @@ class Stages:
         again_s, freed: what a block that recomputes adds, and the bytes of its micro-batches that it frees. Where modes of
             recompute have two lines below them, there are two parts, one after the other: up to where the lines meet, and from
             there on, which takes longer for a byte.
+        num_parts: of recompute.
         counts_again: whether these are what modes free, so that of whole blocks each part is of a whole number of them.
     """
 
@@ -89,7 +93,8 @@ class Stages:
         self.room = limit - np.where(sure, beside, np.minimum(alone, beside))
         self.bytes = static + done * full
         self.again_s, freed = _parts(again_s, full - again, *by_stage[9:11])
-        self.freed = np.tile(done, len(freed) // len(done)) * freed
+        self.num_parts = len(freed) // len(done)
+        self.freed = np.tile(done, self.num_parts) * freed
         self.counts_again = all(
             own.is_one and _ends_parts(own.group, freed[place::pp]) for place, own in enumerate(row.ranks)
         )
@@ -98,18 +103,14 @@ class Stages:
         self.send_back_s = np.array([row.around_back_s, *(row.sends_back_s or none)])[self.rank]
         self.once0_s[[0, -1]] += row.tie_s
 
-    @property
-    def num_parts(self) -> int:
-        """Of recompute."""
-        return len(self.again_s) // len(self.rank)
-
     def each_s(self, chain: Chain) -> tuple[Array, Array, Array]:
         """Seconds that a block adds to a chain on each stage, that each part of its recompute adds, and those without blocks."""
         byte_s = chain.byte_s[..., self.rank]
         block = chain.forwards * self.forward_s + chain.backwards * self.backward_s + chain.gathers * self.gather_s
         block += chain.ends[..., self.rank] * self.once_s + byte_s * self.bytes
-        parts = self.num_parts
-        backwards, prices = (np.concatenate([own] * parts, axis=-1) for own in (chain.backwards, byte_s))
+        backwards, prices = chain.backwards, byte_s
+        if self.num_parts > 1:
+            backwards, prices = (np.concatenate([own] * self.num_parts, axis=-1) for own in (backwards, prices))
         again = backwards * self.again_s - prices * self.freed
         fixed = chain.forwards @ self.forward0_s + chain.backwards @ self.backward0_s
         fixed += chain.gathers @ self.gather0_s + chain.sends @ self.send_s + chain.sends_back @ self.send_back_s
@@ -119,8 +120,9 @@ class Stages:
     def least_s(self, chain: Chain) -> float:
         """Seconds of a chain at least, wherever the blocks stand and however many recompute; of several the longest."""
         block, again, fixed = self.each_s(chain)
-        for own in np.split(np.minimum(again, 0.0), self.num_parts, axis=-1):
-            block = block + own
+        some, size = np.minimum(again, 0.0), len(self.rank)
+        for part in range(self.num_parts):
+            block = block + some[..., part * size : (part + 1) * size]
         found = fixed + block @ self.least + max(self.count - self.least.sum(), 0.0) * block.min(axis=-1)
         return float(np.max(found)) * (1 - ROUNDING)
 
@@ -133,24 +135,13 @@ class Stages:
         pp = self.pp
         again_s = (self.again_s * again).reshape(self.num_parts, -1).sum(axis=0)
         once_s = self.once0_s + np.bincount(self.rank, weights=self.once_s * blocks, minlength=pp)
-        columns = (
-            self.forward0_s + self.forward_s * blocks,
-            self.backward0_s + self.backward_s * blocks + again_s,
-            self.gather0_s + self.gather_s * blocks,
-            self.send_s,
-            self.send_back_s,
-        )
-        times = [
-            StageTimes(
-                forward_s=own[0],
-                backward_s=own[1],
-                first_forward_s=own[2],
-                send_forward_s=own[3],
-                send_backward_s=own[4],
-            )
-            for own in np.stack(columns, axis=1).tolist()
-        ]
-        found = longest_chains(schedule, pp, self.m, times, once_s.tolist(), 1)[0]
+        forward_s = self.forward0_s + self.forward_s * blocks
+        backward_s = self.backward0_s + self.backward_s * blocks + again_s
+        first_s = forward_s + (self.gather0_s + self.gather_s * blocks)
+        durations = np.array([forward_s, backward_s, first_s]).T.ravel().tolist()
+        messages = [*np.array([self.send_s, self.send_back_s]).T.ravel().tolist(), 0.0]
+        actions = compiled(schedule, pp, len(blocks) // pp, self.m)
+        found = chains_of(actions, durations, messages, once_s.tolist(), 1)[0]
         counts = (found.forwards, found.backwards, found.firsts, found.sends, found.sends_back)
         forwards, backwards, gathers, sends, back = (own.astype(float) for own in counts)
         return found.time_s, Chain(
@@ -192,12 +183,9 @@ def key_of(row: MixedRow) -> tuple[str, int, int, int]:
 
 def side_by_side(chains: Sequence[Chain]) -> Chain:
     """Several chains as one, with a dim more in front."""
-    return Chain(
-        **{
-            name: np.array([getattr(chain, name) for chain in chains])
-            for name in (field.name for field in fields(Chain))
-        }
-    )
+    if len(chains) == 1:
+        return Chain(**{name: getattr(chains[0], name)[None] for name in PARTS})
+    return Chain(**{name: np.array([getattr(chain, name) for chain in chains]) for name in PARTS})
 
 
 def busy(pp: int, v: int, m: int) -> list[Chain]:

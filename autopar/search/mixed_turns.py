@@ -74,16 +74,17 @@ class _Cut:
         self.least = np.ceil(self.stages.least).astype(np.int64)
         made = self.stages.each_s(side_by_side(busy(self.pp, self.v, m)))
         self.block, self.more, self.fixed = made
-        self.places = (self.stages.count + 2) ** np.arange(self.v)[::-1]
+        self.places = self.pp * (self.stages.count + 2) ** np.arange(self.v)[::-1, None]
         self.known = self._every_again()
         size = len(self.stages.rank)
         pairs = np.array([(a, b) for a in range(size) for b in range(size) if a != b]).reshape(-1, 2)
         self.gives, self.takes = pairs.T
         self.moves = self._moves(pairs)
-        self.own = np.flatnonzero(self.stages.rank[self.gives] == self.stages.rank[self.takes])
-        """Moves from a stage of a rank to another of its own."""
+        own = self.stages.rank[self.gives] == self.stages.rank[self.takes]
+        self.own = np.where(own, np.cumsum(own) - 1, -1)
+        """Of moves from a stage of a rank to another of its own, which of these it is; -1 of others."""
         one = np.eye(size, dtype=np.int64)
-        self.beside = np.concatenate([-one, one, self.moves[self.own]])
+        self.beside = np.concatenate([-one, one, self.moves[own]])
 
     def _moves(self, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
         """A block less on the first stage of each pair, one more on the second."""
@@ -121,17 +122,17 @@ class _Cut:
         if self.known is None:
             return self._again(sizes)
         own = np.maximum(sizes, 0).reshape(len(sizes), self.v, self.pp)
-        found: Array = self.known[self.places @ own, np.arange(self.pp)]
+        found: Array = self.known.take((own * self.places).sum(axis=1) + np.arange(self.pp), axis=0)
         return found.transpose(0, 2, 1).reshape(len(sizes), -1)
 
     def _every_again(self) -> Array | None:
-        """What each rank recomputes with any blocks on its stages [cuts of a rank, ranks, parts * turns]; None where there are too many."""
+        """What each rank recomputes with any blocks on its stages [cuts of a rank * ranks, parts * turns]; None where there are too many."""
         most = self.stages.count + 2
         if most**self.v > MOST_KNOWN:
             return None
         cuts = np.indices((most,) * self.v).reshape(self.v, -1).T
         found = self._again(np.repeat(cuts, self.pp, axis=1)).reshape(len(cuts), -1, self.pp)
-        return found.transpose(0, 2, 1).copy()
+        return found.transpose(0, 2, 1).reshape(len(cuts) * self.pp, -1)
 
     def _again(self, sizes: NDArray[np.int64]) -> Array:
         stages, v, pp = self.stages, self.v, self.pp
@@ -185,12 +186,13 @@ class _Cut:
         """
         size = len(sizes)
         every = self.times(sizes + self.beside)
-        found = every[self.gives]
-        found += every[size + self.takes]
+        may = (sizes > self.least)[self.gives].nonzero()[0]
+        found = every.take(self.gives[may], axis=0)
+        found += every.take(size + self.takes[may], axis=0)
         found -= times
-        found[self.own] = every[2 * size :]
-        may = np.flatnonzero(sizes[self.gives] > self.least[self.gives])
-        return may, found[may]
+        own = self.own[may]
+        found[own >= 0] = every.take(2 * size + own[own >= 0], axis=0)
+        return may, found
 
     def moved(self, sizes: NDArray[np.int64], time_s: float) -> NDArray[np.int64] | None:
         """A cut that may take less than ``time_s`` by the chains that are known; None where no such cut is found."""
@@ -226,5 +228,5 @@ class _Cut:
     def _least(every: Array) -> int:
         """The cut of the shortest longest chain, of several the one whose chains take the least together."""
         longest = every.max(axis=1)
-        near = np.flatnonzero(longest <= longest.min() * (1 + LEAST_GAIN))
-        return int(near[every[near].mean(axis=1).argmin()])
+        near = (longest <= longest.min() * (1 + LEAST_GAIN)).nonzero()[0]
+        return int(near[every[near].sum(axis=1).argmin()]) if len(near) > 1 else int(near[0])

@@ -11,6 +11,7 @@ from itertools import accumulate
 from autopar.cost.block import ParameterCost
 from autopar.cost.block_model import Beside
 from autopar.cost.model import BlockCost, Step
+from autopar.frozen import replaced
 from autopar.plan import Recompute
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Candidate
@@ -72,7 +73,7 @@ class RowMaker(LeastPrices):
         for k, more_s in enumerate(sums_s):
             more_s += both_s * (k in (0, len(prices) - 1))
             if more_s:
-                prices[k] = replace(prices[k], once_s=prices[k].once_s + more_s)
+                prices[k] = replaced(prices[k], once_s=prices[k].once_s + more_s)
         return prices, alone_s
 
     def _sums_s(

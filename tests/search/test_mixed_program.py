@@ -15,6 +15,7 @@ CLOSE = 1e-6
 def some_stages(rng: np.random.Generator, pp: int, v: int) -> Stages:
     """Stages with random prices and one or two parts of recompute; a few ranks have room for little."""
     stages, n, parts = Stages.__new__(Stages), pp * v, int(rng.integers(1, 3))
+    stages.num_parts = parts
     stages.pp, stages.m, stages.rank, stages.count = pp, 8, np.arange(n) % pp, int(rng.integers(n + 1, 6 * n))
     for name in ("forward_s", "backward_s", "gather_s", "once_s", "send_s", "send_back_s", "forward0_s", "backward0_s"):
         setattr(stages, name, rng.uniform(0.1, 1.0, n))
