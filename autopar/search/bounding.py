@@ -58,7 +58,7 @@ class Bounding:
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
-            moved=self.moved,
+            moved=self.moved, buckets=self.buckets,
         )  # fmt: skip
         self._ideal: dict[Candidate, Row | MixedRow] = {}
         self._ideal_s: dict[Candidate, float] = {}

@@ -48,6 +48,7 @@ class Cuts:
         space_modes: modes of recompute that the space allows.
         recompute, pinned: pinned modes and stages by block of the original graph.
         moved: blocks of it whose activations live on the host.
+        buckets: sizes of what is summed together, of which a plan takes the quickest.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class Cuts:
         recompute: Mapping[int, Recompute],
         pinned: Mapping[int, int],
         moved: frozenset[int] = frozenset(),
+        buckets: tuple[int, ...] = (),
     ) -> None:
         self.rows, self.placed = rows, placed
         self.space_modes, self.recompute, self.pinned = space_modes, recompute, pinned
         self.class_of, self.model = rows.class_of, rows.model
-        self.moved = moved
+        self.moved, self.buckets = moved, buckets
         self._moved: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._shapes: dict[tuple[tuple[int, ...], tuple[Ways, ...]], CutShape] = {}
         self._held: dict[tuple[str, int, int, int], list[int]] = {}
@@ -178,11 +180,16 @@ class Cuts:
         )
 
     def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
-        """Whether a cut takes too long, whatever memory it needs: quicker to find than what fits."""
+        """Whether a cut takes too long, whatever memory it needs and whatever size its buckets have: quicker to find than what fits."""
         if at_most_s == float("inf"):
             return False
-        made = self.stages(cut.stops, cut.modes, option, step.mesh.pp)
-        return self.placed.ordered(candidate).breakdown(made, step).total_s >= at_most_s
+        model, made = self.placed.ordered(candidate), self.stages(cut.stops, cut.modes, option, step.mesh.pp)
+        if model.breakdown(made, step).total_s < at_most_s:
+            return False
+        others = [size for size in self.buckets if size != step.bucket_bytes]
+        if not others or not model.sums_in_buckets(made, step):
+            return True
+        return all(model.breakdown(made, replace(step, bucket_bytes=size)).total_s >= at_most_s for size in others)
 
     def _cut_once(
         self,
