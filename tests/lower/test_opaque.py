@@ -249,7 +249,7 @@ def hooked() -> nn.Module:
         (partial(u.Around, u.OnCuda), r"unusual.py:\d+: .*device.*mend that line"),
         (partial(u.Around, partial(nn.LazyLinear, 8)), r"inner \(LazyLinear\): parameters have shapes.*one batch"),
         (u.Clamps, "leaves parameters as they are.*data.clamp_ on a parameter; use what the call gives"),
-        (u.Yields, "Yields: .*a scalar loss, but found a generator.*loss_fn"),
+        (u.Yields, "Yields: .*a scalar loss, a floating number, but found a generator.*loss_fn"),
         (partial(u.Around, partial(u.Applies, LOCAL)), "Local: .*imported by every rank.*top of a module"),
         (hooked, "last.weight: .*no hook on a parameter.*train_step"),
     ],
