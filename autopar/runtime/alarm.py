@@ -24,6 +24,8 @@ GRACE_S = 5.0
 """For the call to end by itself once another rank has failed, before the process is ended."""
 
 _ENDED = "ended"
+_FAKE = "fake"
+"""The backend of one rank of a larger job, whose other ranks are nowhere and which has no store to tell them by."""
 
 
 class Alarm:
@@ -51,7 +53,8 @@ class Alarm:
     ) -> None:
         self._rank, self._recovers = rank, recovers and num_ranks == 1
         self._poll_s, self._grace_s = poll_s, grace_s
-        self._store = _store_of(rank) if num_ranks > 1 else None
+        has_others = num_ranks > 1 and dist.get_backend() != _FAKE
+        self._store = _store_of(rank) if has_others else None
         self._num_calls = 0
         self._inside: int | None = None
         self._is_running = False
