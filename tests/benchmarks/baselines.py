@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -225,6 +225,17 @@ def worse(results: dict[str, list[Row]]) -> list[str]:
     return found
 
 
+def give(text: str, path: Path | None, found_worse: Sequence[str]) -> int:
+    """Write a page, or print it; the exit code says whether anything was worse."""
+    if path is not None:
+        write_text(path, text)
+    else:
+        print(text)
+    for line in found_worse:
+        print(f"WORSE: {line}")
+    return 1 if found_worse else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PROBLEMS, action="append")
@@ -241,14 +252,7 @@ def main() -> int:
                 options.results, json.dumps({k: [asdict(row) for row in rows] for k, rows in kept.items()}, indent=1)
             )
     results = {name: kept[name] for name in PROBLEMS if name in kept}
-    text = page(results)
-    if options.page is not None:
-        write_text(options.page, text)
-    else:
-        print(text)
-    for line in worse(results):
-        print(f"WORSE: {line}")
-    return 1 if worse(results) else 0
+    return give(page(results), options.page, worse(results))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from pathlib import Path
 from autopar.api import PRECISIONS
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
-from autopar.profile.files import write_text
 from autopar.search.outcome import Limits
 from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
@@ -137,14 +136,7 @@ def main() -> int:
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     results = {name: compare(name) for name in options.only or CASES}
-    text = page(results)
-    if options.page is not None:
-        write_text(options.page, text)
-    else:
-        print(text)
-    for line in worse(results):
-        print(f"WORSE: {line}")
-    return 1 if worse(results) else 0
+    return baselines.give(page(results), options.page, worse(results))
 
 
 if __name__ == "__main__":
