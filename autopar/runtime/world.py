@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug as tensor_debug
 
 from autopar.errors import RuntimeMismatchError
 from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
@@ -23,6 +24,9 @@ DEFAULT_TIMEOUT_S = 600.0
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE")
 """Where srun, Open MPI, MPICH and Intel MPI, MVAPICH and Flux tell a process of how many it is one. Not ``SLURM_NTASKS``, which a
 batch script has too that runs once."""
+
+_CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
+"""Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""
 
 
 def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
@@ -130,6 +134,18 @@ def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
             )
 
 
+def _forget_meshes() -> None:
+    """Clears what DTensor remembers of operators: its results hold the mesh that they were first asked for.
+
+    Meshes are equal whose ranks are laid out alike, whatever job they are of. In a process that ended a job and began another
+    a result of the new one would have groups of the old, whose names are unknown now, or those of other ranks.
+    """
+    for name in _CLEARING:
+        clear = getattr(tensor_debug, name, None)
+        if clear is not None:
+            clear()
+
+
 class World:
     """The ranks of a running job, laid out as a mesh.
 
@@ -151,6 +167,7 @@ class World:
                 value=dist.get_world_size(),
                 remedy=f"{how_to_start(mesh.world_size)}, or search a plan for {dist.get_world_size()}",
             )
+        _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()
         self.coordinate = mesh.coordinate(self.rank)
         self.device = local_device(device_type)

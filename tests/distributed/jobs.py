@@ -92,6 +92,17 @@ def build(subject: HfSubject, plan: Plan, graph: Graph, seed: int = 0) -> Parall
     return Parallel(program, world, ModelWeights(subject.build(), seed), seed=seed)
 
 
+def train_beside_other_groups(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, num_groups: int
+) -> tuple[float, dict[str, Tensor]]:
+    """A step's loss and gradients in a job that has as many groups already, by whose number later ones are named."""
+    for _ in range(num_groups):
+        dist.new_group()
+    parallel = build(subject, plan, graph)
+    loss = parallel.train_step(batch).item()
+    return loss, parallel.full_gradients()
+
+
 def train(
     subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], max_norm: float | None = None
 ) -> dict[str, Any]:

@@ -324,6 +324,19 @@ def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
         )
 
 
+def test_a_job_takes_nothing_from_the_job_before_it(pool: WorkerPool) -> None:
+    """DTensor remembers meshes by their ranks alone; of groups of this process's last job nobody knows any more."""
+    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
+    batch = subject.make_batch(16, seed=0)
+    found = [
+        pool.run(jobs.train_beside_other_groups, subject, plan, graph, batch, num_groups, timeout_s=60.0)
+        for num_groups in (30, 0)
+    ]
+    (loss, gradients), (again, same) = found[0][0], found[1][0]
+    assert again == loss
+    close(same, gradients, 0.0)
+
+
 def test_a_late_rank_ends_the_job(pool: WorkerPool) -> None:
     with pytest.raises(AutoparError, match=r"no answer within 0\.5 s"):
         pool.run(jobs.sleep_on_last_rank, 60.0, timeout_s=0.5)
