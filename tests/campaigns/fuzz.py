@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 
 from autopar.errors import AutoparError, RuleError, TraceError
 from tests.campaigns.catalogue import UnfitError
@@ -131,8 +132,10 @@ def run_chunk(count: int, number: int, out: Path | None, *, shrink: bool = True)
 
     try:
         one()
-    except WrongError:
+    except (WrongError, Flaky) as error:
         pair, problem = worst[0]
+        if isinstance(error, Flaky):
+            problem = f"once, and not when run again (the machine may have been busy): {problem}"
         tally.wrong += 1
         print(f"wrong (seed {number}): {problem[:300]}", file=sys.stderr, flush=True)
         if out is not None:

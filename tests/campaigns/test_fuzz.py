@@ -46,3 +46,13 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         default_table().put("aten.linear.default", torch_rules()["aten.linear.default"])
     assert found
+
+
+def test_what_is_wrong_once_is_counted_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["", "AssertionError: a rank hangs"])
+    monkeypatch.setattr("tests.campaigns.fuzz.problem_of", lambda pair, checked: next(said, ""))
+    assert run_chunk(20, 5, tmp_path).wrong == 1
+    assert "once, and not when run again" in capsys.readouterr().err
+    assert read(tmp_path / "seed5.json")
