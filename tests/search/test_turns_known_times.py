@@ -70,7 +70,14 @@ def test_a_plan_is_the_same_whatever_time_is_known(
         plain_s = without_turns(fresh().evaluator, candidate).prediction.step_time_s
         assert time_s <= plain_s
         turned += time_s < plain_s
-        for known_s in (1.5 * time_s, 1.02 * time_s, plain_s * (1 + 1e-8), plain_s, 1.001 * time_s, time_s * (1 + 1e-8)):
+        for known_s in (
+            1.5 * time_s,
+            1.02 * time_s,
+            plain_s * (1 + 1e-8),
+            plain_s,
+            1.001 * time_s,
+            time_s * (1 + 1e-8),
+        ):
             if known_s > time_s:
                 again = fresh().evaluator.evaluate(candidate, at_most_s=known_s)
                 assert isinstance(again, Evaluation), known_s / time_s
@@ -113,7 +120,9 @@ def test_turns_are_the_same_ones_or_none_whatever_time_is_known(
             assert {cut.modes for cut in whole} <= {cut.modes for cut in every}
             is_long = len(every) > FEW and count >= 2 * BEGUN * PP
             assert len(whole) == (FEW if is_long else len(every))
-            for late_s in {late for bound_s in bounds_s for late in (bound_s * (1 - 1e-9), bound_s, bound_s * (1 + 1e-9))}:
+            for late_s in {
+                late for bound_s in bounds_s for late in (bound_s * (1 - 1e-9), bound_s, bound_s * (1 + 1e-9))
+            }:
                 found = evaluator._turns(*call, late_s)
                 assert found == (whole if min(bounds_s) < late_s else [])
             weighed += len(every)
