@@ -164,9 +164,10 @@ def _elementwise(op: Op, operands: Specs) -> Work:
     gradients = with_grad(operands)
     saved, saves_output = _saved(op, operands)
     needed = sum(operands[i].num_bytes for i in saved) + (op.spec.num_bytes if saves_output else 0)
+    made = total(op.outputs)
     return Work(
-        num_bytes=total(operands) + total(op.outputs),
-        backward_bytes=total(op.outputs) + needed + total(gradients),
+        num_bytes=total(operands) + made,
+        backward_bytes=made + needed + total(gradients),
         backward_launches=len(gradients),
         saved=saved,
         saves_output=saves_output,

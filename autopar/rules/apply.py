@@ -195,13 +195,11 @@ class _Sharding:
             self.types[Ref(op.name, i)], self.specs[Ref(op.name, i)] = kind, spec
 
     def _op(self, op: Op, section: _Section) -> None:
-        strategy = self._strategy(op)
+        strategy, place = self._strategy(op), f"{op.name} ({op.target})"
         if len(strategy.inputs) != len(op.operands) or len(strategy.outputs) != len(op.outputs):
-            raise RuleError(
-                "a strategy types every operand and output", value=strategy.name, place=f"{op.name} ({op.target})"
-            )
+            raise RuleError("a strategy types every operand and output", value=strategy.name, place=place)
         if self.is_zigzag:
-            zigzag.check_strategy(strategy, f"{op.name} ({op.target})")
+            zigzag.check_strategy(strategy, place)
         operands = tuple(
             [
                 self._converted(ref, wanted, op, section)
@@ -209,10 +207,7 @@ class _Sharding:
             ]
         )
         outputs = tuple(
-            [
-                self._local(spec, kind, f"{op.name} ({op.target})")
-                for spec, kind in zip(op.outputs, strategy.outputs, strict=True)
-            ]
+            [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
         )
         local = Local(
             axis=self.axis,
@@ -238,7 +233,8 @@ class _Sharding:
         )
         section.ops.append(new)
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
-            self.types[Ref(op.name, i)], self.specs[Ref(op.name, i)] = kind, spec
+            ref = Ref(op.name, i)
+            self.types[ref], self.specs[ref] = kind, spec
         if section is self.prelude:
             self.samples.add_prelude(op)
 
@@ -286,14 +282,14 @@ class _Sharding:
 
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
         """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
-        found, place = self.types[ref], f"{op.name} ({op.target})"
+        found = self.types[ref]
         if self.whole:
             return ref
         same = found == wanted or self._same_without_gradient(ref, found, wanted)
         if self.is_batch and not self.samples.crosses(ref, found, wanted, same=same):
             self.samples.check(ref, found, wanted, op, same=same)
             return ref
-        home = self.prelude if self.graph.is_prelude(ref) else section
+        home, place = self.prelude if self.graph.is_prelude(ref) else section, f"{op.name} ({op.target})"
         if self._is_in_own_order(ref, found):
             return self._from_own_order(ref, wanted, home, place)
         if same:

@@ -66,10 +66,13 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
     table = table or default_table()
     kept = _Kept(cache_dir)
     found: dict[str, Found] = {}
-    for op in (*graph.prelude, *graph.ops):
-        rule = table.rules.get(op.target)
-        if rule is not None and not isinstance(rule.make, _ByCall):
+    every = (*graph.prelude, *graph.ops)
+    ruled = {target: table.rules.get(target) for target in {op.target for op in every}}
+    lacking = {target for target, rule in ruled.items() if rule is None or isinstance(rule.make, _ByCall)}
+    for op in every if lacking else ():
+        if op.target not in lacking:
             continue
+        rule = table.rules.get(op.target)  # which may have been added on the way
         operands = tuple(graph.spec(ref) for ref in op.operands)
         key = key_of(op, operands)
         if key not in found:

@@ -114,6 +114,21 @@ class Bounding:
         """As :meth:`ideal_bounds_s`, found for these alone: those that are found together depend on which within their precision."""
         return self._ideals_s(candidates)
 
+    def first_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+        """As :meth:`own_ideal_bounds_s`; of :attr:`by_rule` that of work and data axes, where it is ``at_most_s`` or more."""
+        if not self.by_rule:
+            return self.own_ideal_bounds_s(candidates)
+        found: dict[Candidate, float] = {}
+        for c in candidates:
+            if not c.on_host:
+                work_s = self.work_bounds_s([c])[0]
+                bound_s = work_s if at_most_s <= work_s else max(work_s, self.data_bounds_s([c])[0])
+                if at_most_s <= bound_s:
+                    found[c] = bound_s
+        others = [c for c in candidates if c not in found]
+        found |= zip(others, self.own_ideal_bounds_s(others), strict=True)
+        return [found[c] for c in candidates]
+
     def _ideals_s(self, candidates: Sequence[Candidate]) -> list[float]:
         plain = [c for c in candidates if not c.on_host and not self._is_too_large(c)]
         rows = [self._ideal_row(candidate) for candidate in plain]

@@ -80,11 +80,14 @@ def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
 
 def _runs(graph: Graph, keys: Sequence[object]) -> list[tuple[int, ...]]:
     """Consecutive blocks of equal hash and key that share no parameter with any other block."""
-    owners: dict[str, set[int]] = {}
+    owner: dict[str, int] = {}
+    shares = set[int]()
     for block in graph.blocks:
-        for parameter in graph.block_parameters(block):
-            owners.setdefault(parameter.name, set()).add(block.index)
-    shares = {i for blocks in owners.values() if len(blocks) > 1 for i in blocks}
+        for parameter in graph.block_parameters(block):  # each once
+            if parameter.name in owner:
+                shares |= {owner[parameter.name], block.index}
+            else:
+                owner[parameter.name] = block.index
     runs: list[list[int]] = []
     for block in graph.blocks:
         i = block.index
@@ -109,8 +112,10 @@ def _cut(graph: Graph, blocks: Sequence[Block], stands_for: dict[str, str]) -> G
     for index, block in enumerate(blocks):
         start = len(ops)
         for op in graph.block_ops(block):
-            refs = tuple(Ref(stands_for.get(r.name, r.name), r.index) for r in op.operands)
-            ops.append(op if refs == op.operands else op.with_operands(refs))
+            if stands_for.keys().isdisjoint([r.name for r in op.operands]):
+                ops.append(op)
+                continue
+            ops.append(op.with_operands(tuple(Ref(stands_for.get(r.name, r.name), r.index) for r in op.operands)))
         made.append(replace(block, index=index, start=start, stop=len(ops)))
     read = {ref.name for op in ops for ref in op.operands}
     dropped = {op.name for op in graph.ops} - {op.name for op in ops}

@@ -68,7 +68,7 @@ def explain(
         _exchange(evaluator.layouts, splits, crew)
     said: dict[Candidate, str] = {}
     # bounds that were found on the way depend on what they were found with; these are of neighbours alone, in every process
-    first_s = evaluator.own_ideal_bounds_s(distinct)
+    first_s = evaluator.first_bounds_s(distinct, best.prediction.step_time_s)
     apart = [crew.distance(split) for split in splits]
     # what is known here first, then what is new to all; of what another knows, that which it comes to last
     for i in sorted(range(len(distinct)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):

@@ -10,7 +10,7 @@ for in the same way, and where that does not hold either (the dims are sizes of 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar import rules
@@ -90,6 +90,36 @@ def sources(split: Split) -> Iterator[Split]:
     yield split
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Taken:
+    """What is asked of a typing for each split, the same for graphs of equal names, wiring and parameters.
+
+    Attributes:
+        blocks: for each block the names of its operators, their strategies, and the first block that equals it in both.
+        rests: types at rest, of which shape and of which parameters.
+    """
+
+    blocks: tuple[tuple[tuple[str, ...], tuple[Strategy, ...], int], ...]
+    rests: tuple[tuple[TensorSpec, Type | None, tuple[str, ...]], ...]
+
+
+def _taken(typing: Typing, graph: Graph) -> _Taken | None:
+    blocks: list[tuple[tuple[str, ...], tuple[Strategy, ...], int]] = []
+    rests: dict[tuple[TensorSpec, Type | None], dict[str, None]] = {}
+    first: dict[tuple[object, ...], int] = {}
+    for block in graph.blocks:
+        ops = tuple([op.name for op in graph.block_ops(block)])
+        wanted = [typing.strategies.get(name) for name in ops]
+        same = tuple([strategy for strategy in wanted if strategy is not None])
+        if len(same) < len(ops):
+            return None
+        key = (block.hash, *map(id, same))  # the typing keeps them, so that their ids stay their own
+        blocks.append((ops, same, first.setdefault(key, block.index)))
+        for p in graph.block_parameters(block):
+            rests.setdefault((p.spec, typing.parameters.get(p.name)), {})[p.name] = None
+    return _Taken(blocks=tuple(blocks), rests=tuple([(*key, tuple(names)) for key, names in rests.items()]))
+
+
 class Ruled:
     """Typings by rule.
 
@@ -111,6 +141,7 @@ class Ruled:
         self.solve, self.base, self.allowed, self.rests = solve, base, allowed, rests
         self._solved: dict[tuple[Split, str], AxisSolution | None] = {}
         self._found: dict[tuple[Split, str], AxisSolution] = {}
+        self._taken: dict[tuple[int, int], tuple[Typing, Graph, _Taken | None]] = {}
 
     def solution(self, split: Split, kind: str) -> AxisSolution:
         """The typing of a split; its times are left open.
@@ -148,30 +179,31 @@ class Ruled:
         self, typing: Typing, graph: Graph, split: Split, pinned: Mapping[str, Sequence[Type]]
     ) -> Typing | None:
         """The same strategies at another micro-batch and degree; None where one of them is not offered there."""
-        size, strategies = Fraction(split.tp), dict[str, Strategy]()
-        known: dict[tuple[object, ...], Sequence[Strategy]] = {}
-        rests: dict[TensorSpec, tuple[Type, ...]] = {}
-        for block in graph.blocks:
-            ops = graph.block_ops(block)
-            names = [op.name for op in ops]
-            if not typing.strategies.keys() >= {*names}:
+        taken = self._taken_of(typing, graph)
+        if taken is None:
+            return None
+        for spec, kind, names in taken.rests:
+            free = rests_of(spec, split.tp)
+            if any(kind not in types for types in ([pinned.get(n) or free for n in names] if pinned else [free])):
                 return None
-            wanted = [typing.strategies[name] for name in names]
-            key = (block.hash, *map(id, wanted))  # the typing keeps them, so that their ids stay their own
-            found = known.get(key)  # equal blocks are offered the same
+        size, strategies = Fraction(split.tp), dict[str, Strategy]()
+        known: dict[int, Sequence[Strategy]] = {}
+        for block, (ops, wanted, first) in zip(graph.blocks, taken.blocks, strict=True):
+            found = known.get(first)  # equal blocks are offered the same
             if found is None:
                 found = self._offered(graph, block, wanted, split, size)
                 if found is None:
                     return None
-                known[key] = found
-            strategies.update(zip(names, found, strict=True))
-            for p in graph.block_parameters(block):
-                types = pinned.get(p.name) or rests.get(p.spec)
-                if types is None:
-                    types = rests[p.spec] = rests_of(p.spec, split.tp)
-                if typing.parameters.get(p.name) not in types:
-                    return None
+                known[first] = found
+            strategies.update(zip(ops, found, strict=True))
         return replace(typing, size=size, strategies=strategies)
+
+    def _taken_of(self, typing: Typing, graph: Graph) -> _Taken | None:
+        """None where an operator has no strategy."""
+        key = id(typing), id(graph._index.named)  # both are kept too, so that their ids stay their own
+        if key not in self._taken:
+            self._taken[key] = typing, graph, _taken(typing, graph)
+        return self._taken[key][2]
 
     def _offered(
         self, graph: Graph, block: Block, wanted: Sequence[Strategy], split: Split, size: Fraction

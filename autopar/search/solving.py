@@ -185,8 +185,8 @@ class Solving:
         )
 
     def _rests(self, graph: Graph, tp: int) -> Mapping[str, Sequence[Type]]:
-        rests = {}
-        for parameter in graph.parameters:
+        rests: dict[str, Sequence[Type]] = {}
+        for parameter in graph.parameters if self.pinned else ():
             pinned = self.pinned.get(parameter.name)
             if pinned is not None:
                 if pinned not in rests_of(parameter.spec, tp):
