@@ -156,6 +156,9 @@ class BestFirst:
                     yield from self._scout(own)
                 self._raise_least(own)
                 yield from self._dive(own)
+                if self.evaluator.differs and not self.evaluator.by_rule:
+                    # the next one is often its twin, with the node groups in another order
+                    yield from self._dive([k for k in own if k not in self._given])
                 if near and math.isfinite(self.best_s()):  # the next one costs little too, and is often faster
                     left = [k for k in own if k not in self._given]
                     self._raise_least(left)

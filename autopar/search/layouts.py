@@ -345,7 +345,9 @@ class Layouts:
         key = (id(option), part.places)
         if key not in self._priced:
             found, mesh = self._works[id(option)]
-            made = [part.price(work, mesh) for work in found.works]
+            parameters = {number: cost.parameters for number, cost in zip(option.keys, option.costs, strict=True)}
+            priced = [part.price(work, mesh) for work in found.works]
+            made = [replaced(cost, parameters=parameters[k]) for k, cost in enumerate(priced)]  # as in :meth:`_alike`
             prelude_s = part.prelude_time_s(found.prelude)
             self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)
         return self._priced[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.cost.block import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.frozen import replaced
 from autopar.mesh import Mesh
@@ -49,6 +50,7 @@ class LeastPrices(EqualBlocks):
         self._ideal: dict[tuple[int, tuple[Recompute, ...], int], tuple[BlockCost, dict[str, float]]] = {}
         self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
         self._prices: dict[tuple[object, ...], tuple[Option, list[BlockPrice], list[float]]] = {}  # likewise
+        self._counted: dict[tuple[int, bool], tuple[Option, list[BlockCost], tuple[ParameterCost, ...]]] = {}
 
     def private_costs(self, option: Option, *, is_lean: bool = True) -> list[BlockCost]:
         costs = self._lean_costs(option) if is_lean else option.costs

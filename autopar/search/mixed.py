@@ -139,6 +139,7 @@ class Placed:
         self._free_prices: dict[tuple[int, frozenset[int]], tuple[list[BlockPrice], float]] = {}
         self._free_rows: dict[tuple[object, ...], PlaceRow] = {}
         self._shared: dict[int, tuple[Option, tuple[ParameterCost, ...]]] = {}
+        self._turns: dict[tuple[Candidate, int], tuple[Option, tuple[int, ...] | None]] = {}
         plain = tuple(mode for mode in modes if mode != "selective")
         self.plain: Placed | None = None
         if len(modes) > len(plain) > 1:
@@ -243,10 +244,13 @@ class Placed:
 
     def stops_in_turns(self, candidate: Candidate, option: Option, step: Step) -> tuple[int, ...] | None:
         """Where virtual stages end by :mod:`autopar.search.mixed_turns`; None where there are none, or it says nothing."""
-        sizes = sizes_of(self.exact(candidate, option, step)) if candidate.virtual_stages > 1 else None
-        if sizes is None:
+        if candidate.virtual_stages == 1:
             return None
-        return tuple(accumulate((sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)))
+        key = candidate, id(option)
+        if key not in self._turns:  # asked again in comparisons; the layout is kept, so that its id stays its own
+            self._turns[key] = option, sizes_of(self.exact(candidate, option, step))
+        sizes = self._turns[key][1]
+        return None if sizes is None else tuple(accumulate((sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)))
 
     # --- bounds
 

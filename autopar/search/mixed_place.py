@@ -39,11 +39,15 @@ class PlaceRows(RowMaker):
     ) -> None:  # fmt: skip
         super().__init__(compact, model, modes=modes, pinned=pinned, limit_bytes=limit_bytes)
         self._known_ends: dict[tuple[int, int], _Ends] = {}
+        self._known_sums: dict[tuple[object, ...], tuple[Sequence[BlockCost], list[float]]] = {}
 
     def _sums_s(
         self, costs: Sequence[BlockCost], prices: Sequence[BlockPrice], largest: Sequence[int], step: Step
     ) -> list[float]:
-        return least_sums_s(self.model, costs, self.counts, step, others=True)
+        key = (*(id(cost.parameters) for cost in costs), id(self.model.data_parallel(step)))
+        if key not in self._known_sums:  # of parameters alone; the blocks are kept, so that their ids stay their own
+            self._known_sums[key] = costs, least_sums_s(self.model, costs, self.counts, step, others=True)
+        return self._known_sums[key][1]
 
     def _tie_s(self, shared: Sequence[ParameterCost], step: Step) -> float:
         return 0.0  # between ranks of different devices, in an order that is not known here: see Placed

@@ -55,14 +55,22 @@ class RowMaker(LeastPrices):
 
         With sums of gradients, and what both ends of a pipeline have.
         """
-        shared = at_both_ends(option.costs) if step.mesh.pp > 1 else ()
-        costs = self.private_costs(option, is_lean=not self.moves)
-        if shared:  # the rank of the last block has no other that brings these
-            costs[-1] = option.costs[-1]
+        costs, shared = self._counted_costs(option, step)
         prices, alone_s = self._known_prices(
             option, step, "summed", lambda: self._summed_prices(option, costs, shared, step)
         )
         return costs, prices, alone_s
+
+    def _counted_costs(self, option: Option, step: Step) -> tuple[list[BlockCost], tuple[ParameterCost, ...]]:
+        """Blocks of the compact graph with the parameters that count for them, and those that both ends of a pipeline have."""
+        key = id(option), step.mesh.pp > 1
+        if key not in self._counted:  # the layout is kept, so that its id stays its own
+            shared = at_both_ends(option.costs) if step.mesh.pp > 1 else ()
+            costs = self.private_costs(option, is_lean=not self.moves)
+            if shared:  # the rank of the last block has no other that brings these
+                costs[-1] = option.costs[-1]
+            self._counted[key] = option, costs, shared
+        return self._counted[key][1:]
 
     def _summed_prices(
         self, option: Option, costs: Sequence[BlockCost], shared: Sequence[ParameterCost], step: Step
