@@ -94,6 +94,10 @@ class Alarm:
         """From here on the call communicates: a rank that fails now is in another place than the others for good."""
         self._is_running = True
 
+    def met(self) -> None:
+        """All ranks know the same again: what one refuses now all do, until one communicates anew."""
+        self._is_running = False
+
     def spoil(self, said: str) -> None:
         """Refuses later calls, as ranks, or what FSDP keeps of a step, are in another place than at a step's begin."""
         if not self._recovers:

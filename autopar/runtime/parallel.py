@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import UsageError
+from autopar.graph.batch import named_inputs
 from autopar.local_step import LocalSteps
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
@@ -31,6 +32,7 @@ from autopar.runtime.local_batch import local_batch
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
+from autopar.runtime.shared_samples import SharedSamples
 from autopar.runtime.state import State
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import World
@@ -73,6 +75,7 @@ class Parallel:
         self._in_backward = False
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
+        self._shared = SharedSamples(world, program.graph.inputs)
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
@@ -167,8 +170,9 @@ class Parallel:
             The loss of the global batch, a scalar, the same on every rank.
 
         Raises:
-            UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; autocast is
-                on, or gradients are off.
+            UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; ranks that share
+                samples were given different ones (looked at in the first steps, and seldom later); autocast is on, or gradients
+                are off.
             RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """
         with self._together():
@@ -379,7 +383,9 @@ class Parallel:
 
     def _local(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's samples of a batch, on its device."""
-        return local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
+        local = local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
+        self._shared.check(named_inputs(batch), local, self._alarm)
+        return local
 
 
 class _GlobalLoss(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
 from autopar.plan import Plan
@@ -64,6 +64,23 @@ def after_a_refusal(
             kinds.append(type(error).__name__)
         losses.append(call(batch).item())
     return tuple(kinds), losses
+
+
+def with_own_shuffle(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[list[str], float]:
+    """What is said of batches whose samples each rank has in another order, and the loss of a step after it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    parallel = build(subject, plan, graph)
+    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+    for call in (parallel.train_step, parallel.evaluate):
+        try:
+            call(shuffled)
+        except UsageError as error:
+            said.append(str(error))
+    logging.getLogger("autopar").removeHandler(handler)
+    return said, parallel.train_step(batch).item()
 
 
 def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:

@@ -120,6 +120,28 @@ def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPoo
         assert losses == pytest.approx([wanted, wanted], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (Mesh(tp=2), "others on rank 1 than on rank 0 (par.data_rank 0); sample by par.data_rank"),
+        (Mesh(pp=2), "others on rank 1 than on rank 0 (par.data_rank 0); sample by par.data_rank"),
+        (Mesh(dp_replicate=2), "data ranks were given different global batches"),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_samples_are_given_the_same_ones(pool: WorkerPool, mesh: Mesh, said: str) -> None:
+    """Sums of different samples, or labels of others, would look like a loss."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4)
+    (batch,) = batches(subject, 1)
+    wanted = loss_of(subject.build()(**batch)).item()
+    found = pool.run(jobs.with_own_shuffle, subject, plan, graph, batch, size=2, timeout_s=60.0)
+    for texts, loss in found if mesh.data == 1 else found[:1]:
+        assert len(texts) == (2 if mesh.data == 1 else 1)
+        assert all(said in text for text in texts), texts
+        assert loss == pytest.approx(wanted, rel=1e-5)
+
+
 def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
