@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -227,6 +228,65 @@ def load_run(
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
+
+
+def saves_that_fail(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str
+) -> dict[str, tuple[str, list[str]]]:
+    """What is said of saves over a whole checkpoint, and the files that are new after each: the last rank's disk is full, the first
+    one's, and each rank has a folder of its own."""
+    parallel, rank = build(subject, plan, graph), dist.get_rank()
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    optimizer.step()
+    parallel.save(folder, optimizer)
+    before, found = set(Path(folder).rglob("*")), dict[str, tuple[str, list[str]]]()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for name, full in (("last", dist.get_world_size() - 1), ("first", 0), ("folders", -1)):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        dist.barrier()
+        if rank == full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+        try:
+            parallel.save(Path(folder) / f"{rank}" if name == "folders" else folder, optimizer)
+        except UsageError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            dist.barrier()
+            new = sorted(path.name for path in set(Path(folder).rglob("*")) - before if path.is_file())
+            found[name] = str(error), new
+    parallel.load(folder, optimizer)
+    return found
+
+
+def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, tuple[str, int, bool]]:
+    """What is said of loads that fail, how many states the optimizer has after each, and whether parameters are as they were."""
+    parallel, rank = build(subject, plan, graph), dist.get_rank()
+    one, two = Path(folder) / "0", Path(folder) / "1"
+    for path in (one, two):
+        parallel.save(path, adamw(parallel.parameters()))
+    cut = Path(folder) / "cut"
+    parallel.save(cut)
+    dist.barrier()
+    if rank == 0:
+        file = sorted(cut.glob("*.distcp"))[-1]
+        file.write_bytes(file.read_bytes()[:100])
+    dist.barrier()
+    found: dict[str, tuple[str, int, bool]] = {}
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    before = parallel.full_state_dict()
+    optimizer = adamw(parallel.parameters())
+    for name, path, given in (
+        ("nothing", Path(folder) / "none", optimizer), ("others", Path(folder) / str(rank), None), ("cut", cut, None),
+    ):  # fmt: skip
+        try:
+            parallel.load(path, given)
+        except AutoparError as error:
+            after = parallel.full_state_dict()
+            same = all(torch.equal(value, after[key]) for key, value in before.items())
+            found[name] = str(error), len(optimizer.state), same
+    return found
 
 
 def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, float]:

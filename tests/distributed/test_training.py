@@ -285,6 +285,41 @@ def test_checkpoint_goes_on_under_another_plan(
         assert losses == pytest.approx(saved[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)
+def test_a_save_that_fails_leaves_nothing_but_the_checkpoint_before(
+    pool: WorkerPool, tmp_path: Path, mesh: Mesh
+) -> None:
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4, zero_stage=3 if mesh.pp == 1 else 0)
+    (batch,) = batches(subject, 1)
+    for found in pool.run(jobs.saves_that_fail, subject, plan, graph, batch, str(tmp_path), size=2, timeout_s=60.0):
+        for name, value in (
+            ("last", "File too large"),
+            ("first", "File too large"),
+            ("folders", "what rank 1 wrote is not in the folder that rank 0 sees"),
+        ):
+            said, left = found[name]
+            assert "a checkpoint goes to one folder that every rank can write to and rank 0 sees" in said
+            assert value in said
+            assert left == []
+
+
+def test_a_load_that_fails_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    """Who starts anew where there is no checkpoint, or goes back to the one before, starts from where he is."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=4, zero_stage=3)
+    for found in pool.run(jobs.loads_that_fail, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0):
+        for name, value in (
+            ("nothing", "No such file"),
+            ("others", "all ranks load the same checkpoint, but found another on rank 1 than on rank 0"),
+            ("cut", "which is cut off"),
+        ):
+            said, states, same = found[name]
+            assert value in said
+            assert states == 0, name
+            assert same, name
+
+
 def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("pp2 x dp2", "gpt2")
     for found in pool.run(jobs.rates_after_load, subject, plan, graph, str(tmp_path), timeout_s=60.0):
