@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,37 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
     texts = []
     for given in (bad, batch):
         try:
-            getattr(parallel, call)(given)
+            if call == "backward":
+                called_back(parallel, batch, fails=rank == 1)
+            elif call == "clip_grad_norm_":
+                clipped_to(parallel, fails=rank == 1)
+            else:
+                getattr(parallel, call)(given)
         except Exception as error:  # noqa: BLE001  its kind is what is looked at
             texts.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
     (said / f"rank{rank}").write_text("\n".join(texts))
     deadline = time.monotonic() + 30.0
     while sum(path.stat().st_size > 0 for path in said.iterdir()) < size and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
+    """A backward that fails in its middle."""
+    loss = parallel(**batch)
+    with ExitStack() as stack:
+        if fails:
+            error = IndexError("Target 1000000 is out of bounds.")
+            stack.enter_context(mock.patch("autopar.runtime.parallel.SetAside.begin", side_effect=error))
+        loss.backward()
+
+
+def clipped_to(parallel: Parallel, *, fails: bool) -> None:
+    """A norm that cannot be made."""
+    with ExitStack() as stack:
+        if fails:
+            error = IndexError("Target 1000000 is out of bounds.")
+            stack.enter_context(mock.patch("autopar.runtime.parallel.Norm.__call__", side_effect=error))
+        parallel.clip_grad_norm_(1.0)
 
 
 def after_a_refusal(

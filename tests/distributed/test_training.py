@@ -120,6 +120,22 @@ def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPoo
         assert losses == pytest.approx([wanted, wanted], rel=1e-5)
 
 
+@pytest.mark.parametrize("call", ["backward", "clip_grad_norm_"])
+def test_a_failure_outside_of_a_step_ends_all(tmp_path: Path, call: str) -> None:
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(dp_replicate=2), global_batch_size=16, micro_batch_size=4)
+    (batch,) = batches(subject, 1)
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+        own.run(jobs.failing, subject, plan, graph, batch, batch, call, str(tmp_path), timeout_s=60.0)
+    first, again = (tmp_path / "rank1").read_text().splitlines()
+    assert first.startswith("IndexError: Target 1000000 is out of bounds.")
+    words = "a backward came to no end" if call == "backward" else "IndexError: Target 1000000 is out of bounds."
+    for text in (again, (tmp_path / "rank0").read_text()):
+        assert text.startswith(
+            f"RankFailedError: all ranks of a job make its steps together, but found rank 1: {words}; mend"
+        ), text
+
+
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
