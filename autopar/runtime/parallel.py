@@ -172,7 +172,7 @@ class Parallel:
 
         Raises:
             UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; ranks that share
-                samples were given different ones (looked at in the first steps, and seldom later); autocast is on, or gradients
+                samples were given different ones (looked at in the first step, and seldom later); autocast is on, or gradients
                 are off.
             RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """

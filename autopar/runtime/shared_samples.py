@@ -21,8 +21,8 @@ from autopar.runtime.world import World
 
 _LOGGER = logging.getLogger("autopar")
 
-_FIRST, _EVERY = 2, 32
-"""Steps that are all looked at, and of which later one is; the first are those that are not timed either."""
+_EVERY = 32
+"""Of how many steps one is looked at, the first that is not refused among them (which is not timed either)."""
 
 _ELEMENTS = 1 << 16
 """Of an input that are looked at, at most: two batches differ nearly everywhere."""
@@ -53,8 +53,8 @@ class SharedSamples:
         Raises:
             UsageError: ranks of one ``data_rank`` have different samples, or any have different values of an input without samples.
         """
-        self._calls += 1
-        if self._is_alone or (self._calls > _FIRST and self._calls % _EVERY):
+        if self._is_alone or self._calls % _EVERY:
+            self._calls += 1
             return
         marks = [_mark(local[leaf.name]) for leaf in self._inputs]
         wholes = [_mark(given[leaf.name]) if _is_whole(leaf, given, local) else 0 for leaf in self._inputs]
@@ -66,6 +66,7 @@ class SharedSamples:
         found = torch.stack(rows).tolist()
         for number, leaf in enumerate(self._inputs):
             self._compare(leaf, [row[0][number] for row in found])
+        self._calls += 1
         self._tell_of_other_batches([row[1] for row in found])
 
     def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
