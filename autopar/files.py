@@ -50,7 +50,7 @@ def check_writable(path: Path, *, make_folder: bool = False) -> None:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return path.parent / f".{path.name}.{os.getpid()}.tmp"
 
 
 def _refused(path: Path, error: OSError) -> UsageError:

@@ -220,7 +220,11 @@ def read_log(folder: Path) -> RunRecord:
             remedy="run with parallelize(log_dir=...); it is written after the first steps",
         )
     found: RunRecord | None = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("a run's log can be read as UTF-8 text", value=str(error), place=str(path)) from error
+    for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
             if event["event"] == "comparison":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,12 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, name:
         with pytest.raises(UsageError, match=f"{name}: the file can be written, but found .*{reason}.*name a file"):
             call()
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_folder_itself_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(), Path("..")):
+        for call in (partial(check_writable, path), partial(write_text, path, "text")):
+            with pytest.raises(UsageError, match="the file can be written, but found"):
+                call()
+    assert list(tmp_path.iterdir()) == []

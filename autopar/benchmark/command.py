@@ -73,6 +73,7 @@ def run_local(
         UsageError: there is no such rank.
     """
     _check_rank(wish)
+    resolve_model(wish.model, sequence_length=wish.sequence)  # which may be none: before minutes of measuring
     profile = profile_path(cache_dir)
     again, note = whether_again(profile, fresh=wish.fresh)
     if again and advance is not None:

@@ -72,11 +72,7 @@ class Alarm:
         """
         if self._failure:
             raise _error(self._failure)
-        self._num_calls += 1
-        self._inside, self._is_running = self._num_calls, False
-        if self._thread is None and self._store is not None:
-            self._thread = threading.Thread(target=self._watch, name="autopar-alarm", daemon=True)
-            self._thread.start()
+        self.begin()
         try:
             yield
         except Exception as error:
@@ -90,14 +86,35 @@ class Alarm:
         finally:
             self._inside = None
 
+    def begin(self) -> None:
+        """Begins a call that all ranks make and that nothing can be put around (a backward that the user calls), until :meth:`end`."""
+        self._num_calls += 1
+        self._inside, self._is_running = self._num_calls, False
+        if self._thread is None and self._store is not None:
+            self._thread = threading.Thread(target=self._watch, name="autopar-alarm", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Ends it."""
+        self._inside = None
+
     def runs(self) -> None:
         """From here on the call communicates: a rank that fails now is in another place than the others for good."""
         self._is_running = True
 
+    def met(self) -> None:
+        """All ranks know the same again: what one refuses now all do, until one communicates anew."""
+        self._is_running = False
+
     def spoil(self, said: str) -> None:
-        """Refuses later calls, as ranks, or what FSDP keeps of a step, are in another place than at a step's begin."""
+        """The call that has begun came to no end here: tells the others, and refuses later ones.
+
+        Ranks, or what FSDP keeps of a step, are in another place than at a step's begin.
+        """
+        self._inside = None
+        told = self._told(f"rank {self._rank}: {said}")
         if not self._recovers:
-            self._failure = f"rank {self._rank}: {said}"
+            self._failure = told
 
     def close(self) -> None:
         """Ends the thread."""
@@ -108,7 +125,10 @@ class Alarm:
     def _tell(self, error: Exception) -> str:
         """What the store says of this call, which is ``error`` if nobody has been before."""
         where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        own = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
+        return self._told(f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}")
+
+    def _told(self, own: str) -> str:
+        """What the store says of this call, which is ``own`` if nobody has been before."""
         if self._store is None:
             return own
         try:

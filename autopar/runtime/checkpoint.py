@@ -13,12 +13,14 @@ from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import Any, TypeGuard
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
@@ -52,14 +54,17 @@ def save(
     Raises:
         UsageError: it cannot be written; on all ranks alike.
     """
+    writer = Writer(path)
     try:
-        save_state(_state(held, progress, optimizer, buffers), storage_writer=Writer(path))
+        save_state(_state(held, progress, optimizer, buffers), storage_writer=writer)
     except CheckpointException as error:
+        writer.remove_own()
         raise UsageError(
-            "a checkpoint goes to a folder that every rank can write to",
+            "a checkpoint goes to one folder that every rank can write to and rank 0 sees",
             value=_reasons(error),
             place=str(path),
-            remedy="the checkpoint that was there, if any, is as it was",
+            remedy="name a folder, the same on all ranks, on a file system that all nodes share; the checkpoint that was there, if any, "
+            "is as it was",
         ) from error
 
 
@@ -73,14 +78,25 @@ def load(
     """Reads a folder in place; all ranks call it.
 
     Raises:
-        PlanError: the folder is none that :func:`save` wrote, lacks a parameter or state, or has it in another shape; on
-            all ranks alike.
+        PlanError: the folder is none that :func:`save` wrote, is another one on some rank, lacks a parameter, state or file, or has
+            one in another shape; on all ranks alike. Parameters and optimizer are as they were, but for that of shapes.
     """
-    if optimizer is not None:
-        _make_state(optimizer)
+    is_new = optimizer is not None and _make_state(optimizer)
+    try:
+        _read(Path(path), held, progress, optimizer, buffers)
+    except PlanError:
+        if optimizer is not None and is_new:
+            optimizer.state.clear()  # for who goes on without: what was made here has counted a step
+        raise
+
+
+def _read(
+    path: Path, held: Sequence[Held], progress: dict[str, Tensor], optimizer: Optimizer | None, buffers: Values
+) -> None:
+    """See :func:`load`; the optimizer has its states."""
     state = _state(held, progress, optimizer, buffers)
     padded = _padded(held, optimizer)
-    _check_holds(Path(path), state)
+    _check_holds(path, state)
     try:
         load_state(state, checkpoint_id=str(path))
     except CheckpointException as error:
@@ -104,21 +120,33 @@ def _reasons(error: CheckpointException) -> str:
 def _check_holds(path: Path, state: Mapping[str, Any]) -> None:
     """Refuses a folder without a checkpoint, or one that lacks entries of some rank's ``state``; all ranks call it."""
     missing: list[str] = []
+    which = 0
     try:
-        known = FileSystemReader(path).read_metadata().state_dict_metadata
-        missing, error = sorted(key for key in state if key not in known), ""
-    except (OSError, EOFError, UnpicklingError) as failure:
+        metadata = FileSystemReader(path).read_metadata()
+        sizes = _sizes(metadata)
+        which = crc32("\n".join(sorted(sizes)).encode())  # each save has names of its own
+        missing = sorted(key for key in state if key not in metadata.state_dict_metadata)
+        error = _cut_off(path, sizes) if dist.get_rank() == 0 else ""
+    except (OSError, EOFError, UnpicklingError, AttributeError) as failure:
         error = first_line(failure)
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (error, missing))
-    if errors := [error for error, _ in said if error]:
+    dist.all_gather_object(said, (error, missing, which))
+    other = next((rank for rank, (_, _, files) in enumerate(said) if files != said[0][2]), 0)
+    if other and not any(error for error, _, _ in said):
+        raise PlanError(
+            "all ranks load the same checkpoint",
+            value=f"another on rank {other} than on rank 0",
+            place=str(path),
+            remedy="choose the folder on one rank, and tell the others",
+        )
+    if errors := [error for error, _, _ in said if error]:
         raise PlanError(
             "a checkpoint is a folder that par.save(...) wrote, which every rank can read",
             value=errors[0],
             place=str(path),
             remedy="name the folder, on a file system that all nodes share",
         )
-    if lacking := sorted({key for _, keys in said for key in keys}):
+    if lacking := sorted({key for _, keys, _ in said for key in keys}):
         is_optimizers = all(key.startswith("optimizer.") for key in lacking)
         raise PlanError(
             _SAME,
@@ -126,6 +154,26 @@ def _check_holds(path: Path, state: Mapping[str, Any]) -> None:
             place=str(path),
             remedy="give the kind of optimizer that was saved, or load without one" if is_optimizers else "",
         )
+
+
+def _sizes(metadata: Metadata) -> dict[str, int]:
+    """Names of a checkpoint's files, and how long each is at least."""
+    sizes: dict[str, int] = {}
+    for stored in metadata.storage_data.values():
+        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
+    return sizes
+
+
+def _cut_off(path: Path, sizes: Mapping[str, int]) -> str:
+    """Which file of a checkpoint is shorter than it was written; empty when none is.
+
+    Raises:
+        OSError: one is not there.
+    """
+    for name, size in sizes.items():
+        if (path / name).stat().st_size < size:
+            return f"{name}, which is cut off"
+    return ""
 
 
 def _state(
@@ -205,11 +253,12 @@ def _put_groups(held: Sequence[Held], optimizer: Optimizer, state: dict[str, Any
                 group[name] = value
 
 
-def _make_state(optimizer: Optimizer) -> None:
-    """Lets an optimizer make its state tensors: a step that changes nothing."""
+def _make_state(optimizer: Optimizer) -> bool:
+    """Lets an optimizer make its state tensors, by a step that changes nothing; whether it had none at all."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if all(p in optimizer.state for p in parameters):
-        return
+        return False
+    is_new = not optimizer.state
     kept = [(group.get("lr"), p.grad) for group in optimizer.param_groups for p in group["params"]]
     rates = [group.get("lr") for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -223,6 +272,7 @@ def _make_state(optimizer: Optimizer) -> None:
             group["lr"] = rate
     for (_, grad), p in zip(kept, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
         p.grad = grad
+    return is_new
 
 
 def full_state_dict(

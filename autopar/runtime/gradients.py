@@ -233,14 +233,15 @@ class Norm:
     held: Sequence[Held]
     group: Group | None
     device: torch.device
+    dtype: torch.dtype = torch.float32
 
     def __call__(self) -> Tensor:
-        """The norm, a scalar in fp32, the same on every rank; all ranks call it."""
+        """The norm, a scalar in fp32, or in fp64 where parameters are, the same on every rank; all ranks call it."""
         here = [(grad, h.copies) for h in self.held if (grad := h.gradient) is not None]
-        square = torch.zeros((), device=self.device)
+        square = torch.zeros((), device=self.device, dtype=self.dtype)
         if here:
-            norms = torch.stack([n.float() for n in torch._foreach_norm([grad for grad, _ in here])])
-            weights = torch.tensor([1.0 / copies for _, copies in here], device=self.device)
+            norms = torch.stack([n.to(self.dtype) for n in torch._foreach_norm([grad for grad, _ in here])])
+            weights = torch.tensor([1.0 / copies for _, copies in here], device=self.device, dtype=self.dtype)
             square = (norms.square() * weights).sum()
         if self.group is not None:
             dist.all_reduce(square, group=self.group)

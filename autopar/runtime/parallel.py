@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
+from autopar.graph.batch import named_inputs
 from autopar.local_step import LocalSteps
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
@@ -31,6 +32,7 @@ from autopar.runtime.local_batch import local_batch
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
+from autopar.runtime.shared_samples import SharedSamples
 from autopar.runtime.state import State
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import World
@@ -73,6 +75,7 @@ class Parallel:
         self._in_backward = False
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
+        self._shared = SharedSamples(world, program.graph.inputs)
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
@@ -82,8 +85,9 @@ class Parallel:
         self._leaf_sums = BucketedSums(leaves, bucket_bytes=self.plan.bucket_bytes) if leaves else None
         self._late = [h for h in held if h.leaf is None and h.group is not None]
         self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
+        self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         world_group = dist.group.WORLD if self.plan.mesh.world_size > 1 else None
-        self._norm = Norm(held, world_group, world.device)
+        self._norm = Norm(held, world_group, world.device, self._number)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
@@ -167,8 +171,9 @@ class Parallel:
             The loss of the global batch, a scalar, the same on every rank.
 
         Raises:
-            UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; autocast is
-                on, or gradients are off.
+            UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; ranks that share
+                samples were given different ones (looked at in the first step, and seldom later); autocast is on, or gradients
+                are off.
             RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """
         with self._together():
@@ -260,7 +265,8 @@ class Parallel:
         Torch's function of this name takes what one rank holds for the whole: with pipeline stages, or experts over data
         ranks, ranks would scale by different norms.
         """
-        norm = self._norm()
+        with self._at_once():
+            norm = self._norm()
         clip(self._assembly.held, norm, max_norm)
         return norm
 
@@ -271,7 +277,8 @@ class Parallel:
 
         Every rank writes what it holds.
         """
-        checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
+        with self._at_once():
+            checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
 
     def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
         """Reads what :meth:`save` wrote under any plan.
@@ -280,7 +287,8 @@ class Parallel:
             PlanError: the checkpoint is of another model.
         """
         progress = self._progress()
-        checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
+        with self._at_once():
+            checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
         self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
 
     def _progress(self) -> dict[str, Tensor]:
@@ -299,6 +307,17 @@ class Parallel:
                 yield
             except Exception:
                 self._abandon()
+                raise
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Around what communicates besides steps; errors that name themselves are the same on all ranks, which may go on after them."""
+        with self._alarm.watched():
+            self._alarm.runs()
+            try:
+                yield
+            except AutoparError:
+                self._alarm.met()
                 raise
 
     def _abandon(self) -> None:
@@ -342,9 +361,16 @@ class Parallel:
             self._assembly.spread_copies_here()
         self._set_aside.finish()
 
+    def _begin_called(self) -> None:
+        """At the begin of a backward that the user called."""
+        if not self._in_backward:
+            self._alarm.begin()
+        self._begin_backward(1)
+
     def _finish_called(self) -> None:
-        """The same at the end of a backward that the user called."""
+        """At its end."""
         self._finish()
+        self._alarm.end()
         self.monitor.end_step()
 
     def _totals(self, local: Batch) -> dict[str, Tensor]:
@@ -365,10 +391,8 @@ class Parallel:
 
     def _reported(self, loss: Tensor | None) -> Tensor:
         """The loss of the global batch from this rank's part, if it has one."""
-        dtype = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
-        return self._global_loss(
-            torch.zeros((), device=self._world.device, dtype=dtype) if loss is None else loss.to(dtype)
-        )
+        none = torch.zeros((), device=self._world.device, dtype=self._number)
+        return self._global_loss(none if loss is None else loss.to(self._number))
 
     def _global_loss(self, loss: Tensor) -> Tensor:
         if self._loss_group is not None:
@@ -379,7 +403,9 @@ class Parallel:
 
     def _local(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's samples of a batch, on its device."""
-        return local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
+        local = local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
+        self._shared.check(named_inputs(batch), local, self._alarm)
+        return local
 
 
 class _GlobalLoss(torch.autograd.Function):
@@ -392,7 +418,7 @@ class _GlobalLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.owner._begin_backward(1)
+        ctx.owner._begin_called()
         engine = torch.autograd.Variable._execution_engine
         # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
         engine.queue_callback(lambda: engine.queue_callback(ctx.owner._finish_called))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from autopar.errors import UsageError
 
 
 class StepLoss(Tensor):
-    """A scalar without gradient that knows why. What is computed from it, saved or copied is an ordinary tensor."""
+    """A scalar without gradient that knows why, as it does divided by a number, which loops that accumulate do.
+
+    What else is computed from it, saved or copied is an ordinary tensor.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -26,6 +31,24 @@ class StepLoss(Tensor):
             value="loss.backward() after it",
             remedy="leave backward() out (with one pipeline stage, `par(**batch).backward()` does the same)",
         )
+
+    def __truediv__(self, other: Any) -> Tensor:
+        quotient: Tensor = super().__truediv__(other)
+        return quotient.as_subclass(StepLoss) if isinstance(other, int | float) else quotient
+
+    def __mul__(self, other: Any) -> Tensor:
+        """As a tensor's.
+
+        Raises:
+            UsageError: it is ``torch.amp.GradScaler`` that asks, whose ``step`` would divide gradients by what has not scaled them.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
+            raise UsageError(
+                "gradients of par.train_step(batch) are those of the loss itself, which no scaler divides",
+                value="GradScaler.scale of its loss",
+                remedy="leave the scaler out (GradScaler(enabled=False)): a plan computes in dtypes that need none",
+            )
+        return super().__mul__(other)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

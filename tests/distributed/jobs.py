@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
 from autopar.plan import Plan
@@ -43,13 +45,37 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
     texts = []
     for given in (bad, batch):
         try:
-            getattr(parallel, call)(given)
+            if call == "backward":
+                called_back(parallel, batch, fails=rank == 1)
+            elif call == "clip_grad_norm_":
+                clipped_to(parallel, fails=rank == 1)
+            else:
+                getattr(parallel, call)(given)
         except Exception as error:  # noqa: BLE001  its kind is what is looked at
             texts.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
     (said / f"rank{rank}").write_text("\n".join(texts))
     deadline = time.monotonic() + 30.0
     while sum(path.stat().st_size > 0 for path in said.iterdir()) < size and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
+    """A backward that fails in its middle."""
+    loss = parallel(**batch)
+    with ExitStack() as stack:
+        if fails:
+            error = IndexError("Target 1000000 is out of bounds.")
+            stack.enter_context(mock.patch("autopar.runtime.parallel.SetAside.begin", side_effect=error))
+        loss.backward()
+
+
+def clipped_to(parallel: Parallel, *, fails: bool) -> None:
+    """A norm that cannot be made."""
+    with ExitStack() as stack:
+        if fails:
+            error = IndexError("Target 1000000 is out of bounds.")
+            stack.enter_context(mock.patch("autopar.runtime.parallel.Norm.__call__", side_effect=error))
+        parallel.clip_grad_norm_(1.0)
 
 
 def after_a_refusal(
@@ -64,6 +90,23 @@ def after_a_refusal(
             kinds.append(type(error).__name__)
         losses.append(call(batch).item())
     return tuple(kinds), losses
+
+
+def with_own_shuffle(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[list[str], float]:
+    """What is said of batches whose samples each rank has in another order, and the loss of a step after it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    parallel = build(subject, plan, graph)
+    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+    for call in (parallel.train_step, parallel.evaluate):
+        try:
+            call(shuffled)
+        except UsageError as error:
+            said.append(str(error))
+    logging.getLogger("autopar").removeHandler(handler)
+    return said, parallel.train_step(batch).item()
 
 
 def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:
@@ -221,6 +264,65 @@ def load_run(
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
     parallel.load(Path(folder), optimizer)
     return parallel.step_count, _continue(parallel, optimizer, batches[1:])
+
+
+def saves_that_fail(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str
+) -> dict[str, tuple[str, list[str]]]:
+    """What is said of saves over a whole checkpoint, and the files that are new after each: the last rank's disk is full, the first
+    one's, and each rank has a folder of its own."""
+    parallel, rank = build(subject, plan, graph), dist.get_rank()
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    optimizer.step()
+    parallel.save(folder, optimizer)
+    before, found = set(Path(folder).rglob("*")), dict[str, tuple[str, list[str]]]()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for name, full in (("last", dist.get_world_size() - 1), ("first", 0), ("folders", -1)):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        dist.barrier()
+        if rank == full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+        try:
+            parallel.save(Path(folder) / f"{rank}" if name == "folders" else folder, optimizer)
+        except UsageError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            dist.barrier()
+            new = sorted(path.name for path in set(Path(folder).rglob("*")) - before if path.is_file())
+            found[name] = str(error), new
+    parallel.load(folder, optimizer)
+    return found
+
+
+def loads_that_fail(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, tuple[str, int, bool]]:
+    """What is said of loads that fail, how many states the optimizer has after each, and whether parameters are as they were."""
+    parallel, rank = build(subject, plan, graph), dist.get_rank()
+    one, two = Path(folder) / "0", Path(folder) / "1"
+    for path in (one, two):
+        parallel.save(path, adamw(parallel.parameters()))
+    cut = Path(folder) / "cut"
+    parallel.save(cut)
+    dist.barrier()
+    if rank == 0:
+        file = sorted(cut.glob("*.distcp"))[-1]
+        file.write_bytes(file.read_bytes()[:100])
+    dist.barrier()
+    found: dict[str, tuple[str, int, bool]] = {}
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    before = parallel.full_state_dict()
+    optimizer = adamw(parallel.parameters())
+    for name, path, given in (
+        ("nothing", Path(folder) / "none", optimizer), ("others", Path(folder) / str(rank), None), ("cut", cut, None),
+    ):  # fmt: skip
+        try:
+            parallel.load(path, given)
+        except AutoparError as error:
+            after = parallel.full_state_dict()
+            same = all(torch.equal(value, after[key]) for key, value in before.items())
+            found[name] = str(error), len(optimizer.state), same
+    return found
 
 
 def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> dict[str, float]:

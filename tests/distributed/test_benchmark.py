@@ -120,6 +120,12 @@ def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
         run_local(replace(wish, as_rank=4), cache_dir=tmp_path)
 
 
+def test_an_unknown_model_is_refused_before_the_machine_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a model is described as"):
+        run_local(replace(WISH, model="nosuch"), cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_measure_collectives_between_work(pool: WorkerPool) -> None:
     task = LinkTask(nodes=(0, 0), budget_s=0.2, max_bytes=2**13)
     found, other = pool.run(ranks.run, task, size=2, timeout_s=60.0)

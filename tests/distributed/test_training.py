@@ -120,6 +120,44 @@ def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPoo
         assert losses == pytest.approx([wanted, wanted], rel=1e-5)
 
 
+@pytest.mark.parametrize("call", ["backward", "clip_grad_norm_"])
+def test_a_failure_outside_of_a_step_ends_all(tmp_path: Path, call: str) -> None:
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(dp_replicate=2), global_batch_size=16, micro_batch_size=4)
+    (batch,) = batches(subject, 1)
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
+        own.run(jobs.failing, subject, plan, graph, batch, batch, call, str(tmp_path), timeout_s=60.0)
+    first, again = (tmp_path / "rank1").read_text().splitlines()
+    assert first.startswith("IndexError: Target 1000000 is out of bounds.")
+    words = "a backward came to no end" if call == "backward" else "IndexError: Target 1000000 is out of bounds."
+    for text in (again, (tmp_path / "rank0").read_text()):
+        assert text.startswith(
+            f"RankFailedError: all ranks of a job make its steps together, but found rank 1: {words}; mend"
+        ), text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (Mesh(tp=2), "others on rank 1 than on rank 0 (par.data_rank 0); sample by par.data_rank"),
+        (Mesh(pp=2), "others on rank 1 than on rank 0 (par.data_rank 0); sample by par.data_rank"),
+        (Mesh(dp_replicate=2), "data ranks were given different global batches"),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_samples_are_given_the_same_ones(pool: WorkerPool, mesh: Mesh, said: str) -> None:
+    """Sums of different samples, or labels of others, would look like a loss."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4)
+    (batch,) = batches(subject, 1)
+    wanted = loss_of(subject.build()(**batch)).item()
+    found = pool.run(jobs.with_own_shuffle, subject, plan, graph, batch, size=2, timeout_s=60.0)
+    for texts, loss in found if mesh.data == 1 else found[:1]:
+        assert len(texts) == (2 if mesh.data == 1 else 1)
+        assert all(said in text for text in texts), texts
+        assert loss == pytest.approx(wanted, rel=1e-5)
+
+
 def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
@@ -261,6 +299,41 @@ def test_checkpoint_goes_on_under_another_plan(
     for count, losses in pool.run(jobs.load_run, subject, other, graph, data, str(tmp_path), timeout_s=60.0):
         assert count == 1
         assert losses == pytest.approx(saved[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)
+def test_a_save_that_fails_leaves_nothing_but_the_checkpoint_before(
+    pool: WorkerPool, tmp_path: Path, mesh: Mesh
+) -> None:
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4, zero_stage=3 if mesh.pp == 1 else 0)
+    (batch,) = batches(subject, 1)
+    for found in pool.run(jobs.saves_that_fail, subject, plan, graph, batch, str(tmp_path), size=2, timeout_s=60.0):
+        for name, value in (
+            ("last", "File too large"),
+            ("first", "File too large"),
+            ("folders", "what rank 1 wrote is not in the folder that rank 0 sees"),
+        ):
+            said, left = found[name]
+            assert "a checkpoint goes to one folder that every rank can write to and rank 0 sees" in said
+            assert value in said
+            assert left == []
+
+
+def test_a_load_that_fails_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    """Who starts anew where there is no checkpoint, or goes back to the one before, starts from where he is."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=4, zero_stage=3)
+    for found in pool.run(jobs.loads_that_fail, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0):
+        for name, value in (
+            ("nothing", "No such file"),
+            ("others", "all ranks load the same checkpoint, but found another on rank 1 than on rank 0"),
+            ("cut", "which is cut off"),
+        ):
+            said, states, same = found[name]
+            assert value in said
+            assert states == 0, name
+            assert same, name
 
 
 def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool, tmp_path: Path) -> None:

@@ -74,4 +74,7 @@ def test_what_is_no_log_is_named(tmp_path: Path, run: Run) -> None:
     (tmp_path / FILE_NAME).write_text('{"event": "step"}\n{"event": "comparison"}\n', encoding="utf-8")
     with pytest.raises(UsageError, match=rf"{FILE_NAME}:2"):
         read_log(tmp_path)
+    (tmp_path / FILE_NAME).write_bytes(b"\xbc\xff")
+    with pytest.raises(UsageError, match="a run's log can be read as UTF-8 text"):
+        read_log(tmp_path)
     assert run("validate").code == 2

@@ -120,7 +120,8 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_that_was_there(
             parameter.add_(1.0)
         patched.setattr(FileSystemWriter, "finish", cut_off)
         with pytest.raises(
-            UsageError, match=r"every rank can write to, but found no space left; the checkpoint that was"
+            UsageError,
+            match=r"every rank can write to and rank 0 sees, but found no space left; .*the checkpoint that was",
         ):
             parallel.save(tmp_path)
     other = build()
@@ -288,9 +289,30 @@ def test_backward_after_a_train_step_is_refused_by_name() -> None:
         UsageError, match=r"gradients are there.*found loss.backward\(\) after it; leave backward\(\) out"
     ):
         loss.backward()
+    with pytest.raises(UsageError, match="gradients are there"):
+        (loss / 4).backward()
     assert repr(loss).startswith("tensor(")
-    for other in (loss / 4, loss.detach(), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), torch.stack([loss])):
+    for other in (loss * 4, loss.detach(), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), torch.stack([loss])):
         assert type(other) is Tensor
+
+
+def test_a_scaler_of_a_steps_loss_is_refused() -> None:
+    """It would divide gradients by what has not scaled them."""
+    loss = build().train_step(SUBJECT.make_batch(8, seed=0))
+    with pytest.raises(UsageError, match=r"which no scaler divides, but found GradScaler.scale of its loss; leave"):
+        torch.amp.GradScaler("cpu").scale(loss)
+    assert torch.amp.GradScaler("cpu", enabled=False).scale(loss) is loss
+
+
+def test_the_norm_is_as_exact_as_the_parameters() -> None:
+    model = SUBJECT.build().double()
+    fine = trace_model(model, SUBJECT.make_batch(8, seed=0), PRECISIONS["fp64"])
+    plan = make_plan(fine, Mesh(), global_batch_size=8, micro_batch_size=8, precision=PRECISIONS["fp64"])
+    parallel = Parallel(lower(plan, fine), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    loss_of(model(**SUBJECT.make_batch(8, seed=0))).backward()
+    parallel.train_step(SUBJECT.make_batch(8, seed=0))
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+    assert parallel.clip_grad_norm_(0.5).item() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_torch_compile_leaves_steps_as_they_are() -> None:

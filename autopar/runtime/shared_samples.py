@@ -1,0 +1,111 @@
+"""Whether ranks that compute on the same samples were given the same ones: nothing else in a step would tell.
+
+The ranks of ``tp``, ``cp`` and ``pp`` take one part of the global batch together. Where each brings another (a shuffle without a
+common seed, a sampler by ``dist.get_rank()``), sums over ``tp`` are of different tokens, and the last stage of a pipeline holds
+other labels than the first has inputs for: losses look like losses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import UsageError
+from autopar.graph.ir import Input
+from autopar.runtime.alarm import Alarm
+from autopar.runtime.world import World
+
+_LOGGER = logging.getLogger("autopar")
+
+_EVERY = 32
+"""Of how many steps one is looked at, the first that is not refused among them (which is not timed either)."""
+
+_ELEMENTS = 1 << 16
+"""Of an input that are looked at, at most: two batches differ nearly everywhere."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class SharedSamples:
+    """Compares what ranks were given; every rank of the job makes one and enters the same calls."""
+
+    def __init__(self, world: World, inputs: Sequence[Input]) -> None:
+        self._rank, self._device = world.rank, world.device
+        self._data_index = [world.mesh.data_index(rank) for rank in range(world.mesh.world_size)]
+        self._inputs = tuple(inputs)
+        self._calls, self._told = 0, False
+        self._is_alone = len(self._data_index) == 1 or dist.get_backend() == "fake"
+
+    def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], alarm: Alarm) -> None:
+        """Before a step; all ranks call it, and all raise the same.
+
+        A warning, once, where data ranks were given different global batches: each takes its part of another one.
+
+        Args:
+            given: the batch as it came, with the global batch or this rank's samples.
+            local: this rank's samples of it.
+            alarm: of the call.
+
+        Raises:
+            UsageError: ranks of one ``data_rank`` have different samples, or any have different values of an input without samples.
+        """
+        if self._is_alone or self._calls % _EVERY:
+            self._calls += 1
+            return
+        marks = [_mark(local[leaf.name]) for leaf in self._inputs]
+        wholes = [_mark(given[leaf.name]) if _is_whole(leaf, given, local) else 0 for leaf in self._inputs]
+        mine = torch.tensor([marks, wholes], device=self._device)
+        rows = [torch.empty_like(mine) for _ in self._data_index]
+        alarm.runs()
+        dist.all_gather(rows, mine)
+        alarm.met()
+        found = torch.stack(rows).tolist()
+        for number, leaf in enumerate(self._inputs):
+            self._compare(leaf, [row[0][number] for row in found])
+        self._calls += 1
+        self._tell_of_other_batches([row[1] for row in found])
+
+    def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
+        first: dict[int, int] = {}
+        for rank, part in enumerate(self._data_index):
+            other = first.setdefault(0 if leaf.batch_dim is None else part, rank)
+            if marks[rank] != marks[other]:
+                shared = f"par.data_rank {part}" if leaf.batch_dim is not None else "an input that has no samples"
+                raise UsageError(
+                    "ranks that share samples (those of one par.data_rank) are given the same ones",
+                    value=f"others on rank {rank} than on rank {other} ({shared})",
+                    place=leaf.name,
+                    remedy="sample by par.data_rank (DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)), or "
+                    "shuffle and draw with a seed that is the same on all ranks",
+                )
+
+    def _tell_of_other_batches(self, wholes: Sequence[Sequence[int]]) -> None:
+        if self._told or all(row == wholes[0] for row in wholes):
+            return
+        self._told = True
+        if self._rank == 0:
+            _LOGGER.warning(
+                "data ranks were given different global batches, and each takes its part of its own: samples may come twice or "
+                "never; shuffle and draw with a seed that is the same on all ranks, or give each rank its own samples "
+                "(DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank))"
+            )
+
+
+def _is_whole(leaf: Input, given: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> bool:
+    """Whether the global batch was given, of which this rank takes a part."""
+    dim = leaf.batch_dim
+    return dim is not None and given[leaf.name].shape[dim] != local[leaf.name].shape[dim]
+
+
+def _mark(value: Tensor) -> int:
+    """A number of the elements and their places; of integers, so that it is the same on all kinds of device."""
+    value = value.detach()
+    flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).contiguous().view(-1)
+    flat = flat[:: (flat.numel() // _ELEMENTS) | 1]
+    bits = flat.to(torch.int8) if flat.dtype == torch.bool else flat.contiguous().view(_INTEGERS[flat.element_size()])
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return int((bits.to(torch.int64) * places).sum())
