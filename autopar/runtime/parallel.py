@@ -149,11 +149,13 @@ class Parallel:
 
         For models that fit one rank; others are saved by :meth:`save`.
         """
+        self._world.check_job()
         state = self._state.named(self._state.own)
         return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients whole, as :meth:`full_state_dict`."""
+        self._world.check_job()
         return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
     # --- steps
@@ -299,6 +301,7 @@ class Parallel:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Around what all ranks do together: if it fails on one, all know, and gradients are those of before."""
+        self._world.check_job()
         if self._in_backward:  # one that the user called, and that has failed
             self._abandon()
             self._alarm.spoil("a backward came to no end")
@@ -312,6 +315,7 @@ class Parallel:
     @contextmanager
     def _at_once(self) -> Iterator[None]:
         """Around what communicates besides steps; errors that name themselves are the same on all ranks, which may go on after them."""
+        self._world.check_job()
         with self._alarm.watched():
             self._alarm.runs()
             try:

@@ -169,6 +169,7 @@ class World:
             )
         _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()
+        self._job = dist.group.WORLD
         self.coordinate = mesh.coordinate(self.rank)
         self.device = local_device(device_type)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
@@ -183,6 +184,20 @@ class World:
         # emitted programs have no operators in place, which alone could do harm to a view
         warnings.filterwarnings("ignore", ".*FSDP(Block|Stage)Module.*returned a view tensor", UserWarning)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def check_job(self) -> None:
+        """Nothing, while the job goes on that this was made in.
+
+        Raises:
+            RuntimeMismatchError: its process group was ended; its own groups, which have numbers for names, are gone or those of
+                another job.
+        """
+        if self.mesh.world_size > 1 and dist.group.WORLD is not self._job:
+            raise RuntimeMismatchError(
+                "a parallel model lives as long as the process group that it was made in",
+                value="that was ended" + (", and another one begun" if dist.is_initialized() else ""),
+                remedy="save(...) before destroy_process_group(); after init_process_group() parallelize(...) anew, and load(...)",
+            )
 
     @property
     def data_index(self) -> int:

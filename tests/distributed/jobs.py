@@ -146,6 +146,28 @@ def train_beside_other_groups(
     return loss, parallel.full_gradients()
 
 
+def in_another_job(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> list[str]:
+    """What a model says whose process group was ended, and then another begun."""
+    parallel, rank, size = build(subject, plan, graph), dist.get_rank(), dist.get_world_size()
+    parallel.train_step(batch)
+    said = list[str]()
+    dist.barrier()
+    dist.destroy_process_group()
+    for is_new in (False, True):
+        if is_new:
+            dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+        for call in (
+            partial(parallel.train_step, batch),
+            partial(parallel.save, f"{folder}/saved"),
+            parallel.full_state_dict,
+        ):
+            try:
+                call()
+            except AutoparError as error:
+                said.append(str(error))
+    return said
+
+
 def train(
     subject: HfSubject, plan: Plan, graph: Graph, batches: Sequence[Batch], max_norm: float | None = None
 ) -> dict[str, Any]:

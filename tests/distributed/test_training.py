@@ -410,6 +410,17 @@ def test_a_job_takes_nothing_from_the_job_before_it(pool: WorkerPool) -> None:
     close(same, gradients, 0.0)
 
 
+def test_a_model_outlives_no_process_group(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("pp2 x dp2", "gpt2")
+    batch = subject.make_batch(16, seed=0)
+    for said in pool.run(jobs.in_another_job, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0):
+        assert len(said) == 6
+        assert all(
+            "as long as the process group that it was made in, but found that was ended" in text for text in said
+        )
+        assert ["another one begun" in text for text in said] == 3 * [False] + 3 * [True]
+
+
 def test_a_late_rank_ends_the_job(pool: WorkerPool) -> None:
     with pytest.raises(AutoparError, match=r"no answer within 0\.5 s"):
         pool.run(jobs.sleep_on_last_rank, 60.0, timeout_s=0.5)
