@@ -201,6 +201,14 @@ def test_defect_is_one_line_and_a_traceback_with_debug(
     assert "Traceback" in run("show", plan_file, "--debug").err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_no_defect(plan_file: Path, checkout: Path) -> None:
+    script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file} > /dev/full"
+    done = subprocess.run(["sh", "-c", script], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: there is room for what is written, but found No space left on device")
+
+
 def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
     script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file} | head -n 1"
     environment = {**os.environ, "PYTHONPATH": str(checkout)}

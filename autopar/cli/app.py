@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -16,6 +17,8 @@ from autopar.errors import AutoparError
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended (128 and the number of the signal, as in every shell)."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     name="autopar",
@@ -86,6 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001  the last resort: a defect of autopar, said as such
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in _FULL:
+            where = "" if error.filename is None else f" at {error.filename}"
+            sys.stderr.write(
+                f"error: there is room for what is written, but found {error.strerror}{where}; free some, or name another place\n"
+            )
+            sys.exit(1)
         text = " ".join(str(error).split())
         sys.stderr.write(
             f"error: a defect of autopar: {type(error).__name__}: {text[:300]}; "
