@@ -56,7 +56,7 @@ class CostModel(BlockModel):
         self._optimizer_name = optimizer
         self.is_mixed = places is None and not cluster.is_homogeneous
         self._parts: dict[frozenset[int], CostModel] = {}
-        self._orders: dict[tuple[int, ...], CostModel] = {(): self, tuple(range(len(cluster.groups))): self}
+        self._orders: dict[tuple[int, ...], CostModel] = {}
         self._summed: dict[int, Summed] = {}
 
     # --- devices that differ
@@ -77,6 +77,8 @@ class CostModel(BlockModel):
 
     def in_order(self, order: tuple[int, ...]) -> CostModel:
         """The model of the same nodes with ranks counted in one of ``Cluster.orders``; empty: as they are."""
+        if order in ((), tuple(range(len(self.cluster.groups)))):
+            return self
         if order not in self._orders:
             self._orders[order] = CostModel(self.cluster.reordered(order), self.precision, self._optimizer_name)
         return self._orders[order]

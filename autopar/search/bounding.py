@@ -26,6 +26,7 @@ from autopar.search.rough import Rough
 from autopar.search.row_bounds import plain_bounds, row_bounds
 from autopar.search.rows import RowMaker
 from autopar.search.space import Space
+from autopar.weak import weakly
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
@@ -54,7 +55,7 @@ class Bounding:
         self.moving_rows.moves = True
         """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
         self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
-        self.rough = Rough(self.least_rows, self.layouts, self.step, is_even=space.equal_stages)
+        self.rough = Rough(self.least_rows, self.layouts, weakly(self.step), is_even=space.equal_stages)
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from autopar.search.elimination import Marginal
 from autopar.search.problem import MAX_EXTRAS, Problem, Shared, rests_of, types_of
 from autopar.search.tables import FREE, Cost, Weights
 from autopar.search.values import Structures
+from autopar.weak import weakly
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -90,7 +92,7 @@ class AxisCosts:
     def __post_init__(self) -> None:
         self.parts = Fraction(self.size)
         self._by_bytes = self.pricing.changes_by_bytes
-        self.shared = Shared(same=self.same, structures=self.structures)
+        self.shared = Shared(same=partial(_same, self.graph, self.owners, self._by_bytes), structures=self.structures)
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
@@ -207,13 +209,6 @@ class AxisCosts:
             return FREE  # kept on one rank: its gradient is whole on every rank
         return self.change(spec, rest, wanted)
 
-    def same(self, ref: Ref) -> object:
-        """Equal for values whose changes of type cost the same."""
-        spec = self.graph.spec(ref)
-        if self.graph.is_parameter(ref):
-            return spec, self.owners.get(ref.name, 1)
-        return (spec.num_bytes, spec.requires_grad) if self._by_bytes else spec
-
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         """A parameter's state."""
         whole = self.pricing.state_bytes(self.local(parameter.spec, rest))
@@ -226,6 +221,14 @@ class AxisCosts:
         shape = list(spec.shape)
         shape[kind.dim] //= self.size
         return TensorSpec(shape=tuple(shape), dtype=spec.dtype, requires_grad=spec.requires_grad)
+
+
+def _same(graph: Graph, owners: Mapping[str, int], by_bytes: bool, ref: Ref) -> object:
+    """Equal for values whose changes of type cost the same; nothing of the costs, which hold what asks for it."""
+    spec = graph.spec(ref)
+    if graph.is_parameter(ref):
+        return spec, owners.get(ref.name, 1)
+    return (spec.num_bytes, spec.requires_grad) if by_bytes else spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +276,8 @@ class BlockProblem:
         problem = Problem(
             graph,
             costs,
-            offered=self._offered,
-            at_rest=self.rest_types,
+            offered=weakly(self._offered),
+            at_rest=weakly(self.rest_types),
             max_extras=max_extras,
             alike=alike,
             shared=costs.shared,

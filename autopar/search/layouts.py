@@ -32,6 +32,7 @@ from autopar.search.pins import Pins
 from autopar.search.solving import Solving, pinned_types
 from autopar.search.space import Space
 from autopar.search.uncounted import LayoutNeeds, Needs
+from autopar.weak import weakly
 
 
 class Layouts:
@@ -66,7 +67,7 @@ class Layouts:
         self.compact = compact(graph, keys=keys)
         self.bases = Bases(
             graph, self.compact, model, global_batch_size=global_batch_size, pins=pins,
-            costs=lambda split: self._option(split, "", None).costs,
+            costs=weakly(self._plain_costs),
         )  # fmt: skip
         self.batch = self.bases.batch
         self._owners = Counter(
@@ -74,7 +75,7 @@ class Layouts:
         )
         self.solving = Solving(
             self.compact, self.bases, model,
-            pins=pins, pinned=self.pinned, space=space, narrow=narrow, costs=self._whole_costs,
+            pins=pins, pinned=self.pinned, space=space, narrow=narrow, costs=weakly(self._whole_costs),
         )  # fmt: skip
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
         self._options: dict[tuple[Split, str, object], Option] = {}
@@ -200,6 +201,9 @@ class Layouts:
             split = Split(micro_batch_size=micro_batch_size, ep_data=ep_data)
             self._wholes[micro_batch_size, ep_data] = self._option(split, "", None)
         return self._wholes[micro_batch_size, ep_data]
+
+    def _plain_costs(self, split: Split) -> Sequence[BlockCost]:
+        return self._option(split, "", None).costs
 
     def _whole_costs(self, split: Split, kind: str) -> Sequence[BlockCost]:
         """Of the blocks with no tensor-parallel axis."""

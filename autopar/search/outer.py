@@ -30,6 +30,7 @@ from autopar.search.mixed_closing import key_of_candidate
 from autopar.search.options import Split
 from autopar.search.outcome import Limits, Outcome, Progress
 from autopar.search.rounds import Question, Rounds, Sampled
+from autopar.weak import weakly
 
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
@@ -83,7 +84,7 @@ class OuterSearch:
         self.rounds: Rounds | None = None
         if is_sampled and sampling is not None:
             self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s(), ROUNDING)
-        best_s = self._best_s if self.rounds is None else self.rounds.below_s
+        best_s = weakly(self._best_s) if self.rounds is None else self.rounds.below_s
         dives = not self.ledger.is_shared and self.rounds is None
         self.turns = BestFirst(evaluator, self.pool, self.crew, best_s, dives=dives)
         self.bounds = self.turns.bounds

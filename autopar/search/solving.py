@@ -29,6 +29,7 @@ from autopar.search.space import Space
 from autopar.search.tables import Cost, Weights
 from autopar.search.uncounted import sums_s
 from autopar.search.values import Structures
+from autopar.weak import weakly
 
 TP = "tp"
 SPREAD_EXPERTS = "autopar.experts_dispatch"
@@ -64,11 +65,9 @@ class Solving:
         self.pins, self.pinned, self.narrow, self.costs = pins, pinned, narrow, costs
         self.by_rule = space.layouts == "rule"
         self._ruled = Ruled(
-            solve=lambda split, kind, weights: self.solver(split, kind).solve(weights),
-            base=lambda split, kind: self._padded(split, kind).graph,
-            allowed=self._narrow,
-            rests=self._rests,
-        )
+            solve=weakly(self._solved), base=weakly(self._base),
+            allowed=weakly(self._narrow), rests=weakly(self._rests),
+        )  # fmt: skip
         # those of searched layouts are many
         self._structures: Structures = (
             compact.graph.passes.setdefault(Structures, Structures()) if self.by_rule else Structures()
@@ -157,10 +156,16 @@ class Solving:
             self._wide[key] = padded(self.bases.base(split, kind), split.tp)
         return self._wide[key]
 
+    def _base(self, split: Split, kind: str) -> Graph:
+        return self._padded(split, kind).graph
+
+    def _solved(self, split: Split, kind: str, weights: Weights) -> AxisSolution:
+        return self.solver(split, kind).solve(weights)
+
     def solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base, narrow = self._padded(split, kind), partial(self._narrow, split)
+            base, narrow = self._padded(split, kind), partial(weakly(self._narrow), split)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,
