@@ -28,7 +28,7 @@ def weakly(method: Callable[P, T]) -> Callable[P, T]:
     Traceback (most recent call last):
     ReferenceError: the owner of Owner.name is gone
     """
-    reference, told = WeakMethod(method), method.__qualname__  # type: ignore[attr-defined, type-var]
+    reference, told = WeakMethod(method), method.__qualname__
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         alive = reference()

@@ -16,6 +16,7 @@ import numpy as np
 from autopar.mesh import Mesh
 from autopar.plan import Offload, ScheduleName
 from autopar.schedule import SCHEDULES
+from autopar.search.distinct import distinct
 from autopar.search.join import Read, any_row, columns_of, num_micro_batches
 from autopar.search.laws import (
     Column,
@@ -188,7 +189,7 @@ def _others(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]]) -> d
     """The values of what is chosen beside the degrees."""
     space, batch = problem.space, problem.global_batch_size
     micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= batch])
-    data = np.unique(np.array([d[1] * d[2] for d in degrees]))
+    data = distinct(np.array([d[1] * d[2] for d in degrees]))
     if problem.mixes_samples:
         micro = sorted({*micro, *(s for s in {batch // int(d) for d in data} if s)})
     for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch

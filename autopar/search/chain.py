@@ -23,7 +23,7 @@ from autopar.layout import Type
 from autopar.plan import AxisTyping
 from autopar.rules.types import Strategy, Typing
 from autopar.search.classes import Compact
-from autopar.search.elimination import Energy, Factor, Prepared, Table, prepare
+from autopar.search.elimination import Energy, Factor, Prepared, Table, decode_all, prepare
 from autopar.search.intra import (
     MAX_BOUNDARY_STATES,
     AxisCosts,
@@ -178,20 +178,22 @@ class AxisSolver:
         counts = [len(members) for members in self.compact.members]
         stacked = [np.stack([m.table for m in own]) * n for own, n in zip(of_block, counts, strict=True)]
         chain = self._chain([table[0] for table in stacked])
-        decoded: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        every = chain.prepared.solve_all([*stacked, *(t[None] for t in chain.equal)], len(weights))
+        if any(np.isinf(best.table) for best in every):
+            law = f"the blocks have typings on axis {self.axis} that fit together"
+            raise InfeasibleError(law, value=self.compact.graph.name)
+        crossing = [[chain.variables[key] for key in _keys(boundary)] for boundary in self.boundaries]
+        wanted = [
+            [(own[i], tuple([chosen[v] for v in variables])) for own, variables in zip(of_block, crossing, strict=True)]
+            for i, chosen in enumerate(decode_all([(best, ()) for best in every]))
+        ]
+        # equal blocks mostly have equal types at their boundaries
+        once = {(id(marginal), index): (marginal, index) for blocks in wanted for marginal, index in blocks}
+        decoded = dict(zip(once, decode_all(list(once.values())), strict=True))
         found = []
-        for i, best in enumerate(chain.prepared.solve_all([*stacked, *(t[None] for t in chain.equal)], len(weights))):
-            if np.isinf(best.table):
-                law = f"the blocks have typings on axis {self.axis} that fit together"
-                raise InfeasibleError(law, value=self.compact.graph.name)
-            chosen = best.decode(())
-            assignments = []
-            for own, boundary in zip(of_block, self.boundaries, strict=True):
-                asked = id(own[i]), tuple(chosen[chain.variables[k]] for k in _keys(boundary))
-                if asked not in decoded:  # equal blocks mostly have equal types at their boundaries
-                    decoded[asked] = own[i].decode(asked[1])
-                assignments.append(decoded[asked])
-            found.append(replace(self.solution(tuple(assignments)), value=float(best.table)))
+        for best, blocks in zip(every, wanted, strict=True):
+            assignments = tuple([decoded[id(marginal), index] for marginal, index in blocks])
+            found.append(replace(self.solution(assignments), value=float(best.table)))
         return found
 
     def solution(self, assignments: tuple[tuple[int, ...], ...]) -> AxisSolution:

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.search.distinct import distinct_rows
 from autopar.search.ways import Ways
 
 MAX_CHOICES = 32768
@@ -57,7 +58,7 @@ class CutShape:
             counts[i + 1, self.keys.index(key)] += 1
         upper = np.triu_indices(n + 1, 1)
         spans = (counts[None, :, :] - counts[:, None, :])[upper]
-        distinct, which = np.unique(spans, axis=0, return_inverse=True)
+        distinct, which = distinct_rows(spans)
         order = np.argsort(distinct.sum(axis=1), kind="stable")
         self.distinct = distinct[order]
         """Blocks of each key of stages that differ, those of fewer blocks first."""

@@ -71,17 +71,52 @@ class Minimum:
     value: float
 
 
+Decoder = Callable[[Sequence[tuple[int, tuple[int, ...]]]], list[tuple[int, ...]]]
+"""From energies and entries of their marginals to the assignments that reach these."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Marginal:
     """The least energy for every combination of the kept variables.
 
     Attributes:
         table: one dim for each kept variable; ``inf`` where nothing is allowed.
-        decode: from an index into ``table`` to the assignment of all variables that reaches it.
+        which: of the energies that were solved side by side this one is.
+        decoder: of all of these; see :func:`decode_all`.
     """
 
     table: Table
-    decode: Callable[[tuple[int, ...]], tuple[int, ...]]
+    which: int
+    decoder: Decoder
+
+    def decode(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """The assignment of all variables that reaches the entry of ``table`` at ``index``."""
+        return self.decoder([(self.which, index)])[0]
+
+
+def decode_all(asked: Sequence[tuple[Marginal, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """As :meth:`Marginal.decode` for each of these: those that were solved side by side are decoded so too."""
+    places: dict[int, list[int]] = {}
+    for i, (marginal, _) in enumerate(asked):
+        places.setdefault(id(marginal.decoder), []).append(i)
+    found: list[tuple[int, ...]] = [()] * len(asked)
+    for own in places.values():
+        decoder = asked[own[0]][0].decoder
+        for i, assignment in zip(own, decoder([(asked[i][0].which, asked[i][1]) for i in own]), strict=True):
+            found[i] = assignment
+    return found
+
+
+def _no_assignment(asked: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """Of an energy that forbids everything."""
+    return [() for _ in asked]
+
+
+def _one_by_one(
+    decode: Callable[[tuple[int, ...]], tuple[int, ...]], asked: Sequence[tuple[int, tuple[int, ...]]]
+) -> NDArray[np.intp]:
+    """As the decoder of :func:`autopar.search.steps.eliminate`, of a single energy."""
+    return np.array([decode(index) for _, index in asked], dtype=np.intp).T
 
 
 def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
@@ -134,7 +169,7 @@ class Prepared:
         """
         shape = [self.sizes[k] for k in self.keep]
         if any(len(s) == 0 for s in self.states):
-            return [Marginal(table=np.full(shape, np.inf), decode=lambda _: ()) for _ in range(count)]
+            return [Marginal(table=np.full(shape, np.inf), which=i, decoder=_no_assignment) for i in range(count)]
         kept = [self.restrict(scope, table, 1) for scope, table in zip(self.scopes, tables, strict=True)]
         some = max(1, MAX_SIDE_BY_SIDE // self.largest) if self.order is not None else 1
         found: list[Marginal] = []
@@ -150,16 +185,19 @@ class Prepared:
         else:
             factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
             one, decode_one = _by_milp(Energy(sizes=sizes, factors=factors), self.keep)
-            small, decode_small = one[None], lambda _, index: decode_one(index)
+            small, decode_small = one[None], partial(_one_by_one, decode_one)
         full = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
         full[np.ix_(np.arange(count), *(self.states[k] for k in self.keep))] = small
         back = [{int(state): i for i, state in enumerate(self.states[k])} for k in self.keep]
 
-        def decode(which: int, index: tuple[int, ...]) -> tuple[int, ...]:
-            found = decode_small(which, tuple(lookup[i] for lookup, i in zip(back, index, strict=True)))
-            return tuple([s.item(i) for s, i in zip(self.states, found, strict=True)])
+        def decode(asked: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+            inside = [(w, tuple([lookup[i] for lookup, i in zip(back, index, strict=True)])) for w, index in asked]
+            chosen = [states[own] for states, own in zip(self.states, decode_small(inside), strict=True)]
+            return [
+                tuple(assignment) for assignment in np.array(chosen, dtype=np.intp).reshape(-1, len(asked)).T.tolist()
+            ]
 
-        return [Marginal(table=full[i], decode=partial(decode, i)) for i in range(count)]
+        return [Marginal(table=full[i], which=i, decoder=decode) for i in range(count)]
 
     def restrict(self, scope: tuple[int, ...], table: Table, before: int = 0) -> Table:
         """A table over the states that are left; one that is restricted already stays as it is.

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.choices import Array, Choices, CutShape
+from autopar.search.distinct import distinct
 from autopar.search.prefixes import Spans, forward, stops_of
 from autopar.search.ways import MOVED, BlockOption, Way, along, gain, lighter, ways_of
 
@@ -208,7 +209,7 @@ class StageCutter:
             return None
         least_sum, _ = forward(tables, spans, np.add)
         different = list({id(t): t for t in tables}.values())
-        bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in different]))
+        bounds = distinct(np.concatenate([t[np.isfinite(t)] for t in different]))
         best: tuple[float, list[int]] | None = None
         for bound in bounds[bounds >= bottleneck]:
             if best is not None and least_sum + (num_micro_batches - 1) * bound >= best[0]:
@@ -285,7 +286,7 @@ class StageCutter:
         starts = stops - np.arange(least, most + 1)[:, None]
         inside, starts = starts >= 0, np.maximum(starts, 0)
         banded = {id(mask): mask[starts, stops] & inside for mask in masks}
-        used = np.unique(self.shape.which[start, stop])
+        used = distinct(self.shape.which[start, stop])
         place = np.zeros(len(self.shape.distinct), dtype=np.int64)
         place[used] = np.arange(len(used))
         return Spans(

@@ -101,10 +101,11 @@ def _sum(step: Step, tables: Sequence[Table]) -> Table:
 
 def eliminate(
     steps: Sequence[Step], tables: Sequence[Table], keep: tuple[int, ...], count: int
-) -> tuple[Table, Callable[[int, tuple[int, ...]], tuple[int, ...]]]:
+) -> tuple[Table, Callable[[Sequence[tuple[int, tuple[int, ...]]]], NDArray[np.intp]]]:
     """Minimise over the variables of the steps one by one, remembering the best state for each context.
 
-    ``tables`` have the energies side by side in front; the decoder takes which of them it is asked for. ``count``: of variables.
+    ``tables`` have the energies side by side in front; the decoder takes which of them it is asked for, and where, for several
+    at once, and gives the states of each variable [variables, asked]. ``count``: of variables.
     """
     known = list(tables)
     choices: list[tuple[int, tuple[int, ...], Table, NDArray[np.intp] | None]] = []
@@ -121,15 +122,16 @@ def eliminate(
     table = _sum(steps[-1], known)
     choices.reverse()
 
-    def decode(which: int, index: tuple[int, ...]) -> tuple[int, ...]:
-        found = dict(zip(keep, index, strict=True))
+    def decode(asked: Sequence[tuple[int, tuple[int, ...]]]) -> NDArray[np.intp]:
+        which = np.array([own for own, _ in asked], dtype=np.intp)
+        same = np.zeros_like(which)  # of a table that is that of all energies
+        found = dict(zip(keep, np.array([index for _, index in asked], dtype=np.intp).T, strict=True))
         for v, scope, total, best in choices:
-            context = tuple([found[u] for u in scope])
+            context = [found[u] for u in scope]
             if best is not None:
-                found[v] = int(best[(which if len(best) > 1 else 0, *context)])
+                found[v] = best[(which if len(best) > 1 else same, *context)]
             else:
-                own = total[which if len(total) > 1 else 0]
-                found[v] = int(own[:, *context].argmin())
-        return tuple([found[v] for v in range(count)])
+                found[v] = total[(which if len(total) > 1 else same, slice(None), *context)].argmin(axis=1)
+        return np.array([found[v] for v in range(count)], dtype=np.intp).reshape(count, len(asked))
 
     return table, decode

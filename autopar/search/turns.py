@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.memory import StageCost
+from autopar.search.distinct import distinct
 from autopar.search.fitting import Fitting
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.ways import BlockOption, Way, none_if_moved
@@ -226,7 +227,7 @@ def _on_turns(ranks: Sequence[_Rank], turns: int) -> Iterator[list[Counts]]:
 def _within_times(ranks: Sequence[_Rank]) -> Iterator[list[Counts]]:
     """For times of turns within which all ranks have a choice their quickest ones."""
     alike = {own.times_s.tobytes(): own.times_s for own in ranks}
-    levels = [np.unique(np.concatenate(column)) for column in zip(*(own.T for own in alike.values()), strict=True)]
+    levels = [distinct(np.concatenate(column)) for column in zip(*(own.T for own in alike.values()), strict=True)]
     least = np.array([own.min(axis=0) for own in alike.values()]).max(axis=0)
     levels = [own[own >= most] for own, most in zip(levels, least, strict=True)]  # all ranks have to have one
     size = float(np.prod([float(len(own)) for own in levels]))
