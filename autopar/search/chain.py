@@ -29,14 +29,14 @@ from autopar.search.intra import (
     AxisCosts,
     BlockProblem,
     Boundary,
+    Common,
     Narrow,
     Pricing,
     boundary_of,
     crossing_types,
 )
 from autopar.search.problem import Choice, rests_of
-from autopar.search.tables import Cost, Weights
-from autopar.search.values import Structures
+from autopar.search.tables import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,7 @@ class AxisSolver:
         compact: the compact graph before the axis is applied.
         rests: allowed types at rest by parameter name, where pins restrict them.
         narrow: keeps those of an operator's strategies that it may take; None: all.
-        structures: what solvers of equal structure share, whatever they cost.
-        changes: what solvers of equal size and pricing share: costs of changes of type, by what these are of.
+        common: what it shares with others; None: nothing.
     """
 
     def __init__(
@@ -92,12 +91,11 @@ class AxisSolver:
         pricing: Pricing,
         rests: Mapping[str, Sequence[Type]] | None = None,
         narrow: Narrow | None = None,
-        structures: Structures | None = None,
-        changes: dict[tuple[object, ...], Cost | None] | None = None,
+        common: Common | None = None,
     ) -> None:
         self.compact, self.axis, self.size = compact, axis, size
         self.rests = rests or {}
-        graph = compact.graph
+        graph, common = compact.graph, common or Common()
         owners: dict[str, int] = {}
         for block in graph.blocks:
             for parameter in graph.block_parameters(block):
@@ -109,8 +107,9 @@ class AxisSolver:
             pricing=pricing,
             owners=owners,
             narrow=narrow,
-            structures=structures or Structures(),
-            changes={} if changes is None else changes,
+            structures=common.structures,
+            changes=common.changes,
+            saved=common.saved,
         )
         self.boundaries = [boundary_of(graph, block, owners) for block in graph.blocks]
         self.types = crossing_types(graph, self.boundaries, size)

@@ -63,6 +63,30 @@ class Pricing(Protocol):
 
 
 @dataclass(slots=True)
+class Saved:
+    """What the operators of one graph keep for backward on one kind of device, by their names, whatever the axis.
+
+    ``kept``: operands and outputs, parameters among them; ``storages``: those that they lie in, but for what is there anyway.
+    """
+
+    kept: dict[str, Sequence[Ref]] = field(default_factory=dict)
+    storages: dict[str, Sequence[Ref]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Common:
+    """What solvers share.
+
+    ``structures``: those of equal structure, whatever they cost; ``changes``: those of equal size and pricing: costs of changes of type,
+    by what these are of; ``saved``: those of one graph and device.
+    """
+
+    structures: Structures = field(default_factory=Structures)
+    changes: dict[tuple[object, ...], Cost | None] = field(default_factory=dict)
+    saved: Saved = field(default_factory=Saved)
+
+
+@dataclass(slots=True)
 class AxisCosts:
     """Prices of typings on an axis of ``size`` ranks.
 
@@ -71,7 +95,7 @@ class AxisCosts:
     ``changes``: of type, what they cost; may be those of other graphs at the same prices.
     ``structures``: may be those of other costs too.
     ``shared``: what problems at these prices have in common.
-    ``kept``: operands and outputs that backward needs of the operators that were asked for, parameters among them.
+    ``saved``: what operators keep for backward; may be that of other costs of the same graph and device.
     """
 
     graph: Graph
@@ -85,7 +109,7 @@ class AxisCosts:
     shared: Shared = field(init=False)
     _works: dict[int, tuple[Sequence[Strategy], list[Cost]]] = field(default_factory=dict)
     _kept: dict[object, list[Cost]] = field(default_factory=dict)
-    kept: dict[str, Sequence[Ref]] = field(default_factory=dict)
+    saved: Saved = field(default_factory=Saved)
     parts: Fraction = field(init=False)
     _by_bytes: bool = field(init=False)
 
@@ -96,9 +120,13 @@ class AxisCosts:
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
-        kept = self.kept[op.name] = self.pricing.saves(op, tuple(self.graph.spec(ref) for ref in op.operands))
-        roots = dict.fromkeys(self.root(ref) for ref in kept)
-        return tuple(r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r))
+        found = self.saved.storages.get(op.name)
+        if found is None:
+            kept = self.pricing.saves(op, tuple([self.graph.spec(ref) for ref in op.operands]))
+            roots = dict.fromkeys([self.root(ref) for ref in kept])
+            found = tuple([r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r)])
+            self.saved.kept[op.name], self.saved.storages[op.name] = kept, found
+        return found
 
     def root(self, ref: Ref) -> Ref:
         """The value whose storage ``ref`` lies in."""

@@ -19,7 +19,7 @@ from autopar.rules.types import Strategy
 from autopar.search.bases import Bases
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact
-from autopar.search.intra import Narrow
+from autopar.search.intra import Common, Narrow, Saved
 from autopar.search.options import Load, Split
 from autopar.search.padding import padded
 from autopar.search.pins import Pins
@@ -76,6 +76,7 @@ class Solving:
         self._costs: dict[tuple[int, int, int], dict[tuple[object, ...], Cost | None]] = {}
         """Of changes of type, by what of a split decides the groups that communicate."""
         self._wide: dict[tuple[Split, str], Compact] = {}
+        self._saved: dict[int, Saved] = {}  # by the id of a graph, which is kept
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._least: dict[Split, float] = {}
         self._sums: dict[tuple[Split, str], tuple[float, ...]] = {}
@@ -173,8 +174,11 @@ class Solving:
                 pricing=self.bases.pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
                 narrow=SplitWeights(base.graph, self.pinned, narrow) if self.by_rule else narrow,
-                structures=self._structures,
-                changes=self._costs.setdefault((split.cp, split.tp, split.ep_data), {}),
+                common=Common(
+                    structures=self._structures,
+                    changes=self._costs.setdefault((split.cp, split.tp, split.ep_data), {}),
+                    saved=self._saved.setdefault(id(base.graph), Saved()),
+                ),
             )
         return self._solvers[key]
 

@@ -169,7 +169,7 @@ class LayoutNeeds:
             saved.append((ref, min(sizes), bool(reads), roles))
         live = (i for i, ref in enumerate(op.operands) if not graph.is_parameter(ref) and not graph.is_prelude(ref))
         read = ((i, ref) for i, ref in enumerate(op.operands) if graph.is_parameter(ref))
-        weights = ((i, graph.parameter(ref.name), ref in costs.kept[op.name]) for i, ref in read)
+        weights = ((i, graph.parameter(ref.name), ref in costs.saved.kept[op.name]) for i, ref in read)
         states: Sequence[Strategy] = problem.states[problem.ops[op.name]]  # type: ignore[assignment]
         works = dict(zip(map(id, states), costs.operators(op, states, ()), strict=True))
         return _Place(works, tuple(saved), tuple(live), tuple(weights))
