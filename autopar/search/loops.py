@@ -9,9 +9,11 @@ types at the same prices, those beside the way too: its blocks take no less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +87,7 @@ def _least_s(graph: Graph, way: _Way, rule: SplitWeights, prices: _Prices) -> fl
         changes = [own for own in pairs if own[0] != own[1]]
         is_free = not changes and kinds and all((kind, kind) in pairs for kind in kinds)
         if not (is_free and made.num_bytes == spec.num_bytes and made.requires_grad == spec.requires_grad):
-            found = (found[:, :, None] + prices.table(spec, pairs)).min(axis=1)
+            found = _least_sums(found, prices.table(spec, pairs))
             kinds = frozenset([out for _, out in pairs])
         spec = made
     return float(found.diagonal().min())
@@ -114,12 +116,7 @@ class _Prices:
         """For each kind in which a value is made, the least seconds until an operator makes each kind of it."""
         key = spec.num_bytes, spec.requires_grad, pairs
         if key not in self._tables:
-            changes = self._changes_s(spec)
-            found = np.full(changes.shape, np.inf)
-            for kind, out in pairs:
-                k = KINDS.index(out)
-                found[:, k] = np.minimum(found[:, k], changes[:, KINDS.index(kind)])
-            self._tables[key] = found
+            self._tables[key] = _least_sums(self._changes_s(spec), _allowed(pairs))
         return self._tables[key]
 
     def _changes_s(self, spec: TensorSpec) -> NDArray[np.float64]:
@@ -131,15 +128,27 @@ class _Prices:
                 for kind in COLLECTIVES
             }
             found = np.array([[_sent_s(a, b, spec, seconds) for b in TYPES] for a in TYPES])
-            for k in range(len(TYPES)):
-                found = np.minimum(found, found[:, k, None] + found[k])
+            for _ in range(2):  # by way of at most three others: there are four kinds
+                found = _least_sums(found, found)
             self._changes[key] = found
         return self._changes[key]
 
 
+def _least_sums(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """From each kind to each other the least, by one in ``a`` and on in ``b``."""
+    found: NDArray[np.float64] = np.minimum.reduce(a[:, :, None] + b, axis=1)
+    return found
+
+
+@cache
+def _allowed(pairs: frozenset[tuple[str, str]]) -> NDArray[np.float64]:
+    """Zero where an operator may read the one kind and make the other, else infinite."""
+    return np.array([[0.0 if (a, b) in pairs else math.inf for b in KINDS] for a in KINDS])
+
+
 def _sent_s(source: Type, target: Type, spec: TensorSpec, seconds: Mapping[str | None, float]) -> float:
     emitted = conversion(source, target, requires_grad=spec.requires_grad)
-    return np.inf if emitted is None else seconds.get(emitted.forward, 0.0) + seconds.get(emitted.backward, 0.0)
+    return math.inf if emitted is None else seconds.get(emitted.forward, 0.0) + seconds.get(emitted.backward, 0.0)
 
 
 def _way_of(compact: Compact, block: Block, rule: SplitWeights) -> _Way | None:
