@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.cost.collectives import CollectiveModel
-from autopar.cost.compute import OperatorTimes, time_of_work
+from autopar.cost.compute import OperatorTimes, OpTime, time_of_work
 from autopar.cost.fusion import (
     EAGER,
     Kernels,
@@ -21,7 +21,7 @@ from autopar.cost.fusion import (
     joined_projections,
 )
 from autopar.cost.megatron import as_megatron, split_projections
-from autopar.cost.messages import Message, messages
+from autopar.cost.messages import SENDING, Message, messages
 from autopar.cost.storages import Storages, Wiring, wiring_of
 from autopar.cost.work import Specs, Work, work
 from autopar.device import Device, Kind
@@ -206,6 +206,7 @@ class BlockWork:
         fan_in: bytes of the gradients that are added up because several operators read a value.
         shape: everything of :class:`BlockCost` that no profile changes.
         operands: local specs of each operator's operands; empty where operators are fused, so that none is as measured.
+        same: for each operator the position of the first of equal work, dtype and target; empty: nobody knows.
     """
 
     ops: tuple[Op, ...]
@@ -215,6 +216,7 @@ class BlockWork:
     shape: BlockCost
     operands: tuple[Specs, ...] = ()
     remade: frozenset[int] = frozenset()
+    same: tuple[int, ...] = field(default=(), compare=False)
 
 
 def block_cost(
@@ -253,7 +255,10 @@ def price_block(
         overlapped_gradients: sums of a gradient over ``tp`` run beside the product that makes the weight's.
         measured: times of operators that go before the roofline, unless they are fused or quantized.
     """
-    times = [time_of_work(w, op, device, quantized=quantized) for w, op in zip(done.works, done.ops, strict=True)]
+    times: list[OpTime] = []
+    for i, first in enumerate(done.same or range(len(done.ops))):
+        own = times[first] if first < i else time_of_work(done.works[i], done.ops[i], device, quantized=quantized)
+        times.append(own)
     if measured is not None and quantized is None and done.operands:
         times = [measured.time(op, own, t) for op, own, t in zip(done.ops, done.operands, times, strict=True)]
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
@@ -310,7 +315,9 @@ def block_work(
     specs = [spec for op in ops for spec in op.outputs]
     specs += [graph.spec(ref) for ref in wiring.values[len(specs) :]]
     operands = tuple([tuple([specs[v] for v in own]) for own in wiring.reads])
-    works = [work(op, own, kind) for op, own in zip(ops, operands, strict=True)]
+    works: list[Work] = []
+    for i, first in enumerate(wiring.same or range(len(ops))):
+        works.append(works[first] if first < i else work(ops[i], operands[i], kind))
     repeated = frozenset() if again is None else frozenset(i for i, op in enumerate(ops) if again(op))
     if kernels != EAGER:
         works = [_as_run(graph, op, own, done, kernels) for op, own, done in zip(ops, operands, works, strict=True)]
@@ -344,6 +351,7 @@ def block_work(
         messages=tuple(
             message if i <= last_kept else replace(message, repeated=False)
             for i, op in enumerate(ops)
+            if op.target in SENDING
             for message in messages(op, graph)
         ),
         parameters=_parameters(graph, block, wiring),
@@ -359,9 +367,10 @@ def block_work(
             split_projections(group, works, sum(ops[i].spec.num_bytes for i in group))
     fan_in = tuple(fan_in_bytes(ops, wiring, specs, inside))
     operands = operands if kernels == EAGER else ()
+    same = tuple([first if works[i] is works[first] else i for i, first in enumerate(wiring.same)])
     return BlockWork(
         ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
-        remade=frozenset() if remade is None else remade.remade,
+        remade=frozenset() if remade is None else remade.remade, same=same if kernels == EAGER else (),
     )  # fmt: skip
 
 
@@ -422,6 +431,10 @@ def fan_in_bytes(
         specs: of the values of ``wiring``.
         beside: positions of operators that do not count.
     """
+    if not beside:
+        for v, count in wiring.fan_in:
+            yield from (3 * specs[v].num_bytes,) * count
+        return
     uses: dict[int, int] = {}
     for i, (op, own) in enumerate(zip(ops, wiring.distinct, strict=True)):
         if i not in beside and any(spec.requires_grad for spec in op.outputs):

@@ -35,6 +35,16 @@ class Message:
         return self.backward and self.kind in ("all_reduce", "reduce_scatter")
 
 
+SENDING = COLLECTIVES | {
+    "autopar.cross_entropy_vocabulary",
+    "autopar.experts_dispatch",
+    "autopar.experts_dispatch_split",
+    "autopar.attention_ring",
+    OVER_DATA,
+}
+"""Operators that :func:`messages` says something of."""
+
+
 def messages(op: Op, graph: Graph) -> Iterator[Message]:
     """The collectives that an operator of a local graph runs, forward and backward."""
     if op.target == "autopar.cross_entropy_vocabulary":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.cost.work import VIEWS, Work
 from autopar.frozen import replaced
 from autopar.graph.ir import Block, Graph, Op, Ref, TensorSpec
+from autopar.graph.lookups import SAME
 from autopar.graph.storage import numbered_roots
 
 
@@ -29,6 +30,10 @@ class Wiring:
         across: values that are alive behind it.
         constants: names of the buffers.
         shared: whether other blocks read its parameters, in their order.
+        fan_in: values whose gradients are added up because several of its operators read them, and how many sums that are.
+        same: for each operator the position of the first that is the same call of operands of the same specs, whatever the
+            shapes are; empty: nobody knows.
+        lifetimes: by the values in whose storages the values lie.
     """
 
     values: tuple[Ref, ...]
@@ -45,6 +50,24 @@ class Wiring:
     across: tuple[Ref, ...]
     constants: frozenset[str]
     shared: tuple[bool, ...]
+    fan_in: tuple[tuple[int, int], ...]
+    same: tuple[int, ...] = ()
+    lifetimes: dict[tuple[int, ...], Lifetimes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lifetimes:
+    """What follows from the storages of a block's values, whatever their sizes are.
+
+    Attributes:
+        reads: of each operator the storages that it reads.
+        views: whether an operator makes no storage of its own.
+        lives: of each operator the storages that it makes, and those of this block that nothing reads after it.
+    """
+
+    reads: tuple[tuple[int, ...], ...]
+    views: tuple[bool, ...]
+    lives: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 def wiring_of(graph: Graph, block: Block) -> Wiring:
@@ -68,12 +91,14 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
     counts = iter(range(made))
     makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
     outside = values[made:]
+    distinct = tuple([tuple(dict.fromkeys(own)) for own in reads])
+    same = graph._index.named.get(SAME)
     return Wiring(
         values=values,
         number=number,
         maker={v: i for i, own in enumerate(makes) for v in own},
         reads=reads,
-        distinct=tuple([tuple(dict.fromkeys(own)) for own in reads]),
+        distinct=distinct,
         makes=makes,
         is_counted=tuple([ref.name not in parameters and ref.name not in free for ref in values]),
         is_parameter=tuple([ref.name in parameters for ref in values]),
@@ -88,7 +113,56 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
                 for p in graph.block_parameters(block)
             ]
         ),
+        fan_in=tuple(_fan_in(graph, ops, distinct, values)),
+        same=() if same is None else same(block),
     )
+
+
+def _fan_in(
+    graph: Graph, ops: Sequence[Op], distinct: Sequence[Sequence[int]], values: Sequence[Ref]
+) -> Iterator[tuple[int, int]]:
+    uses: dict[int, int] = {}
+    for op, own in zip(ops, distinct, strict=True):
+        if any(spec.requires_grad for spec in op.outputs):
+            for v in own:
+                uses[v] = uses.get(v, 0) + 1
+    for v, count in uses.items():
+        if count > 1 and graph.spec(values[v]).requires_grad and not graph.is_parameter(values[v]):
+            yield v, count - 1
+
+
+def lifetimes_of(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:
+    """The lifetimes of the values of a block; kept with its wiring.
+
+    Args:
+        roots: of each value that in whose storage it lies.
+    """
+    key = tuple(roots)
+    if key not in wiring.lifetimes:
+        wiring.lifetimes[key] = _lifetimes(ops, wiring, roots)
+    return wiring.lifetimes[key]
+
+
+def _lifetimes(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:
+    reads = tuple([tuple([roots[v] for v in own]) for own in wiring.reads])
+    views = tuple(
+        [op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(ops, wiring.makes, strict=True)]
+    )
+    last: dict[int, int] = {}
+    for i, own in enumerate(reads):
+        for v in own:
+            last[v] = i
+        for v in wiring.makes[i]:
+            last[roots[v]] = i
+    outputs = {roots[v] for v in wiring.outputs}
+    lives: list[tuple[list[int], list[int]]] = [([], []) for _ in ops]
+    for i, makes in enumerate(wiring.makes):
+        if not views[i]:
+            for v in makes:
+                lives[i][0].append(v)
+                if v not in outputs:
+                    lives[last[v]][1].append(v)
+    return Lifetimes(reads=reads, views=views, lives=tuple([(tuple(made), tuple(left)) for made, left in lives]))
 
 
 class Storages:
@@ -112,11 +186,8 @@ class Storages:
         self._roots = roots = numbered_roots(self.ops, wiring.reads, wiring.makes, specs)
         self.sizes = [spec.num_bytes for spec in specs]
         """Bytes of each value."""
-        self._reads = [[roots[v] for v in own] for own in wiring.reads]
-        """Of each operator the storages that it reads."""
-        self._views = [
-            op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(self.ops, wiring.makes, strict=True)
-        ]
+        lifetimes = lifetimes_of(self.ops, wiring, roots)
+        self._reads, self._views, self._lives = lifetimes.reads, lifetimes.views, lifetimes.lives
         self.saved: dict[int, int] = {}
         """Kept storages by the position of the first operator that keeps them."""
         for i, done in enumerate(works):
@@ -128,7 +199,7 @@ class Storages:
         self.again_bytes = 0
         self.remade: frozenset[int] = frozenset()
         """Positions of the operators that backward runs once more for what is not kept."""
-        self._lives, self._gradients = self._alive(), self._flowing()
+        self._gradients = self._flowing()
         self._forget(again)
 
     def _save(self, root: int, position: int) -> None:
@@ -215,25 +286,6 @@ class Storages:
                 if v not in saved:
                     now -= sizes[v]
         return peak
-
-    def _alive(self) -> list[tuple[list[int], list[int]]]:
-        """Of each operator the storages that it makes, and those of this block that nothing reads after it."""
-        wiring, roots = self.wiring, self._roots
-        last: dict[int, int] = {}
-        for i, reads in enumerate(self._reads):
-            for v in reads:
-                last[v] = i
-            for v in wiring.makes[i]:
-                last[roots[v]] = i
-        outputs = {roots[v] for v in wiring.outputs}
-        found: list[tuple[list[int], list[int]]] = [([], []) for _ in self.ops]
-        for i, makes in enumerate(wiring.makes):
-            if not self._views[i]:
-                for v in makes:
-                    found[i][0].append(v)
-                    if v not in outputs:
-                        found[last[v]][1].append(v)
-        return found
 
     def backward_peak(self) -> int:
         """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""

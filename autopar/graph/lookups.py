@@ -8,6 +8,9 @@ from typing import Any
 
 from autopar.graph.elements import Block, Buffer, Input, Op, Parameter, Ref, TensorSpec
 
+SAME = "same calls"
+"""Under this name graphs of several sizes keep what says which operators of a block do the same in each of them."""
+
 
 class Index:
     """Look-ups over one graph, made once."""

@@ -30,6 +30,7 @@ from autopar.graph.ir import Argument, Block, Graph, Input, Layout, Op, Paramete
 from autopar.layout import I, P, R, S, Type
 from autopar.rules import zigzag
 from autopar.rules.conversions import conversion, emitted_arguments
+from autopar.rules.localize import LOCALIZERS, localize
 from autopar.rules.parts import BATCH, layout_before, part_of
 from autopar.rules.samples import SampleSums
 from autopar.rules.signature import signature
@@ -209,18 +210,20 @@ class _Sharding:
         outputs = tuple(
             [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
         )
-        local = Local(
-            axis=self.axis,
-            size=self.typing.size,
-            operands=tuple([self.specs[ref] for ref in operands]),
-            outputs=outputs,
-            count_scale=self.count_scale,
-        )
+        called = op.with_operands(operands)
+        if strategy.target or strategy.extra or op.target in LOCALIZERS:
+            local = Local(
+                axis=self.axis,
+                size=self.typing.size,
+                operands=tuple([self.specs[ref] for ref in operands]),
+                outputs=outputs,
+                count_scale=self.count_scale,
+            )
+            called = localize(called, strategy, local)
         before = op.layouts or ((),) * len(op.outputs)
         layouts: tuple[Layout, ...] = tuple(
             [(*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)]
         )
-        called = _localize(op.with_operands(operands), strategy, local)
         new = Op(
             name=called.name,
             target=called.target,
@@ -283,7 +286,7 @@ class _Sharding:
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
         """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
         found = self.types[ref]
-        if self.whole:
+        if self.whole or self._is_as_wanted(ref, found, wanted):
             return ref
         same = found == wanted or self._same_without_gradient(ref, found, wanted)
         if self.is_batch and not self.samples.crosses(ref, found, wanted, same=same):
@@ -299,6 +302,12 @@ class _Sharding:
         if self.is_batch and found == P and home is self.prelude:
             self.samples.read_as_partial[ref] = place
         return self._changed(ref, wanted, home, place)
+
+    def _is_as_wanted(self, ref: Ref, found: Type, wanted: Type) -> bool:
+        """Whether nothing is to be done or noted: most operands are so, and the rest is asked of the others alone."""
+        if found is wanted:
+            return wanted is not P and not self.is_zigzag
+        return self.is_batch and wanted is R and self.graph.is_parameter(ref)
 
     def _changed(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
         """The change of a value that ``home`` shares; emitted where there is none yet."""
@@ -385,10 +394,3 @@ class _Sharding:
 def crosses_samples(graph: Graph) -> tuple[Op, ...]:
     """Changes of type over samples in a local graph: each data rank has one micro-batch then."""
     return tuple(op for op in (*graph.prelude, *graph.ops) if op.target == OVER_DATA)
-
-
-def _localize(op: Op, strategy: Strategy, local: Local) -> Op:
-    from autopar import rules  # the package imports this module
-
-    new: Op = rules.localize(op, strategy, local)
-    return new

@@ -99,8 +99,8 @@ class RuleTable:
         """See :func:`autopar.rules.strategies`."""
         key = (
             op.target,
-            _without_refs(op.args),
-            op.kwargs and _without_refs(op.kwargs),
+            without_refs(op.args),
+            op.kwargs and without_refs(op.kwargs),
             operands,
             op.outputs,
             axis,
@@ -150,9 +150,10 @@ def _repeated(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[Strategy, ...]:
 _ANYWHERE = Ref("")
 
 
-def _without_refs(value: tuple[Argument, ...] | tuple[tuple[str, Argument], ...]) -> tuple[object, ...]:
+def without_refs(value: tuple[Argument, ...] | tuple[tuple[str, Argument], ...]) -> tuple[object, ...]:
+    """Arguments with one and the same mark for every tensor among them."""
     return tuple(
-        [_ANYWHERE if type(item) is Ref else _without_refs(item) if type(item) is tuple else item for item in value]
+        [_ANYWHERE if type(item) is Ref else without_refs(item) if type(item) is tuple else item for item in value]
     )
 
 

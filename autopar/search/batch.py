@@ -63,7 +63,7 @@ class _BatchCosts:
 
     def made_s(self, strategy: Strategy, elements: int) -> float:
         """Of an operator that makes so many elements."""
-        return float(strategy.work) * elements + 0.5 * strategy.inputs.count(P)
+        return float(strategy.work) * elements + 0.5 * [kind.kind for kind in strategy.inputs].count("P")
 
     def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
@@ -215,6 +215,8 @@ def _cost(compact: Compact, strategies: Mapping[str, Strategy], costs: _BatchCos
         total += costs.made_s(strategy, sum([spec.numel for spec in op.outputs]))
         for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
             own = types.get(ref.name)
+            if wanted is R if own is None else own[ref.index] is wanted:
+                continue  # as most are
             if own is None:
                 found = costs.use(graph.parameter(ref.name), I, wanted)
             elif own[ref.index] == wanted or (ref, wanted) in read:

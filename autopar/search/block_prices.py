@@ -107,9 +107,11 @@ class BlockPrices:
 
     def _alike(self, graph: Graph, block: Block) -> Hashable:
         """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
-        shared = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
+        known, key = graph._index.named, f"shared {block.start}:{block.stop}"  # by blocks of this model, for all sizes
+        if key not in known:
+            known[key] = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
         sent = tuple([graph.spec(ref) for ref in graph.block_outputs(block)])
-        return block.hash, shared, sent, graph.loss.name in [op.name for op in graph.block_ops(block)]
+        return block.hash, known[key], sent, graph._index.block_of.get(graph.loss.name) == block.index
 
 
 def _together(every: list[_Known], prelude: Graph, prelude_s: float, padding: Mapping[str, int]) -> PricedBlocks:

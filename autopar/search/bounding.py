@@ -104,6 +104,13 @@ class Bounding:
         """As :meth:`work_bounds_s`, of what may fit, with the data axes."""
         return [self._shared_s(c, *self.rough.data_s(c)) for c in candidates]
 
+    def moved_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> dict[Candidate, float]:
+        """As :meth:`data_bounds_s`, with the least of collectives on ``tp``, of those that this makes ``at_most_s`` or more."""
+        if not self.by_rule or math.isinf(at_most_s):
+            return {}
+        found = {c: self._shared_s(c, *self.rough.moved_s(c)) for c in candidates if c.mesh.tp > 1 and not c.on_host}
+        return {c: bound_s for c, bound_s in found.items() if at_most_s <= bound_s}
+
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
         known = self._ideal_s
@@ -220,8 +227,15 @@ class Bounding:
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
 
         Args:
-            at_most_s: layouts that are slower by a first bound are not priced: that bound is theirs.
+            at_most_s: layouts that are slower by a first bound are not priced, nor solved by a rule: that bound is theirs.
         """
+        known = self.moved_bounds_s(candidates, at_most_s)
+        others = [c for c in candidates if c not in known]
+        known |= zip(others, self._solved_bounds_s(others, at_most_s) if others else (), strict=True)
+        return [known[c] for c in candidates]
+
+    def _solved_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
+        """As :meth:`bounds_s`, by layouts that are solved."""
         loads: dict[Split, list[Load]] = {}
         for candidate in candidates:
             loads.setdefault(split_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))

@@ -53,18 +53,16 @@ class CutShape:
         """Where the options of each key begin in ``Choices.taken``."""
         n = len(keys)
         counts = np.zeros((n + 1, len(self.keys)), dtype=np.int64)
-        for i, key in enumerate(keys):
-            counts[i + 1] = counts[i]
-            counts[i + 1, self.keys.index(key)] += 1
+        np.cumsum(np.array(self.of_block)[:, None] == np.array(self.keys), axis=0, out=counts[1:])
         upper = np.triu_indices(n + 1, 1)
         spans = (counts[None, :, :] - counts[:, None, :])[upper]
-        distinct, which = distinct_rows(spans)
+        distinct, which = distinct_rows(spans, n)
         order = np.argsort(distinct.sum(axis=1), kind="stable")
         self.distinct = distinct[order]
         """Blocks of each key of stages that differ, those of fewer blocks first."""
         self.sizes = self.distinct.sum(axis=1)
         self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
-        self.which[upper] = np.argsort(order)[which.reshape(-1)]
+        self.which[upper] = np.argsort(order)[which]
         self.exists = self.which >= 0
         self._counts: dict[tuple[Ways, int], NDArray[np.int64]] = {}
         self._choices: dict[range, Choices] = {}

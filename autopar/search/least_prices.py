@@ -9,7 +9,7 @@ from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.frozen import replaced
 from autopar.mesh import Mesh
 from autopar.plan import Recompute
-from autopar.search.bound_rows import BlockPrice, forwards_done
+from autopar.search.bound_rows import BlockPrice, least_and_most_done
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.equal_blocks import EqualBlocks
@@ -193,4 +193,4 @@ def _least_passing(cost: BlockCost, mode: Recompute) -> int:
 def least_held(candidate: Candidate) -> int:
     """Micro-batches that each pipeline rank holds at some moment on every one of its stages, at least."""
     degrees = (candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
-    return int(forwards_done(candidate.schedule, *degrees).min())
+    return min(least_and_most_done(candidate.schedule, *degrees)[0])

@@ -1,4 +1,4 @@
-"""First bounds of candidates whose layouts follow a rule: of their work alone, then with what the data axes add to it.
+"""First bounds of candidates whose layouts follow a rule: of their work, with what the data axes add to it, with collectives on ``tp``.
 
 Neither needs a row. Ranks are alike, and no layout divides work better than evenly. Where stages hold equal numbers of blocks
 of the one group of equal ones, the last rank has its part of these and the last block of all: it begins when a micro-batch is
@@ -16,7 +16,7 @@ from autopar.search.candidates import Candidate
 from autopar.search.flow import least_flow_s
 from autopar.search.layouts import Layouts
 from autopar.search.least_rows import LeastRows
-from autopar.search.options import Option
+from autopar.search.options import Option, split_of
 
 ROUNDING = 1e-9
 """A bound is below the time of its plan up to this part of it."""
@@ -68,13 +68,23 @@ class Rough:
             bound_s = max(bound_s, ((mesh.pp - 1) * own_s + m * (own_s + work.last_s)) / ranks)
         return bound_s * (1 - ROUNDING), total_s
 
-    def data_s(self, candidate: Candidate) -> tuple[float, float]:
-        """As :meth:`work_s`, of candidates that may fit, with the data axes."""
+    def data_s(self, candidate: Candidate, moved_s: float = 0.0) -> tuple[float, float]:
+        """As :meth:`work_s`, of candidates that may fit, with the data axes.
+
+        Args:
+            moved_s: of collectives inside of the model, for one micro-batch through all stages.
+        """
         whole, mesh, m = self._whole(candidate), candidate.mesh, candidate.num_micro_batches
         always_s, once_s = self.rows.floors_s(whole, self.step_of(candidate, whole))
-        total_s = self._work(whole).total_s / (mesh.cp * mesh.tp) + always_s
+        total_s = self._work(whole).total_s / (mesh.cp * mesh.tp) + moved_s + always_s
         flow_s = least_flow_s(total_s, m, mesh.pp, mesh.pp * candidate.virtual_stages)
         return max(flow_s, (m * total_s + once_s) / mesh.pp) * (1 - ROUNDING), total_s
+
+    def moved_s(self, candidate: Candidate) -> tuple[float, float]:
+        """As :meth:`data_s`, with the least of collectives on ``tp``."""
+        return self.data_s(
+            candidate, self.layouts.solving.least_moved_s(split_of(candidate.micro_batch_size, candidate.mesh))
+        )
 
     def _whole(self, candidate: Candidate) -> Option:
         return self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)

@@ -48,16 +48,14 @@ class SplitWeights:
     """
 
     def __init__(self, graph: Graph, free: Collection[str], before: Narrow) -> None:
-        self.weights, self.before = _weights(graph, free), before
+        self.weights, self.before = weights_of(graph, free), before
         # kept with the graph: what is shared by equal strategies knows them by their ids
         self._known: dict[tuple[int, tuple[int, ...]], tuple[tuple[Strategy, ...], tuple[Strategy, ...]]]
         self._known = graph.passes.setdefault(SplitWeights, {})
 
     def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         offered = self.before(op, offered)
-        if op.target not in READERS:
-            return offered
-        where = tuple([i for i, ref in enumerate(op.operands) if ref in self.weights])
+        where = self.places(op)
         if not where:
             return offered
         key = id(offered), where
@@ -66,9 +64,34 @@ class SplitWeights:
             self._known[key] = offered, kept or offered
         return self._known[key][1]
 
+    def places(self, op: Op) -> tuple[int, ...]:
+        """Of the operands that are to be split."""
+        if op.target not in READERS:
+            return ()
+        return tuple([i for i, ref in enumerate(op.operands) if ref in self.weights])
+
+    def has(self, graph: Graph, op: Op, strategy: Strategy, size: Fraction) -> bool:
+        """Whether the rule leaves an operator a strategy that it is offered."""
+        if all(strategy.inputs[i].is_split for i in self.places(op)):
+            return True
+        operands = tuple([graph.spec(ref) for ref in op.operands])
+        return strategy in self(op, rules.strategies(op, operands, axis="tp", size=size, fallback=True))
+
+
+def weights_of(graph: Graph, free: Collection[str]) -> frozenset[Ref]:
+    """Trained matrices that are not small, and what is made of them alone (views, casts); kept with the names of the graph.
+
+    Args:
+        free: see :class:`SplitWeights`.
+    """
+    known, key = graph._index.named, f"weights but {sorted(free)}"
+    if key not in known:
+        known[key] = _weights(graph, free)
+    found: frozenset[Ref] = known[key]
+    return found
+
 
 def _weights(graph: Graph, free: Collection[str]) -> frozenset[Ref]:
-    """Trained matrices that are not small, and what is made of them alone (views, casts)."""
     found: set[Ref] = set()
     for block in graph.blocks:
         trained = [p for p in graph.block_parameters(block) if p.spec.requires_grad]
@@ -127,6 +150,7 @@ class Ruled:
         solve: the solution of a split and kind of attention under these weights, its weights split.
         base: the graph of a split before ``tp``, padded.
         allowed: those of an operator's strategies that pins allow at a split.
+        rule: which strategies split weights, for a split and kind of attention.
         rests: types at rest that pins ask for at a split.
     """
 
@@ -136,9 +160,10 @@ class Ruled:
         solve: Callable[[Split, str, Weights], AxisSolution],
         base: Callable[[Split, str], Graph],
         allowed: Callable[[Split, Op, tuple[Strategy, ...]], tuple[Strategy, ...]],
+        rule: Callable[[Split, str], SplitWeights],
         rests: Callable[[Graph, int], Mapping[str, Sequence[Type]]],
     ) -> None:
-        self.solve, self.base, self.allowed, self.rests = solve, base, allowed, rests
+        self.solve, self.base, self.allowed, self.rule, self.rests = solve, base, allowed, rule, rests
         self._solved: dict[tuple[Split, str], AxisSolution | None] = {}
         self._found: dict[tuple[Split, str], AxisSolution] = {}
         self._taken: dict[tuple[int, int], tuple[Typing, Graph, _Taken | None]] = {}
@@ -161,7 +186,7 @@ class Ruled:
             if source == split:
                 break
             found = self._source(source, kind)
-            typing = found and self._carried(found.typing, graph, split, pinned)
+            typing = found and self._carried(found.typing, graph, split, self.rule(split, kind), pinned)
             if found and typing:
                 return replace(found, typing=typing, value=0.0, time_s=0.0, blocks_s=())
         return replace(self.solve(split, kind, WEIGHTS), value=0.0, time_s=0.0, blocks_s=())
@@ -176,9 +201,9 @@ class Ruled:
         return self._solved[key]
 
     def _carried(
-        self, typing: Typing, graph: Graph, split: Split, pinned: Mapping[str, Sequence[Type]]
+        self, typing: Typing, graph: Graph, split: Split, rule: SplitWeights, pinned: Mapping[str, Sequence[Type]]
     ) -> Typing | None:
-        """The same strategies at another micro-batch and degree; None where one of them is not offered there."""
+        """The same strategies at another micro-batch and degree; None where one of them is not offered there, or against the rule."""
         taken = self._taken_of(typing, graph)
         if taken is None:
             return None
@@ -191,7 +216,7 @@ class Ruled:
         for block, (ops, wanted, first) in zip(graph.blocks, taken.blocks, strict=True):
             found = known.get(first)  # equal blocks are offered the same
             if found is None:
-                found = self._offered(graph, block, wanted, split, size)
+                found = self._offered(graph, block, wanted, split, rule, size)
                 if found is None:
                     return None
                 known[first] = found
@@ -206,14 +231,17 @@ class Ruled:
         return self._taken[key][2]
 
     def _offered(
-        self, graph: Graph, block: Block, wanted: Sequence[Strategy], split: Split, size: Fraction
+        self, graph: Graph, block: Block, wanted: Sequence[Strategy], split: Split, rule: SplitWeights, size: Fraction
     ) -> Sequence[Strategy] | None:
         """The same strategies as operators are offered them at another size; None where one is not."""
         ops, found = graph.block_ops(block), _same(graph, block, wanted, size)
         if not all(strategy is not None for strategy in found):
             return None
         same = [strategy for strategy in found if strategy is not None]
-        return same if all(self.allowed(split, op, (s,)) for op, s in zip(ops, same, strict=True)) else None
+        holds = all(
+            self.allowed(split, op, (s,)) and rule.has(graph, op, s, size) for op, s in zip(ops, same, strict=True)
+        )
+        return same if holds else None
 
 
 def _same(graph: Graph, block: Block, wanted: Sequence[Strategy], size: Fraction) -> Sequence[Strategy | None]:

@@ -20,6 +20,7 @@ from autopar.search.bases import Bases
 from autopar.search.chain import AxisSolution, AxisSolver
 from autopar.search.classes import Compact
 from autopar.search.intra import Common, Narrow, Saved
+from autopar.search.loops import least_moved_s
 from autopar.search.options import Load, Split
 from autopar.search.padding import padded
 from autopar.search.pins import Pins
@@ -65,8 +66,8 @@ class Solving:
         self.pins, self.pinned, self.narrow, self.costs = pins, pinned, narrow, costs
         self.by_rule = space.layouts == "rule"
         self._ruled = Ruled(
-            solve=weakly(self._solved), base=weakly(self._base),
-            allowed=weakly(self._narrow), rests=weakly(self._rests),
+            solve=weakly(self._solved), base=weakly(self._base), allowed=weakly(self._narrow),
+            rule=weakly(self._rule), rests=weakly(self._rests),
         )  # fmt: skip
         # those of searched layouts are many
         self._structures: Structures = (
@@ -77,10 +78,12 @@ class Solving:
         """Of changes of type, by what of a split decides the groups that communicate."""
         self._wide: dict[tuple[Split, str], Compact] = {}
         self._saved: dict[int, Saved] = {}  # by the id of a graph, which is kept
+        self._rules: dict[tuple[Split, str], SplitWeights] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
         self._least: dict[Split, float] = {}
         self._sums: dict[tuple[Split, str], tuple[float, ...]] = {}
         self._changes: dict[tuple[int, int], tuple[AxisSolution, Graph, Changes]] = {}
+        self._moved: dict[Split, float] = {}
 
     def solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""
@@ -150,6 +153,27 @@ class Solving:
             self._changes[key] = solution, graph, changes_of(graph, solution.typing)
         return self._changes[key][2]
 
+    def least_moved_s(self, split: Split) -> float:
+        """Seconds that collectives on ``tp`` take at least of a micro-batch in its layout by rule, before that is solved.
+
+        Zero where that is not known: there is another axis inside of the model.
+        """
+        if split.tp == 1 or split.cp > 1 or split.ep_data > 1:
+            return 0.0
+        if split not in self._moved:
+            time_s = self.bases.pricing(TP, split).collective_time_s
+            base = self.bases.base(split, "")
+            rule = SplitWeights(base.graph, self.pinned, partial(weakly(self._narrow), split))
+            self._moved[split] = least_moved_s(base, rule, split.tp, time_s)
+        return self._moved[split]
+
+    def _rule(self, split: Split, kind: str) -> SplitWeights:
+        key = (split, kind)
+        if key not in self._rules:
+            graph, narrow = self._padded(split, kind).graph, partial(weakly(self._narrow), split)
+            self._rules[key] = SplitWeights(graph, self.pinned, narrow)
+        return self._rules[key]
+
     def _padded(self, split: Split, kind: str) -> Compact:
         """The graph before ``tp``, its vocabularies as long as that wants them."""
         key = (split, kind)
@@ -166,14 +190,14 @@ class Solving:
     def solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base, narrow = self._padded(split, kind), partial(weakly(self._narrow), split)
+            base = self._padded(split, kind)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,
                 size=split.tp,
                 pricing=self.bases.pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
-                narrow=SplitWeights(base.graph, self.pinned, narrow) if self.by_rule else narrow,
+                narrow=self._rule(split, kind) if self.by_rule else partial(weakly(self._narrow), split),
                 common=Common(
                     structures=self._structures,
                     changes=self._costs.setdefault((split.cp, split.tp, split.ep_data), {}),

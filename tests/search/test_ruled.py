@@ -121,6 +121,28 @@ def test_no_block_takes_less_than_its_first_bound_says(space: Space, graph: Grap
         assert graph.name != "llama" or sum(option.solution.blocks_s) > 0.7 * total_s  # it says something
 
 
+@pytest.mark.parametrize("pins", [(), ("transformer.h.2.mlp*=tp:I",), ("transformer.h.*.attn*=tp:I",)], ids=len)
+@pytest.mark.parametrize(
+    "graph", [gpt(), gpt(9001), mixture_graph(), llama_block(batch=2)], ids=["gpt", "odd", "moe", "llama"]
+)
+def test_blocks_that_feed_their_equals_move_no_less(space: Space, graph: Graph, pins: tuple[str, ...]) -> None:
+    """What is told of collectives before a layout is solved, beside those of the layout."""
+    if pins and "gpt" not in graph.name:
+        return
+    layouts = planner(graph, space, *pins).evaluator.layouts
+    counts = [len(members) for members in layouts.compact.members]
+    shares = []
+    for size, tp in (*SIZES, (12, 6), (3, 8)):
+        least_s = layouts.solving.least_moved_s(Split(micro_batch_size=size, tp=tp))
+        sent = [c.communication_forward_s + c.communication_backward_s for c in option_of(layouts, size, tp).costs]
+        inner_s = sum(n * own_s for n, own_s in zip(counts, sent, strict=True) if n > 1)
+        assert least_s <= inner_s * (1 + 1e-9)
+        shares.append(least_s / inner_s if inner_s else 1.0)
+    assert layouts.solving.least_moved_s(Split(micro_batch_size=4)) == 0.0
+    if max(counts) > 1 and not pins:
+        assert min(shares[:4]) > 0.95  # it says something, and all where nothing but the way counts
+
+
 def test_degrees_that_do_not_divide_have_a_solution_of_their_own(space: Space) -> None:
     """Hidden units that two divides and four does not: at four they are whole, or it would be no layout."""
     graph = mlp(layers=2, batch=2, width=64, hidden=66)
@@ -209,7 +231,7 @@ def test_no_plan_by_rule_is_quicker_than_that_of_the_search(
 @pytest.mark.parametrize("is_even", [False, True], ids=["any stages", "equal stages"])
 @pytest.mark.parametrize("cluster", ["h100-sxm5-80gb:1x4", "cpu:1x4?cores=2", "cpu:1x4?memory=4.26e8"])
 def test_first_bounds_are_below_every_plan(space: Space, cluster: str, is_even: bool) -> None:
-    """Those of work alone and those with the data axes, which are worked out before any row."""
+    """Those of work alone, those with the data axes and those with the least of collectives, which are worked out before any row."""
     graph = gpt(4000, torch.bfloat16)
     evaluator = (made := planner(graph, replace(space, equal_stages=is_even), cluster=cluster, batch=16)).evaluator
     found = [evaluator.evaluate(candidate) for candidate in made.pool]
@@ -219,6 +241,10 @@ def test_first_bounds_are_below_every_plan(space: Space, cluster: str, is_even: 
     assert all(
         min(pair) > 0 and max(pair) <= time_s * (1 + 1e-9) for *pair, time_s in zip(work, data, times, strict=True)
     )
+    moved = evaluator.moved_bounds_s(made.pool, 0.0)
+    assert {c for c in made.pool if c.mesh.tp > 1} == moved.keys()
+    for candidate, first_s, time_s in zip(made.pool, data, times, strict=True):
+        assert first_s <= moved.get(candidate, first_s) <= time_s * (1 + 1e-9)
     close = [time_s for *pair, time_s in zip(work, data, times, strict=True) if max(pair) > 0.3 * time_s]
     assert len(close) > 4 and min(times) < math.inf
     assert (math.inf in times) == (math.inf in work) == ("memory" in cluster)
