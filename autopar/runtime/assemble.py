@@ -185,10 +185,12 @@ class _Assembler:
         return value.to(device=self.world.device, dtype=self.storage, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
-        """Loads buffers that the graph has no value for, and moves all to the device."""
+        """Loads the model's buffers, and moves them and constants of the graph to the device."""
         for name in program.buffers:
             buffer = self.buffers[name]
-            value = buffer.value if buffer.value is not None else self.weights.buffer(buffer.fqn)
+            is_constant = not buffer.fqn and buffer.value is not None
+            value = buffer.value if is_constant else self.weights.buffer(buffer.fqn, buffer.value)
+            assert value is not None
             program.module.register_buffer(name, value.to(self.world.device, buffer.spec.dtype), persistent=False)
 
     # --- parameters
