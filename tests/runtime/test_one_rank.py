@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+import autopar
 from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, UsageError
 from autopar.graph.trace import trace
 from autopar.lower.program import lower
@@ -579,3 +580,24 @@ def test_parameters_of_one_group_that_were_saved_in_several_are_refused(tmp_path
     several = torch.optim.SGD([{"params": [p]} for p in parameters], lr=1.0)
     parallel.load(tmp_path, several)
     assert [group["lr"] for group in several.param_groups] == [0.5] * 2 + [0.25] * (len(parameters) - 2)
+
+
+class Factor(nn.Module):
+    """Times a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.factor).square().mean()
+
+
+def test_a_tensor_on_meta_that_is_no_buffer_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = Factor()
+    batch = {"x": torch.ones(4, 4)}
+    with pytest.raises(
+        UsageError, match=r"factor.*is a parameter or a buffer of a module, or has a value, but found one"
+    ):
+        autopar.parallelize(model, cluster="cpu:1x1", example_inputs=batch, global_batch_size=4)
