@@ -59,7 +59,7 @@ def launch(
     plan, graph = _from_first_rank(make)
     alarm = Alarm(dist.get_rank(), dist.get_world_size())
     try:
-        with alarm.watched():
+        with alarm.watched("parallelize"):
             alarm.runs()
             return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
     finally:
