@@ -233,7 +233,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         pins, precision, optimizer, space, trials, loss_fn, opaque: as in :func:`search`; a plan names its opaque
             modules itself.
         search_timeout_s: of the search.
-        weights: folder of safetensors files, read slice by slice.
+        weights: folder of safetensors files, read slice by slice: of parameters, and of buffers that a ``state_dict()`` has.
         seed: of dropout, and of the initialisation of a model on meta.
         timeout_s: of every collective, the wait for the search included.
         log_dir: where rank 0 writes measured against predicted times of the first steps, for

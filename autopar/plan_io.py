@@ -88,7 +88,7 @@ def load_plan(path: str | Path) -> Plan:
 def _read_plan(path: Path) -> Plan:
     place = str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         remedy = "make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _MAKE_ANEW
         raise PlanError("the plan file can be read as UTF-8 text", value=error, place=place, remedy=remedy) from error

@@ -50,7 +50,7 @@ class Table:
             UsageError: the file cannot be read, or is not TOML (with the line).
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError("the file can be read as UTF-8 text", value=error, place=str(path)) from error
         try:

@@ -10,6 +10,10 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.files import check_writable, write_text
+from autopar.plan_io import load_plan, save_plan
+from autopar.search.storage import open_storage
+from autopar.table import Table
+from tests.example_plans import single_plan
 
 
 def test_a_file_is_replaced_as_a_whole_and_others_may_read_it(tmp_path: Path) -> None:
@@ -43,3 +47,21 @@ def test_the_folder_itself_is_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
             with pytest.raises(UsageError, match="the file can be written, but found"):
                 call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_a_table_or_plan(tmp_path: Path) -> None:
+    table, plan = tmp_path / "space.toml", tmp_path / "plan.json"
+    table.write_text('name = "mine"\n', encoding="utf-8-sig")
+    assert Table.load(table).text("name") == "mine"
+    save_plan(single_plan(), plan)
+    plan.write_text(plan.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert load_plan(plan) == single_plan()
+
+
+def test_a_journal_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    path.write_text("no journal\nat all\n")
+    with pytest.raises(
+        UsageError, match=r"--storage: the storage is a database URL or a journal .*study\.log': Expecting value"
+    ):
+        open_storage(f"journal:///{path}")

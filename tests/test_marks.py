@@ -120,5 +120,7 @@ def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "pins.txt"
     path.write_text("tp=2  # inside, of a node\n\n# a remark\nrecompute=full@layers.0-1, zero<=1\n")
     assert split_pins(["pp=2", f"@{path}"]) == ["pp=2", "tp=2", "recompute=full@layers.0-1", "zero<=1"]
+    path.write_text("tp=2\n", encoding="utf-8-sig")
+    assert split_pins([f"@{path}"]) == ["tp=2"], "an editor's mark of the encoding is no part of a pin"
     with pytest.raises(UsageError, match="a file of pins can be read"):
         split_pins([f"@{tmp_path / 'none.txt'}"])

@@ -82,7 +82,7 @@ def _pins_in(text: str) -> list[str]:
     if not text.startswith("@"):
         return [text]
     try:
-        lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             "a file of pins can be read",

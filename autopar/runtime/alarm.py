@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -23,7 +23,7 @@ POLL_S = 1.0
 GRACE_S = 5.0
 """For the call to end by itself once another rank has failed, before the process is ended."""
 
-_ENDED = "ended"
+_ENDED, _LEFT = "ended", "left"
 _FAKE = "fake"
 """The backend of one rank of a larger job, whose other ranks are nowhere and which has no store to tell them by."""
 
@@ -32,7 +32,8 @@ class Alarm:
     """Watches the calls that all ranks make together; each rank makes one, and enters the same calls in the same order.
 
     A rank whose call fails writes so into the job's store, the one place that reaches the others whatever they wait for, on gloo
-    as on NCCL. While a rank is inside of a call a thread of its own looks there. Where the collectives fail by themselves
+    as on NCCL. While a rank is inside of a call a thread of its own looks there, and whether others are in another call (an evaluation
+    that one rank alone makes), for which they wait as well. Where the collectives fail by themselves
     (gloo, when the other process ends) the call raises what the store says; where they do not (NCCL; gloo, when the error
     was caught) nothing can call the main thread back, and the process is ended with the same words.
 
@@ -55,16 +56,16 @@ class Alarm:
         self._poll_s, self._grace_s = poll_s, grace_s
         has_others = num_ranks > 1 and dist.get_backend() != _FAKE
         self._store = _store_of(rank) if has_others else None
-        self._num_calls = 0
-        self._inside: int | None = None
+        self._num_calls, self._compared = 0, 0
+        self._inside: tuple[int, str] | None = None
         self._is_running = False
         self._failure = ""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Around a call that all ranks make.
+    def watched(self, what: str) -> Iterator[None]:
+        """Around a call that all ranks make, of the name ``what``.
 
         Raises:
             RankFailedError: another rank failed in this call, or an earlier call that communicated came to no end; else what is
@@ -72,7 +73,7 @@ class Alarm:
         """
         if self._failure:
             raise _error(self._failure)
-        self.begin()
+        self.begin(what)
         try:
             yield
         except Exception as error:
@@ -86,10 +87,10 @@ class Alarm:
         finally:
             self._inside = None
 
-    def begin(self) -> None:
+    def begin(self, what: str) -> None:
         """Begins a call that all ranks make and that nothing can be put around (a backward that the user calls), until :meth:`end`."""
         self._num_calls += 1
-        self._inside, self._is_running = self._num_calls, False
+        self._inside, self._is_running = (self._num_calls, what), False
         if self._thread is None and self._store is not None:
             self._thread = threading.Thread(target=self._watch, name="autopar-alarm", daemon=True)
             self._thread.start()
@@ -117,7 +118,10 @@ class Alarm:
             self._failure = told
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and tells the others that this rank makes no more calls."""
+        if self._store is not None and not self._closed.is_set():
+            with suppress(Exception):  # the store is gone with its process: there is nobody left to tell
+                self._store.compare_set(_LEFT, "", f"rank {self._rank} ended after {self._num_calls} calls")
         self._closed.set()
         if self._thread is not None:
             self._thread.join(2 * self._poll_s)
@@ -125,7 +129,11 @@ class Alarm:
     def _tell(self, error: Exception) -> str:
         """What the store says of this call, which is ``error`` if nobody has been before."""
         where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        return self._told(f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}")
+        own = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
+        if self._is_running and not isinstance(error, AutoparError):
+            with suppress(Exception):  # see _told
+                own = self._gone(self._num_calls) or own
+        return self._told(own)
 
     def _told(self, own: str) -> str:
         """What the store says of this call, which is ``own`` if nobody has been before."""
@@ -143,7 +151,7 @@ class Alarm:
             if call is None:
                 continue
             try:
-                said = self._heard(call)
+                said = self._heard(call[0]) or self._elsewhere(*call)
             except Exception:  # noqa: BLE001  the store is gone with its process: the launcher ends the others
                 return
             if not said:
@@ -162,7 +170,29 @@ class Alarm:
                 said = self._store.get(key).decode()
                 if not _is_own(said, self._rank):
                     return str(said)
-        return ""
+        return self._gone(call)
+
+    def _gone(self, call: int) -> str:
+        """That a rank has ended before this call; empty when none is known."""
+        if self._store is None or not self._store.check([_LEFT]):
+            return ""
+        said = self._store.get(_LEFT).decode()
+        return f"{said}, this one is in its call {call}" if int(said.split()[-2]) < call else ""
+
+    def _elsewhere(self, number: int, what: str) -> str:
+        """Which other call a rank makes as its call of this number, for which this one waits; empty when none is known.
+
+        Who is in a call for longer than a poll compares it with the first such rank, once.
+        """
+        assert self._store is not None
+        if self._compared == number:
+            return ""
+        self._compared = number
+        own = f"{what} on rank {self._rank}"
+        first = self._store.compare_set(f"{number}/what", "", own).decode()
+        if first.partition(" ")[0] == what:
+            return ""
+        return self._store.compare_set(str(number), "", f"{first}, {own}: different calls at the same time").decode()
 
     def _end(self, said: str) -> None:
         """Ends the process, whose main thread waits in a collective that has no end."""

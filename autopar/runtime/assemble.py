@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from autopar.errors import UsageError
 from autopar.graph.ir import Buffer, Parameter
 from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.mesh import EXPERT_MESH_AXES, MESH_AXES
@@ -185,10 +186,21 @@ class _Assembler:
         return value.to(device=self.world.device, dtype=self.storage, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
-        """Loads buffers that the graph has no value for, and moves all to the device."""
+        """Loads the model's buffers, and moves them and constants of the graph to the device.
+
+        Raises:
+            UsageError: a constant has no value.
+        """
         for name in program.buffers:
             buffer = self.buffers[name]
-            value = buffer.value if buffer.value is not None else self.weights.buffer(buffer.fqn)
+            value = self.weights.buffer(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
+            if value is None:
+                raise UsageError(
+                    "a tensor that forward reads is a parameter or a buffer of a module, or has a value",
+                    value="one that was made on meta",
+                    place=name,
+                    remedy="register_buffer it, with an initialiser, or build the model on a real device",
+                )
             program.module.register_buffer(name, value.to(self.world.device, buffer.spec.dtype), persistent=False)
 
     # --- parameters

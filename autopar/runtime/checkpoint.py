@@ -39,6 +39,9 @@ Values = Mapping[str, Tensor]
 
 _SAME = "a checkpoint is of the same model and optimizer"
 
+_WAYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Hyperparameters that say how an optimizer steps on its devices, not where to: each job has its own."""
+
 
 def save(
     path: str | Path,
@@ -78,8 +81,8 @@ def load(
     """Reads a folder in place; all ranks call it.
 
     Raises:
-        PlanError: the folder is none that :func:`save` wrote, is another one on some rank, lacks a parameter, state or file, or has
-            one in another shape; on all ranks alike. Parameters and optimizer are as they were, but for that of shapes.
+        PlanError: the folder is none that :func:`save` wrote, is another one on some rank, lacks a parameter, state or file, has one
+            in another shape, or hyperparameters that differ within a group; on all ranks alike. Parameters and optimizer are as they were, but for that of shapes.
     """
     is_new = optimizer is not None and _make_state(optimizer)
     try:
@@ -97,12 +100,11 @@ def _read(
     state = _state(held, progress, optimizer, buffers)
     padded = _padded(held, optimizer)
     _check_holds(path, state)
-    try:
-        load_state(state, checkpoint_id=str(path))
-    except CheckpointException as error:
-        raise PlanError(_SAME, value=_reasons(error), place=str(path)) from error
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise PlanError(_SAME, value=first_line(error), place=str(path)) from error
+    if optimizer is not None:  # before anything is changed
+        settings = {key: value for key, value in state.items() if key.endswith(".group")}
+        _load(path, settings)
+        _check_groups(path, held, optimizer, settings)
+    _load(path, state)
     for name in progress:
         progress[name] = state[f"progress.{name}"]
     for name, (target, padding) in padded.items():
@@ -111,6 +113,16 @@ def _read(
         value.copy_(state[f"buffer.{name}"])
     if optimizer is not None:
         _put_groups(held, optimizer, state)
+
+
+def _load(path: Path, state: dict[str, Any]) -> None:
+    """Reads ``state``, tensors in place; all ranks call it."""
+    try:
+        load_state(state, checkpoint_id=str(path))
+    except CheckpointException as error:
+        raise PlanError(_SAME, value=_reasons(error), place=str(path)) from error
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise PlanError(_SAME, value=first_line(error), place=str(path)) from error
 
 
 def _reasons(error: CheckpointException) -> str:
@@ -242,14 +254,44 @@ def _put_whole(target: Tensor, padding: Padding, whole: Tensor) -> None:
     target._local_tensor.copy_(local)
 
 
+def _check_groups(path: Path, held: Sequence[Held], optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuses groups of parameters that were saved with different hyperparameters; all ranks call it.
+
+    Raises:
+        PlanError: names two of them; on all ranks alike, before a group is changed.
+    """
+    mixed = ""
+    firsts: dict[int, tuple[str, dict[str, Any]]] = {}
+    for h, group in _groups(held, optimizer):
+        settings = {name: value for name, value in state[f"optimizer.{h.key}.group"] if name not in _WAYS}
+        key, first = firsts.setdefault(id(group), (h.key, settings))
+        name = next((name for name in sorted(first.keys() | settings) if first.get(name) != settings.get(name)), "")
+        if name and not mixed:
+            mixed = f"{name} {first.get(name)} of {key} and {settings.get(name)} of {h.key} in one group"
+    said: list[Any] = [""] * dist.get_world_size()
+    dist.all_gather_object(said, mixed)
+    if found := [text for text in said if text]:
+        raise PlanError(
+            "the parameters of a group of the optimizer were saved with the same hyperparameters",
+            value=found[0],
+            place=str(path),
+            remedy="make the groups of the optimizer that was saved, or load without one",
+        )
+
+
 def _put_groups(held: Sequence[Held], optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Hyperparameters are Python values: read beside, then put in; a learning rate in a tensor stays in it."""
+    """Hyperparameters are Python values: read beside, then put in; a learning rate in a tensor stays in it.
+
+    Those that the group has not yet, too: what a scheduler that is made later goes on from (``initial_lr``).
+    """
     for h, group in _groups(held, optimizer):
         for name, value in state[f"optimizer.{h.key}.group"]:
             old = group.get(name)
+            if name in _WAYS:
+                continue
             if _is_number(old):
                 old.fill_(value)
-            elif name in group:
+            else:
                 group[name] = value
 
 

@@ -17,7 +17,8 @@ from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.plan_check import check_model, check_plan
 from autopar.runtime.alarm import Alarm
-from autopar.runtime.materialize import FileWeights, ModelWeights, Weights
+from autopar.runtime.file_weights import FileWeights
+from autopar.runtime.materialize import ModelWeights, Weights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, check_groups, start
 
@@ -41,7 +42,7 @@ def launch(
         model: with weights (those of rank 0 count) or on meta.
         make: called on rank 0 alone, whose plan and graph all ranks take.
         device_type: ``cuda`` (NCCL) or ``cpu`` (gloo).
-        weights: folder of safetensors files; instead of the model's weights.
+        weights: folder of safetensors files; instead of the model's parameters and of its persistent buffers.
         seed: of random operators, and of the initialisation of a model on meta.
         timeout_s: of every collective.
         log_dir: see :class:`Parallel`.
@@ -58,7 +59,7 @@ def launch(
     plan, graph = _from_first_rank(make)
     alarm = Alarm(dist.get_rank(), dist.get_world_size())
     try:
-        with alarm.watched():
+        with alarm.watched("parallelize"):
             alarm.runs()
             return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
     finally:

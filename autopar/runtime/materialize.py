@@ -1,17 +1,15 @@
 """Gives parameters and buffers their values: from the user's model, from files, or initialised in place.
 
 Nothing is ever made whole on one rank that is not needed there: a model on meta is initialised one
-module at a time, and a checkpoint is read slice by slice.
+module at a time, and files are read slice by slice (:mod:`autopar.runtime.file_weights`).
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +29,8 @@ class Weights(Protocol):
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
         """The elements ``index`` of the model's parameter."""
 
-    def buffer(self, fqn: str) -> Tensor:
-        """A buffer, whole."""
+    def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
+        """A buffer, whole; ``traced`` is what it held when the model was traced, where that is known."""
 
     @property
     def model(self) -> nn.Module:
@@ -97,8 +95,10 @@ class ModelWeights(Weights):
             value = self._initialised(path)._parameters[name]  # type: ignore[assignment]
         return value.detach()[index]
 
-    def buffer(self, fqn: str) -> Tensor:
-        """A buffer, whole."""
+    def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
+        """A buffer, whole: ``traced`` where it is given, as rank 0 traced the model of which all take the values."""
+        if traced is not None:
+            return traced
         value = self._model.get_buffer(fqn)
         if value.is_meta:
             path, _, name = fqn.rpartition(".")
@@ -121,29 +121,12 @@ def initialise(model: nn.Module, path: str, seed: int) -> nn.Module:
     Raises:
         UsageError: there is no initialiser, or it leaves elements out.
     """
-    chain = [model]
-    for name in path.split(".") if path else ():
-        chain.append(chain[-1].get_submodule(name))
-    skeleton = [_shallow(module) for module in chain]
-    for parent, child, name in zip(skeleton, skeleton[1:], path.split("."), strict=False):
-        parent._modules[name] = child
-    target = skeleton[-1]
-    for name, parameter in target._parameters.items():
-        if parameter is not None:
-            target._parameters[name] = nn.Parameter(_unset_like(parameter), parameter.requires_grad)
-    for name, buffer in target._buffers.items():
-        target._buffers[name] = None if buffer is None else _unset_like(buffer)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int(digest(f"{seed} {path}"), 16) % 2**63)
-        reset = getattr(target, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        for depth in reversed(range(len(skeleton))):
-            owner = next((m for m in reversed(skeleton[: depth + 1]) if hasattr(m, "_init_weights")), None)
-            if owner is not None:
-                owner._init_weights(skeleton[depth])  # type: ignore[operator]
-    for name, value in (*target._parameters.items(), *target._buffers.items()):
-        if value is not None and value.is_floating_point() and bool(value.isnan().any()):
+    target = _initialised(model, path, seed, 0)
+    own = _own_tensors(target)
+    # no number of theirs says that it was left out: what is not written differs between two fillings
+    others = {} if all(map(_has_nan, own.values())) else _own_tensors(_initialised(model, path, seed, 1))
+    for name, value in own.items():
+        if bool(value.isnan().any()) if _has_nan(value) else not torch.equal(value, others[name]):
             raise UsageError(
                 "a module on meta has an initialiser (reset_parameters, or _init_weights of its model)",
                 value=type(target).__name__,
@@ -153,6 +136,36 @@ def initialise(model: nn.Module, path: str, seed: int) -> nn.Module:
     return target
 
 
+def _initialised(model: nn.Module, path: str, seed: int, fill: int) -> nn.Module:
+    """See :func:`initialise`; what is not written is nan, and ``fill`` where a dtype has none."""
+    chain = [model]
+    for name in path.split(".") if path else ():
+        chain.append(chain[-1].get_submodule(name))
+    skeleton = [_shallow(module) for module in chain]
+    for parent, child, name in zip(skeleton, skeleton[1:], path.split("."), strict=False):
+        parent._modules[name] = child
+    target = skeleton[-1]
+    for name, parameter in target._parameters.items():
+        if parameter is not None:
+            target._parameters[name] = nn.Parameter(_unset_like(parameter, fill), parameter.requires_grad)
+    for name, buffer in target._buffers.items():
+        target._buffers[name] = None if buffer is None else _unset_like(buffer, fill)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int(digest(f"{seed} {path}"), 16) % 2**63)
+        reset = getattr(target, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        for depth in reversed(range(len(skeleton))):
+            owner = next((m for m in reversed(skeleton[: depth + 1]) if hasattr(m, "_init_weights")), None)
+            if owner is not None:
+                owner._init_weights(skeleton[depth])  # type: ignore[operator]
+    return target
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+
+
 def _shallow(module: nn.Module) -> nn.Module:
     clone = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):
@@ -160,55 +173,10 @@ def _shallow(module: nn.Module) -> nn.Module:
     return clone
 
 
-def _unset_like(value: Tensor) -> Tensor:
-    """A CPU tensor that shows (by nan) what an initialiser leaves out."""
-    made = torch.empty_like(value, device="cpu")
-    if made.is_floating_point():
-        made.fill_(float("nan"))
-    return made
+def _has_nan(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
-class FileWeights(Weights):
-    """A folder of safetensors files, as ``save_pretrained`` writes them; buffers come from ``rest``."""
-
-    def __init__(self, folder: str | Path, rest: Weights) -> None:
-        self._folder, self._rest = Path(folder), rest
-        index = self._folder / "model.safetensors.index.json"
-        if index.exists():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            single = self._folder / "model.safetensors"
-            if not single.exists():
-                raise UsageError("weights= is a folder with model.safetensors or its index", value=str(self._folder))
-            with _open(single) as file:
-                self._files = dict.fromkeys(file.keys(), single.name)
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self._rest.model
-
-    def shape(self, fqn: str) -> torch.Size:
-        """Of the model's parameter, whole."""
-        return self._rest.shape(fqn)
-
-    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """The elements ``index`` of the model's parameter."""
-        names = (parameter.fqn, *parameter.aliases)
-        candidates = (*names, *(name.partition(".")[2] for name in names))  # saved without the head's prefix
-        found = next((name for name in candidates if name in self._files), None)
-        if found is None:
-            raise UsageError("every parameter is in the files", value=parameter.fqn, place=str(self._folder))
-        with _open(self._folder / self._files[found]) as file:
-            value: Tensor = file.get_slice(found)[index]
-            return value
-
-    def buffer(self, fqn: str) -> Tensor:
-        """A buffer, whole."""
-        return self._rest.buffer(fqn)
-
-
-def _open(path: Path) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
+def _unset_like(value: Tensor, fill: int) -> Tensor:
+    """A CPU tensor that shows (by nan, or by ``fill``) what an initialiser leaves out."""
+    return torch.full_like(value, float("nan") if _has_nan(value) else fill, device="cpu")

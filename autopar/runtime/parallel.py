@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from zlib import crc32
 
 import spmd_types
 import torch
@@ -149,14 +150,14 @@ class Parallel:
 
         For models that fit one rank; others are saved by :meth:`save`.
         """
-        self._world.check_job()
-        state = self._state.named(self._state.own)
-        return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
+        with self._at_once("full_state_dict"):
+            state = self._state.named(self._state.own)
+            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients whole, as :meth:`full_state_dict`."""
-        self._world.check_job()
-        return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
+        with self._at_once("full_gradients"):
+            return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
     # --- steps
 
@@ -178,7 +179,7 @@ class Parallel:
                 are off.
             RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """
-        with self._together():
+        with self._together("train_step"):
             return self._train_step(batch).as_subclass(StepLoss)
 
     def _train_step(self, batch: Batch) -> Tensor:
@@ -207,7 +208,8 @@ class Parallel:
             UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
                 training changes (BatchNorm reads them only in ``eval()``).
         """
-        with self._together():
+        with self._together("evaluate"):
+            self._meet("evaluate")
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> Tensor:
@@ -237,7 +239,9 @@ class Parallel:
         Raises:
             UsageError: the plan has pipeline stages, or the batch does not fit the plan.
         """
-        with self._together():
+        with self._together("call"):
+            if not torch.is_grad_enabled():
+                self._meet("call without gradients")
             return self._call(batch)
 
     def _call(self, batch: Batch) -> Tensor:
@@ -267,7 +271,7 @@ class Parallel:
         Torch's function of this name takes what one rank holds for the whole: with pipeline stages, or experts over data
         ranks, ranks would scale by different norms.
         """
-        with self._at_once():
+        with self._at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
             norm = self._norm()
         clip(self._assembly.held, norm, max_norm)
         return norm
@@ -279,7 +283,7 @@ class Parallel:
 
         Every rank writes what it holds.
         """
-        with self._at_once():
+        with self._at_once("save"):
             checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
 
     def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
@@ -289,7 +293,7 @@ class Parallel:
             PlanError: the checkpoint is of another model.
         """
         progress = self._progress()
-        with self._at_once():
+        with self._at_once("load"):
             checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
         self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
 
@@ -299,13 +303,13 @@ class Parallel:
     # --- inside a step
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self, what: str) -> Iterator[None]:
         """Around what all ranks do together: if it fails on one, all know, and gradients are those of before."""
         self._world.check_job()
         if self._in_backward:  # one that the user called, and that has failed
             self._abandon()
             self._alarm.spoil("a backward came to no end")
-        with self._alarm.watched():
+        with self._alarm.watched(what):
             try:
                 yield
             except Exception:
@@ -313,16 +317,40 @@ class Parallel:
                 raise
 
     @contextmanager
-    def _at_once(self) -> Iterator[None]:
+    def _at_once(self, what: str, *, meets: bool = True) -> Iterator[None]:
         """Around what communicates besides steps; errors that name themselves are the same on all ranks, which may go on after them."""
         self._world.check_job()
-        with self._alarm.watched():
+        with self._alarm.watched(what):
+            if meets:
+                self._meet(what)
             self._alarm.runs()
             try:
                 yield
             except AutoparError:
                 self._alarm.met()
                 raise
+
+    def _meet(self, what: str) -> None:
+        """Before what is called seldom: waits for all ranks.
+
+        A rank that is in a step meanwhile would take this one's sums for its own; so it waits, and the alarm says for what.
+
+        Raises:
+            UsageError: another rank makes another such call.
+        """
+        if self._norm.group is None:
+            return
+        self._alarm.runs()
+        code = crc32(what.encode())
+        codes = torch.tensor([code, -code], device=self._world.device)
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self._norm.group)
+        self._alarm.met()
+        if codes.tolist() != [code, -code]:
+            raise UsageError(
+                "all ranks make the same calls of a parallel model, in the same order",
+                value=f"{what} on rank {self._world.rank}, and another call elsewhere",
+                remedy="call it on every rank, and let one of them print or write what it returns",
+            )
 
     def _abandon(self) -> None:
         """Leaves the gradients of a step that failed, some of whose micro-batches may have added theirs."""
@@ -368,7 +396,7 @@ class Parallel:
     def _begin_called(self) -> None:
         """At the begin of a backward that the user called."""
         if not self._in_backward:
-            self._alarm.begin()
+            self._alarm.begin("backward")
         self._begin_backward(1)
 
     def _finish_called(self) -> None:

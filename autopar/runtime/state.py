@@ -35,7 +35,7 @@ class State:
         self._stages, self._world = stages, world
         self._fqns = {buffer.name: buffer.fqn for buffer in program.state}
         self.values = {
-            buffer.name: weights.buffer(buffer.fqn).to(world.device, buffer.spec.dtype, copy=True)
+            buffer.name: weights.buffer(buffer.fqn, buffer.value).to(world.device, buffer.spec.dtype, copy=True)
             for buffer in program.state
             if buffer.name in wanted
         }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from json import JSONDecodeError
 from typing import Any
 
 import optuna
@@ -59,7 +60,7 @@ def answering(url: str) -> Iterator[None]:
     """
     try:
         yield
-    except (SQLAlchemyError, ImportError, OSError, optuna.exceptions.StorageInternalError) as error:
+    except (SQLAlchemyError, ImportError, OSError, JSONDecodeError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
         raise UsageError(
             "the storage is a database URL or a journal that can be opened and written",

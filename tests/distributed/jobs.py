@@ -59,6 +59,24 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
         time.sleep(0.05)
 
 
+def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
+    """Each rank writes what it says of a call that the first makes alone: one that meets others, and one while they are in a step."""
+    said, rank = Path(folder), dist.get_rank()
+    logging.getLogger("autopar").addHandler(logging.FileHandler(said / f"rank{rank}"))
+    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+        parallel = build(subject, plan, graph)
+    try:
+        parallel.evaluate(batch) if rank == 0 else parallel.full_state_dict()
+    except UsageError as error:
+        (said / f"met{rank}").write_text(str(error))
+    parallel.train_step(batch)
+    try:
+        parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
+    except AutoparError as error:
+        (said / f"rank{rank}").write_text(str(error))
+        time.sleep(30.0)  # the other one says it too, and ends
+
+
 def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
     loss = parallel(**batch)

@@ -109,6 +109,22 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, stage: str) -
         ), text
 
 
+def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path) -> None:
+    """Its sums would be taken for those of the step in which the others are, or wait for them until a time-out."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(dp_replicate=2), global_batch_size=16, micro_batch_size=4)
+    (batch,) = batches(subject, 1)
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
+        own.run(jobs.in_different_calls, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
+    for rank, what in enumerate(("evaluate", "full_state_dict")):
+        words = f"all ranks make the same calls of a parallel model, in the same order, but found {what} on rank {rank}, and another"
+        assert (tmp_path / f"met{rank}").read_text().startswith(words)
+    said = "".join((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+    assert "evaluate on rank 0" in said, said
+    assert "train_step on rank 1" in said, said
+    assert "different calls at the same time; mend" in said, said
+
+
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2"])
 def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")

@@ -98,3 +98,23 @@ def test_initialisers_of_parents_see_the_names_of_their_children() -> None:
         model = Scaled()
     assert torch.equal(initialise(model, "inner", 0).weight, torch.full((4, 4), 3.0))
     assert torch.equal(initialise(model, "other", 0).weight, torch.ones(4, 4))
+
+
+class Choice(nn.Module):
+    """An integer buffer, of which the initialiser may leave elements out."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.first = first
+        self.register_buffer("order", torch.tensor([2, 0, 1]))
+
+    def reset_parameters(self) -> None:
+        self.order[self.first :] = torch.tensor([2, 0, 1])[self.first :]
+
+
+def test_integers_that_an_initialiser_leaves_out_are_found() -> None:
+    with torch.device("meta"):
+        whole, partial = Choice(), Choice(first=1)
+    assert initialise(whole, "", 0).order.tolist() == [2, 0, 1]
+    with pytest.raises(UsageError, match=r"order: a module on meta has an initialiser .*, but found Choice"):
+        initialise(partial, "", 0)

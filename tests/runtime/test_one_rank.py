@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+import autopar
 from autopar.errors import PlanError, RankFailedError, RuntimeMismatchError, UsageError
 from autopar.graph.trace import trace
 from autopar.lower.program import lower
@@ -537,3 +539,65 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
     assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
     assert parallel.train_step(batch).item() != pytest.approx(wanted, rel=1e-3)
     assert parallel.evaluate(batch).item() == pytest.approx(wanted, rel=1e-6)
+
+
+def _halved(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRScheduler:
+    return LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch)
+
+
+def test_a_scheduler_that_is_made_after_a_load_goes_on_from_the_first_rate(tmp_path: Path) -> None:
+    parallel = build()
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5, foreach=True)
+    scheduler = _halved(optimizer)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    parallel.save(tmp_path, optimizer)
+    fresh = torch.optim.SGD(parallel.parameters(), lr=1.0, foreach=False)
+    parallel.load(tmp_path, fresh)
+    group = fresh.param_groups[0]
+    assert (group["lr"], group["initial_lr"]) == (0.125, 0.5)
+    assert group["foreach"] is False, "how a job steps on its devices is its own"
+    assert _halved(fresh, 2).get_last_lr() == [0.0625]
+
+
+def test_parameters_of_one_group_that_were_saved_in_several_are_refused(tmp_path: Path) -> None:
+    parallel = build()
+    parameters = list(parallel.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:], "lr": 0.25}]
+    parallel.save(tmp_path, torch.optim.SGD(groups))
+    before = parallel.full_state_dict()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(2.0)
+    one = torch.optim.SGD(parameters, lr=1.0)
+    with pytest.raises(
+        PlanError, match=r"saved with the same hyperparameters, but found lr 0.5 of .* and 0.25 of .*in one"
+    ):
+        parallel.load(tmp_path, one)
+    assert one.param_groups[0]["lr"] == 1.0
+    assert all(torch.equal(value, 2.0 * before[name]) for name, value in parallel.full_state_dict().items())
+    several = torch.optim.SGD([{"params": [p]} for p in parameters], lr=1.0)
+    parallel.load(tmp_path, several)
+    assert [group["lr"] for group in several.param_groups] == [0.5] * 2 + [0.25] * (len(parameters) - 2)
+
+
+class Factor(nn.Module):
+    """Times a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.factor).square().mean()
+
+
+def test_a_tensor_on_meta_that_is_no_buffer_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = Factor()
+    batch = {"x": torch.ones(4, 4)}
+    with pytest.raises(
+        UsageError, match=r"factor.*is a parameter or a buffer of a module, or has a value, but found one"
+    ):
+        autopar.parallelize(model, cluster="cpu:1x1", example_inputs=batch, global_batch_size=4)
