@@ -231,7 +231,7 @@ class Bounding:
                 continue
         at_most_s /= self._least_speed(candidates)
         every = [self._least_first(candidate) for candidate in candidates]
-        self._test_free(candidates, every, at_most_s)
+        self._test_least(candidates, every, at_most_s)
         self._tell_slow(
             [(c, draft) for c, drafts in zip(candidates, every, strict=True) for draft in drafts], at_most_s
         )
@@ -303,25 +303,24 @@ class Bounding:
         self._open([(candidate, draft) for draft in drafts], 0.0)
         return sorted(drafts, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
-    def _test_free(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
-        """Where ranks differ: layouts that take longer than ``at_most_s`` whatever their data axes and memory cost."""
-        asked: dict[int, tuple[MixedRow, list[tuple[Candidate, int]]]] = {}
-        known: dict[tuple[object, ...], MixedRow] = {}
+    def _test_least(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
+        """Where ranks differ: candidates that take no less than ``at_most_s`` in any layout, each by one row below all of these."""
+        if math.isinf(at_most_s):
+            return
+        rows: list[MixedRow] = []
+        asked: list[tuple[Candidate, list[Draft]]] = []
         for candidate, drafts in zip(candidates, every, strict=True):
-            if not self.placed.has(candidate) or math.isinf(at_most_s):
-                continue
-            same = self.placed.pipeline(candidate)
-            for draft in drafts:
-                bound_s, is_priced = self._bounds[candidate, id(draft)]
-                if not is_priced and bound_s < at_most_s:
-                    row = known.get((id(draft), same))
-                    if row is None:
-                        row = known[id(draft), same] = self.placed.free(candidate, self.layouts.option(draft))
-                    asked.setdefault(id(row), (row, []))[1].append((candidate, id(draft)))
-        found = mixed_bounds([row for row, _ in asked.values()], at_most_s, only_test=True)
-        for bound_s, (_, keys) in zip(found, asked.values(), strict=True):
-            for key in keys:
-                self._bounds[key] = max(self._bounds[key][0], float(bound_s)), False
+            if self.placed.has(candidate):
+                own = [draft for _, draft in self._open([(candidate, draft) for draft in drafts], at_most_s)]
+                if len(own) > 1:  # of one it is the row of its priced blocks, which is made next
+                    options = [self.layouts.option(draft) for draft in own]
+                    rows.append(self.placed.least(candidate, options, self.step(candidate, options[0])))
+                    asked.append((candidate, own))
+        found = mixed_bounds(rows, at_most_s, only_test=True).tolist()
+        for (candidate, own), bound_s in zip(asked, found, strict=True):
+            for draft in own:
+                key = candidate, id(draft)
+                self._bounds[key] = max(self._bounds[key][0], bound_s), False
 
     def _is_priced(self, candidate: Candidate, draft: Draft) -> bool:
         return self._bounds[candidate, id(draft)][1]
