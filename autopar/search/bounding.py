@@ -18,7 +18,7 @@ from autopar.search.layouts import Layouts
 from autopar.search.least_rows import LeastRows
 from autopar.search.mixed import Placed
 from autopar.search.mixed_bounds import mixed_bounds
-from autopar.search.mixed_rows import MixedRow, quick_bounds
+from autopar.search.mixed_rows import MixedRow
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
@@ -130,11 +130,19 @@ class Bounding:
         return [found[c] for c in candidates]
 
     def _ideals_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        plain = [c for c in candidates if not c.on_host and not self._is_too_large(c)]
+        here = [c for c in candidates if not c.on_host]
+        placed = [c for c in here if self.placed.has(c)]
+        plain = [c for c in here if not self.placed.has(c) and not self._is_too_large(c)]
         rows = [self._ideal_row(candidate) for candidate in plain]
-        bounds_s = self._at_speed(plain, row_bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+        bounds_s = self._at_speed(plain, row_bounds(rows, precision=COARSE), rows)
         found = dict(zip(plain, bounds_s, strict=True))
+        found |= {c: self._shared_s(c, self._first_s(c), 0.0) for c in placed}
         return [found[c] if c in found else self._offloaded_s(c) if c.on_host else math.inf for c in candidates]
+
+    def _first_s(self, candidate: Candidate) -> float:
+        """Where ranks differ."""
+        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        return self.placed.first_s(candidate, whole, self._whole_step(candidate, whole))
 
     def know_ideal_bounds(self, bounds_s: Mapping[Candidate, float]) -> None:
         """What :meth:`ideal_bounds_s` of another process gave."""

@@ -30,7 +30,7 @@ from autopar.search.layouts import Layouts
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
 from autopar.search.mixed_place import PlaceRows, Works
-from autopar.search.mixed_rows import MixedRow, PlaceRow, work_and_slowness
+from autopar.search.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.search.mixed_turns import sizes_of
 from autopar.search.once import at_both_ends, tie_s
 from autopar.search.options import Draft, Option
@@ -138,6 +138,7 @@ class Placed:
         self._alike: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
         self._tied: dict[tuple[object, ...], float] = {}
         self._known_works: dict[tuple[object, ...], tuple[tuple[Option, ...], Works]] = {}
+        self._first: dict[tuple[object, ...], tuple[Option, MixedRow, float]] = {}
         self._turns: dict[tuple[Candidate, int], tuple[Option, tuple[int, ...] | None]] = {}
         plain = tuple(mode for mode in modes if mode != "selective")
         self.plain: Placed | None = None
@@ -270,6 +271,22 @@ class Placed:
                 prices[own] = self._maker(own).ideal_prices(step.mesh, option.ranks[rank], step)
         rows = {own: self._place_row(candidate, own, made, 0.0) for own, made in prices.items()}
         return self._mixed_row([rows[own] for own in places], [prices[own] for own in places])
+
+    def first_s(self, candidate: Candidate, whole: Option, step: Step) -> float:
+        """A bound of :meth:`ideal` that is found at once; infinite where all ranks together have too little memory.
+
+        Only the memory depends on how the data axes run: one row is made for all candidates that differ in nothing else.
+        """
+        mesh, places = candidate.mesh, self.places(candidate)
+        pipeline = (candidate.schedule, candidate.virtual_stages, candidate.num_micro_batches, candidate.order)
+        key = (id(whole), mesh.cp, mesh.tp, mesh.pp, mesh.world_size, *pipeline)
+        if key not in self._first:  # the layout is kept, so that its id stays its own
+            row = self.ideal(candidate, whole, step)
+            self._first[key] = whole, row, work_bound_s(row)
+        _, row, bound_s = self._first[key]
+        ranks = dict(zip(places, self.option(candidate, whole).ranks, strict=True))
+        static = {own: self._maker(own).ideal_static_bytes(option, step) for own, option in ranks.items()}
+        return bound_s if holds(row, [static[own] for own in places]) else math.inf
 
     def can_hold(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> bool:
         """Whether all pipeline ranks together may hold a layout that is not priced yet.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -78,6 +79,7 @@ class PlaceRows(RowMaker):
         self._known_ends: dict[tuple[int, int], _Ends] = {}
         self._works: dict[tuple[int, ...], Works] = {}
         self._known_axes: dict[tuple[object, ...], tuple[BlockCost, _Axes]] = {}
+        self._known_static: dict[tuple[object, ...], tuple[Option, float]] = {}
         self._known_sums: dict[tuple[object, ...], tuple[Sequence[BlockCost], list[float]]] = {}
 
     # --- prices
@@ -164,7 +166,23 @@ class PlaceRows(RowMaker):
             self._known_sums[key] = costs, least_sums_s(self.model, costs, self.counts, step, others=True)
         return self._known_sums[key][1]
 
+    def ideal_static_bytes(self, whole: Option, step: Step) -> float:
+        """Of each block of the group, as :meth:`ideal_prices` has them."""
+        key = (id(whole), step.mesh, step.zero_stage, step.num_micro_batches, step.offload)
+        if key not in self._known_static:  # the layout is kept, so that its id stays its own
+            costs = self.private_costs(whole)
+            own = {id(costs[k]): costs[k] for k in self.group}.values()
+            least = min((self.model.block_static_bytes(cost, step) for cost in own), default=0)
+            self._known_static[key] = whole, least / step.mesh.tp
+        return self._known_static[key][1]
+
     # --- rows
+
+    @cached_property
+    def group(self) -> list[int]:
+        """Blocks of the compact graph that are the group of equal ones with the most."""
+        groups, inner = self.groups()
+        return max(groups, key=lambda ks: sum(inner[k] for k in ks), default=[])
 
     def place_row(
         self, candidate: Candidate, prices: Sequence[BlockPrice], *, every_s: float, is_even: bool
@@ -202,8 +220,7 @@ class PlaceRows(RowMaker):
     def _ends(self, prices: Sequence[BlockPrice], pp: int) -> _Ends:
         """What of a row is the same for all schedules."""
         if (id(prices), pp) not in self._known_ends:
-            groups, inner = self.groups()
-            own = max(groups, key=lambda ks: sum(inner[k] for k in ks), default=[])
+            (groups, inner), own = self.groups(), self.group
             before = [prices[k] for k in self.class_of[: pp - 1]]
             self._known_ends[id(prices), pp] = _Ends(
                 prices=prices,
