@@ -30,6 +30,9 @@ from autopar.search.space import Space
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
 
+ROUGH = 0.04
+"""Of those by which a first plan is looked for where ranks differ, when there is no time to be below yet."""
+
 
 class Bounding:
     """Lower bounds of candidates for one model, cluster and batch; remembers what they share."""
@@ -217,7 +220,7 @@ class Bounding:
             rows.append(self.least_rows_of(c).least(c, row, whole, self.step(c, whole), *quickest))
             places.append(i)
         at_most_s /= self._least_speed(candidates)
-        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True)
+        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True, precision=ROUGH)
         found = row_bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
         for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
             known[i] = bound
