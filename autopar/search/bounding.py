@@ -17,7 +17,7 @@ from autopar.search.cuts import Cuts
 from autopar.search.layouts import Layouts
 from autopar.search.least_rows import LeastRows
 from autopar.search.mixed import Placed
-from autopar.search.mixed_bounds import mixed_bounds
+from autopar.search.mixed_bounds import impossible, mixed_bounds
 from autopar.search.mixed_rows import MixedRow
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
@@ -327,11 +327,9 @@ class Bounding:
                     options = [self.layouts.option(draft) for draft in own]
                     rows.append(self.placed.least(candidate, options, self.step(candidate, options[0])))
                     asked.append((candidate, own))
-        found = mixed_bounds(rows, at_most_s, only_test=True).tolist()
-        for (candidate, own), bound_s in zip(asked, found, strict=True):
-            for draft in own:
-                key = candidate, id(draft)
-                self._bounds[key] = max(self._bounds[key][0], bound_s), False
+        for (candidate, own), is_slow in zip(asked, impossible(rows, at_most_s).tolist(), strict=True):
+            if is_slow:  # so is each by its own row, now or asked for in less time: the certificate depends on that
+                self._bounds |= {(candidate, id(draft)): (at_most_s, False) for draft in own}
 
     def _is_priced(self, candidate: Candidate, draft: Draft) -> bool:
         return self._bounds[candidate, id(draft)][1]

@@ -78,6 +78,18 @@ def mixed_bounds(
     return found
 
 
+def impossible(rows: Sequence[MixedRow], time_s: float) -> NDArray[np.bool_]:
+    """For each row whether no plan takes ``time_s``, by the laws of ranks and their blocks alone.
+
+    What costs no less than an impossible row is impossible too, and so it is in less time; of the quick bound this is not sure, which
+    takes the part of all work that is quickest on a device for that of all.
+    """
+    found = np.zeros(len(rows), dtype=bool)
+    for places, possible in _possible(range(len(rows)), rows):
+        found[places] = ~possible(np.full(len(places), time_s))
+    return found
+
+
 def _possible(
     places: Sequence[int], rows: Sequence[MixedRow]
 ) -> Iterator[tuple[NDArray[np.int64], Callable[[Array], NDArray[np.bool_]]]]:

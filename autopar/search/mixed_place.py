@@ -268,7 +268,10 @@ def _least_works(every: Sequence[Works]) -> Works:
     blocks, costs_of = ([*zip(*own, strict=True)] for own in ([w.prices for w in every], [w.costs for w in every]))
     for prices, some in zip(blocks, costs_of, strict=True):
         if _ids(prices) not in least:
-            least[_ids(prices)] = least_of(prices)
+            own = least_of(prices)
+            # what is no forward is backward: of that too the least, which another of them may have
+            backward_s = min([price.time_s - price.forward_s for price in prices])
+            least[_ids(prices)] = replaced(own, time_s=own.forward_s + backward_s)
         if _ids(some) not in costs:
             costs[_ids(some)] = tuple({id(cost.parameters): cost for cost in some}.values())
     return Works(

@@ -25,7 +25,7 @@ from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation
 from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
-from autopar.search.mixed_bounds import PRECISION, mixed_bounds
+from autopar.search.mixed_bounds import PRECISION, impossible, mixed_bounds
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_closing import Closing, key_of_candidate
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
@@ -385,10 +385,19 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
         every_s = mixed_bounds(rows)
         assert least_s <= every_s.min() * (1 + PRECISION)
         for time_s in (0.9 * every_s).tolist():  # what is called impossible for all is so for each
-            if mixed_bounds([placed.least(candidate, options, step)], time_s, only_test=True)[0] >= time_s:
-                assert (mixed_bounds(rows, time_s, only_test=True) >= time_s).all()
+            if impossible([placed.least(candidate, options, step)], time_s)[0]:
+                assert impossible(rows, time_s).all()
+                assert impossible(rows, 0.9 * time_s).all()
                 below += 1
         several += len(rows) > 1
+        for own in set(placed.places(candidate)):
+            maker = placed._maker(own)
+            parts = [evaluator.layouts.priced(option, placed.model.part(own)) for option in options]
+            for least, *each in zip(
+                *(maker.prices(maker.works(some), step) for some in (parts, *([part] for part in parts))), strict=True
+            ):
+                assert least.forward_s <= min(price.forward_s for price in each)
+                assert least.time_s - least.forward_s <= min(p.time_s - p.forward_s for p in each) * (1 + 1e-9)
         for option in options:
             for own in set(placed.places(candidate)):
                 part = evaluator.layouts.priced(option, placed.model.part(own))
