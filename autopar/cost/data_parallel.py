@@ -241,7 +241,7 @@ class DataParallel:
         total = hooks + gathers[0]
         for i, time_s in enumerate(reversed(times)):
             beside = (gathers[i + 1] if i + 1 < len(order) else 0.0) + (reductions[i - 1] if i else 0.0)
-            total += _exposed_s(beside, time_s, interference)
+            total += exposed_s(beside, time_s, interference)
         return total + reductions[-1]
 
     def inside_s(
@@ -266,13 +266,13 @@ class DataParallel:
             return 0.0, 0.0
         extra_f = extra_b = unit.hooks_s
         if self.gathers_always:
-            extra_f += _exposed_s(unit.gather_s, before[1] if before else 0.0, interference)
+            extra_f += exposed_s(unit.gather_s, before[1] if before else 0.0, interference)
         if self.is_pipelined:  # each gather with the block that it is for
             own = unit.gather_s if self.gathers_always else 0.0
-            return extra_f, extra_b + _exposed_s(own, after[1] if after else 0.0, interference)
+            return extra_f, extra_b + exposed_s(own, after[1] if after else 0.0, interference)
         beside = before[0].gather_s if self.gathers_always and before else 0.0
         beside += after[0].reduce_s if self.reduces_always and after else 0.0
-        return extra_f, extra_b + _exposed_s(beside, backward_s, interference)
+        return extra_f, extra_b + exposed_s(beside, backward_s, interference)
 
     def tail_s(self, units: Sequence[Unit]) -> float:
         """Reductions after a pipeline's last backward."""
@@ -285,11 +285,11 @@ def _beside(gathers: Sequence[float], times: Sequence[float], interference: floa
     """Each gather runs beside the block before; the first one is exposed."""
     total = gathers[0] if gathers else 0.0
     for gather_s, time_s in zip(gathers[1:], times, strict=False):
-        total += _exposed_s(gather_s, time_s, interference)
+        total += exposed_s(gather_s, time_s, interference)
     return total
 
 
-def _exposed_s(sent_s: float, time_s: float, interference: float) -> float:
+def exposed_s(sent_s: float, time_s: float, interference: float) -> float:
     """What collectives beside a computation of ``time_s`` add to it."""
     hidden = min(sent_s, time_s)
     return sent_s - hidden + interference * hidden

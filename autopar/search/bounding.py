@@ -17,8 +17,8 @@ from autopar.search.cuts import Cuts
 from autopar.search.layouts import Layouts
 from autopar.search.least_rows import LeastRows
 from autopar.search.mixed import Placed
-from autopar.search.mixed_bounds import mixed_bounds
-from autopar.search.mixed_rows import MixedRow, quick_bounds
+from autopar.search.mixed_bounds import impossible, mixed_bounds
+from autopar.search.mixed_rows import MixedRow
 from autopar.search.offload import first_bound_s
 from autopar.search.options import Draft, Load, Option, Split, split_of
 from autopar.search.pins import Pins
@@ -30,6 +30,9 @@ from autopar.weak import weakly
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
+
+ROUGH = 0.04
+"""Of those by which a first plan is looked for where ranks differ, when there is no time to be below yet."""
 
 
 class Bounding:
@@ -138,11 +141,19 @@ class Bounding:
         return [found[c] for c in candidates]
 
     def _ideals_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        plain = [c for c in candidates if not c.on_host and not self._is_too_large(c)]
+        here = [c for c in candidates if not c.on_host]
+        placed = [c for c in here if self.placed.has(c)]
+        plain = [c for c in here if not self.placed.has(c) and not self._is_too_large(c)]
         rows = [self._ideal_row(candidate) for candidate in plain]
-        bounds_s = self._at_speed(plain, row_bounds(rows, precision=COARSE, mixed=quick_bounds), rows)
+        bounds_s = self._at_speed(plain, row_bounds(rows, precision=COARSE), rows)
         found = dict(zip(plain, bounds_s, strict=True))
+        found |= {c: self._shared_s(c, self._first_s(c), 0.0) for c in placed}
         return [found[c] if c in found else self._offloaded_s(c) if c.on_host else math.inf for c in candidates]
+
+    def _first_s(self, candidate: Candidate) -> float:
+        """Where ranks differ."""
+        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        return self.placed.first_s(candidate, whole, self._whole_step(candidate, whole))
 
     def know_ideal_bounds(self, bounds_s: Mapping[Candidate, float]) -> None:
         """What :meth:`ideal_bounds_s` of another process gave."""
@@ -217,7 +228,7 @@ class Bounding:
             rows.append(self.least_rows_of(c).least(c, row, whole, self.step(c, whole), *quickest))
             places.append(i)
         at_most_s /= self._least_speed(candidates)
-        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True)
+        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True, precision=ROUGH)
         found = row_bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
         for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
             known[i] = bound
@@ -246,7 +257,7 @@ class Bounding:
                 continue
         at_most_s /= self._least_speed(candidates)
         every = [self._least_first(candidate) for candidate in candidates]
-        self._test_free(candidates, every, at_most_s)
+        self._test_least(candidates, every, at_most_s)
         self._tell_slow(
             [(c, draft) for c, drafts in zip(candidates, every, strict=True) for draft in drafts], at_most_s
         )
@@ -318,25 +329,22 @@ class Bounding:
         self._open([(candidate, draft) for draft in drafts], 0.0)
         return sorted(drafts, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
-    def _test_free(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
-        """Where ranks differ: layouts that take longer than ``at_most_s`` whatever their data axes and memory cost."""
-        asked: dict[int, tuple[MixedRow, list[tuple[Candidate, int]]]] = {}
-        known: dict[tuple[object, ...], MixedRow] = {}
+    def _test_least(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
+        """Where ranks differ: candidates that take no less than ``at_most_s`` in any layout, each by one row below all of these."""
+        if math.isinf(at_most_s):
+            return
+        rows: list[MixedRow] = []
+        asked: list[tuple[Candidate, list[Draft]]] = []
         for candidate, drafts in zip(candidates, every, strict=True):
-            if not self.placed.has(candidate) or math.isinf(at_most_s):
-                continue
-            same = self.placed.pipeline(candidate)
-            for draft in drafts:
-                bound_s, is_priced = self._bounds[candidate, id(draft)]
-                if not is_priced and bound_s < at_most_s:
-                    row = known.get((id(draft), same))
-                    if row is None:
-                        row = known[id(draft), same] = self.placed.free(candidate, self.layouts.option(draft))
-                    asked.setdefault(id(row), (row, []))[1].append((candidate, id(draft)))
-        found = mixed_bounds([row for row, _ in asked.values()], at_most_s, only_test=True)
-        for bound_s, (_, keys) in zip(found, asked.values(), strict=True):
-            for key in keys:
-                self._bounds[key] = max(self._bounds[key][0], float(bound_s)), False
+            if self.placed.has(candidate):
+                own = [draft for _, draft in self._open([(candidate, draft) for draft in drafts], at_most_s)]
+                if len(own) > 1:  # of one it is the row of its priced blocks, which is made next
+                    options = [self.layouts.option(draft) for draft in own]
+                    rows.append(self.placed.least(candidate, options, self.step(candidate, options[0])))
+                    asked.append((candidate, own))
+        for (candidate, own), is_slow in zip(asked, impossible(rows, at_most_s).tolist(), strict=True):
+            if is_slow:  # so is each by its own row, now or asked for in less time: the certificate depends on that
+                self._bounds |= {(candidate, id(draft)): (at_most_s, False) for draft in own}
 
     def _is_priced(self, candidate: Candidate, draft: Draft) -> bool:
         return self._bounds[candidate, id(draft)][1]

@@ -11,28 +11,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster import Cluster
 from autopar.cost.block import ParameterCost
-from autopar.cost.model import BlockCost, CostModel, Step
+from autopar.cost.model import CostModel, Step
 from autopar.cost.places import places_of
-from autopar.cost.stages import own_times
 from autopar.errors import UsageError
-from autopar.frozen import replaced
 from autopar.plan import RankGroup, Recompute
 from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
-from autopar.search.lines import NOTHING
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
-from autopar.search.mixed_place import PlaceRows
-from autopar.search.mixed_rows import MixedRow, PlaceRow, work_and_slowness
+from autopar.search.mixed_place import PlaceRows, Works
+from autopar.search.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.search.mixed_turns import sizes_of
 from autopar.search.once import at_both_ends, tie_s
 from autopar.search.options import Draft, Option
@@ -130,15 +128,17 @@ class Placed:
         self._rows: dict[frozenset[int], PlaceRows] = {}
         self._origins: dict[tuple[object, ...], tuple[frozenset[int], ...]] = {}
         self._known: dict[tuple[object, ...], list[BlockPrice]] = {}
-        self._sent: dict[tuple[object, ...], tuple[Option, tuple[float, ...], tuple[float, ...]]] = {}
+        self._sent: dict[tuple[object, ...], tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._speeds: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}
         self._made: dict[tuple[object, ...], PlaceRow] = {}
         self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
         self._room: dict[tuple[frozenset[int], ...], float] = {}
-        self._free: dict[tuple[object, ...], MixedRow] = {}
-        self._free_prices: dict[tuple[int, frozenset[int]], tuple[list[BlockPrice], float]] = {}
-        self._free_rows: dict[tuple[object, ...], PlaceRow] = {}
+        self._sizes: dict[int, tuple[Option, tuple[int, int]]] = {}
         self._shared: dict[int, tuple[Option, tuple[ParameterCost, ...]]] = {}
+        self._alike: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
+        self._tied: dict[tuple[object, ...], float] = {}
+        self._known_works: dict[tuple[object, ...], tuple[tuple[Option, ...], Works]] = {}
+        self._first: dict[tuple[object, ...], tuple[Option, MixedRow, float]] = {}
         self._turns: dict[tuple[Candidate, int], tuple[Option, tuple[int, ...] | None]] = {}
         plain = tuple(mode for mode in modes if mode != "selective")
         self.plain: Placed | None = None
@@ -213,7 +213,7 @@ class Placed:
             allowed: see :meth:`StageCutter.cut`.
         """
         tables = cutters[0].tables(cutters, in_flight, limit_bytes, allowed)
-        sends, back = self._sends_s(candidate, option)
+        sends, back = self._sends_s(candidate, (option,))
         degrees = (candidate.mesh.pp, 1, candidate.num_micro_batches)
         done = forwards_done(candidate.schedule, *degrees)[:, 0]
         known: dict[int, tuple[NDArray[np.float64], ...]] = {}
@@ -221,7 +221,7 @@ class Placed:
         for rank, own in enumerate(self.places(candidate)):
             part, cutter = option.ranks[rank], cutters[rank]
             if id(cutter) not in known:
-                prices = self._prices(part, step, own, is_exact=True)
+                prices = self._prices(self._maker(own).works([part]), step, own)
                 every = [prices[k] for k in self.compact.class_of]
                 sums = (
                     spans([getattr(price, name) for price in every]) for name in ("forward_s", "gather_s", "once_s")
@@ -256,11 +256,37 @@ class Placed:
 
     def exact(self, candidate: Candidate, option: Option, step: Step) -> MixedRow:
         """A candidate in a layout."""
-        return self._row(candidate, self.option(candidate, option), step, is_exact=True)
+        return self._row(candidate, (option,), step)
+
+    def least(self, candidate: Candidate, options: Sequence[Option], step: Step) -> MixedRow:
+        """A candidate that takes less than in each of these layouts: each block is as the one for which it costs least of a kind."""
+        return self._row(candidate, options, step)
 
     def ideal(self, candidate: Candidate, whole: Option, step: Step) -> MixedRow:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing."""
-        return self._row(candidate, self.option(candidate, whole), step, is_exact=False)
+        places, option = self.places(candidate), self.option(candidate, whole)
+        prices: dict[frozenset[int], list[BlockPrice]] = {}
+        for rank, own in enumerate(places):
+            if own not in prices:
+                prices[own] = self._maker(own).ideal_prices(step.mesh, option.ranks[rank], step)
+        rows = {own: self._place_row(candidate, own, made, 0.0) for own, made in prices.items()}
+        return self._mixed_row([rows[own] for own in places], [prices[own] for own in places])
+
+    def first_s(self, candidate: Candidate, whole: Option, step: Step) -> float:
+        """A bound of :meth:`ideal` that is found at once; infinite where all ranks together have too little memory.
+
+        Only the memory depends on how the data axes run: one row is made for all candidates that differ in nothing else.
+        """
+        mesh, places = candidate.mesh, self.places(candidate)
+        pipeline = (candidate.schedule, candidate.virtual_stages, candidate.num_micro_batches, candidate.order)
+        key = (id(whole), mesh.cp, mesh.tp, mesh.pp, mesh.world_size, *pipeline)
+        if key not in self._first:  # the layout is kept, so that its id stays its own
+            row = self.ideal(candidate, whole, step)
+            self._first[key] = whole, row, work_bound_s(row)
+        _, row, bound_s = self._first[key]
+        ranks = dict(zip(places, self.option(candidate, whole).ranks, strict=True))
+        static = {own: self._maker(own).ideal_static_bytes(option, step) for own, option in ranks.items()}
+        return bound_s if holds(row, [static[own] for own in places]) else math.inf
 
     def can_hold(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> bool:
         """Whether all pipeline ranks together may hold a layout that is not priced yet.
@@ -273,111 +299,100 @@ class Placed:
             self._room[places] = sum(self.tensor_limits(candidate))
         return self._maker(places[0]).draft_bytes(candidate, draft, whole, step) <= self._room[places]
 
-    def pipeline(self, candidate: Candidate) -> tuple[object, ...]:
-        """Equal for candidates that differ in their data axes alone, and in what these do."""
-        mesh = candidate.mesh
-        degrees = (mesh.pp, mesh.world_size, candidate.virtual_stages, candidate.num_micro_batches)
-        return (*degrees, candidate.schedule, candidate.order)
-
-    def free(self, candidate: Candidate, option: Option) -> MixedRow:
-        """A candidate in a layout if data axes and memory cost nothing: one row for all that differ in these alone."""
-        key = (id(option), *self.pipeline(candidate))
-        if key not in self._free:  # the layout is kept, so that its id stays its own
-            places, (sends, back) = self.places(candidate), self._sends_s(candidate, option)
-            pipeline = (candidate.schedule, candidate.virtual_stages, candidate.num_micro_batches)
-            for own in set(places):
-                if (id(option), own) not in self._free_prices:
-                    made = self.layouts.priced(option, self.model.part(own))
-                    self._free_prices[id(option), own] = [_free_price(c) for c in made.costs], made.prelude_s
-                if (id(option), own, *pipeline) not in self._free_rows:
-                    prices, every_s = self._free_prices[id(option), own]
-                    self._free_rows[id(option), own, *pipeline] = self._maker(own).place_row(
-                        candidate, prices, every_s=every_s, is_even=self.is_even
-                    )
-            ranks = tuple(self._free_rows[id(option), own, *pipeline] for own in places)
-            if (id(option), places) not in self._speeds:
-                counts = [len(members) for members in self.compact.members]
-                every = [self._free_prices[id(option), own][0] for own in places]
-                self._speeds[id(option), places] = work_and_slowness(every, counts)
-            work_s, slowness = self._speeds[id(option), places]
-            self._free[key] = MixedRow(
-                ranks=ranks,
-                work_s=work_s,
-                slowness=slowness,
-                sends_s=sends[:-1],
-                sends_back_s=back[:-1],
-                around_s=sends[-1],
-                around_back_s=back[-1],
-            )
-        return self._free[key]
-
-    def _row(self, candidate: Candidate, option: Option, step: Step, *, is_exact: bool) -> MixedRow:
+    def _row(self, candidate: Candidate, options: Sequence[Option], step: Step) -> MixedRow:
+        """A candidate below each of some layouts."""
         places = self.places(candidate)
         rows: dict[frozenset[int], PlaceRow] = {}
         prices: dict[frozenset[int], list[BlockPrice]] = {}
         for rank, own in enumerate(places):
             if own not in rows:
-                prices[own] = self._prices(option.ranks[rank], step, own, is_exact=is_exact)
-                same = (
-                    id(prices[own]),
-                    candidate.schedule,
-                    candidate.virtual_stages,
-                )  # other orders have the same rows
-                if same not in self._made:
-                    every_s = option.ranks[rank].prelude_s if is_exact else 0.0
-                    self._made[same] = self._maker(own).place_row(
-                        candidate, prices[own], every_s=every_s, is_even=self.is_even
-                    )
-                rows[own] = self._made[same]
-        sends, back = self._sends_s(candidate, option) if is_exact else ((0.0,), (0.0,))
-        key = (places, *(id(own) for own in prices.values()))
-        if key not in self._speeds:  # the prices are kept, so that their ids stay their own
-            counts = [len(members) for members in self.compact.members]
-            self._speeds[key] = work_and_slowness([prices[own] for own in places], counts)
-        work_s, slowness = self._speeds[key]
-        return MixedRow(
-            ranks=tuple(rows[own] for own in places),
-            work_s=work_s,
-            slowness=slowness,
+                works = self._works(options, own, rank)
+                prices[own] = self._prices(works, step, own)
+                rows[own] = self._place_row(candidate, own, prices[own], works.every_s)
+        sends, back = self._sends_s(candidate, options)
+        return self._mixed_row(
+            [rows[own] for own in places],
+            [prices[own] for own in places],
             sends_s=sends[:-1],
             sends_back_s=back[:-1],
             around_s=sends[-1],
             around_back_s=back[-1],
-            stage_bytes=float(min((cost.send_bytes for cost in option.costs[:-1]), default=0)) if is_exact else 0.0,
-            tie_s=self._tie_s(candidate, option, step) if is_exact else 0.0,
+            stage_bytes=float(min(self._sent_bytes(option)[0] for option in options)),
+            tie_s=self._tie_s(candidate, options, step),
         )
 
-    def _tie_s(self, candidate: Candidate, option: Option, step: Step) -> float:
-        """What the first and the last rank take once a step to sum the gradients of parameters that both have."""
-        if id(option) not in self._shared:  # the layout is kept, so that its id stays its own
-            self._shared[id(option)] = option, at_both_ends(option.costs)
-        shared = self._shared[id(option)][1]
-        return tie_s(self.ordered(candidate), shared, step) if shared else 0.0
+    def _works(self, options: Sequence[Option], places: frozenset[int], rank: int) -> Works:
+        """Of layouts on the devices of ``places``, on which pipeline rank ``rank`` lies."""
+        key = places, *map(id, options)
+        if key not in self._known_works:
+            part = self.model.part(places)
+            own = [o.ranks[rank] if o.ranks else self.layouts.priced(o, part) for o in options]
+            self._known_works[key] = (
+                tuple(options),
+                self._maker(places).works(own),
+            )  # they are kept, so that their ids stay their own
+        return self._known_works[key][1]
 
-    def _prices(self, option: Option, step: Step, places: frozenset[int], *, is_exact: bool) -> list[BlockPrice]:
+    def _place_row(
+        self, candidate: Candidate, places: frozenset[int], prices: list[BlockPrice], every_s: float
+    ) -> PlaceRow:
+        """The same for other orders."""
+        key = id(prices), candidate.schedule, candidate.virtual_stages
+        if key not in self._made:  # the prices are kept, so that their ids stay their own
+            self._made[key] = self._maker(places).place_row(candidate, prices, every_s=every_s, is_even=self.is_even)
+        return self._made[key]
+
+    def _mixed_row(self, ranks: Sequence[PlaceRow], prices: Sequence[list[BlockPrice]], **messages: Any) -> MixedRow:
+        """A row of these ranks, with the prices of each."""
+        key = tuple(map(id, prices))
+        if key not in self._speeds:  # the prices are kept, so that their ids stay their own
+            self._speeds[key] = work_and_slowness(prices, [len(members) for members in self.compact.members])
+        work_s, slowness = self._speeds[key]
+        return MixedRow(ranks=tuple(ranks), work_s=work_s, slowness=slowness, **messages)
+
+    def _tie_s(self, candidate: Candidate, options: Sequence[Option], step: Step) -> float:
+        """What the first and the last rank take once a step to sum the gradients of parameters that both have, at the least."""
+        return min(
+            [self._tied_s(candidate, shared, step) for shared in {id(o): o for o in map(self._ties, options)}.values()]
+        )
+
+    def _ties(self, option: Option) -> tuple[ParameterCost, ...]:
+        """Parameters that both ends have; the same object for equal ones."""
+        if id(option) not in self._shared:  # the layout is kept, so that its id stays its own
+            shared = at_both_ends(option.costs)
+            self._shared[id(option)] = option, self._alike.setdefault(shared, shared)
+        return self._shared[id(option)][1]
+
+    def _tied_s(self, candidate: Candidate, shared: tuple[ParameterCost, ...], step: Step) -> float:
+        key = id(shared), candidate.order, step.mesh, step.zero_stage
+        if key not in self._tied:
+            self._tied[key] = tie_s(self.ordered(candidate), shared, step) if shared else 0.0
+        return self._tied[key]
+
+    def _prices(self, works: Works, step: Step, places: frozenset[int]) -> list[BlockPrice]:
         """Of the blocks on devices of ``places``; the same for all schedules and orders."""
-        key = (id(option), step.mesh, step.zero_stage, step.num_micro_batches, step.offload, places, is_exact)
+        key = (id(works), step.mesh, step.zero_stage, step.num_micro_batches, step.offload)
         if key not in self._known:
-            maker = self._maker(places)
-            if is_exact:
-                self._known[key] = maker.priced(option, step)[1]
-            else:
-                self._known[key] = maker.ideal_prices(step.mesh, option, step)
+            self._known[key] = self._maker(places).prices(works, step)
         return self._known[key]
 
-    def _sends_s(self, candidate: Candidate, option: Option) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _sends_s(self, candidate: Candidate, options: Sequence[Option]) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each pipeline rank the least that a message to the next one takes, and one back; from the last one to the first."""
         mesh = candidate.mesh
-        key = (id(option), candidate.order, mesh.pp, mesh.world_size)
-        if key not in self._sent:  # the layout is kept, so that its id stays its own
+        sizes = tuple(map(min, zip(*map(self._sent_bytes, options), strict=True)))
+        key = (sizes, candidate.order, mesh.pp, mesh.world_size)
+        if key not in self._sent:
             hops = self.ordered(candidate).collectives.hop_time_s
-            sizes = [
-                min((getattr(cost, name) for cost in option.costs[:-1]), default=0)
-                for name in ("send_bytes", "send_gradient_bytes")
-            ]
             there, back = (tuple(hops(size, mesh, rank) for rank in range(mesh.pp)) for size in sizes)
-            self._sent[key] = option, there, back
-        return self._sent[key][1:]
+            self._sent[key] = there, back
+        return self._sent[key]
+
+    def _sent_bytes(self, option: Option) -> tuple[int, int]:
+        """The least that a block sends to the next one, and gets back."""
+        if id(option) not in self._sizes:  # the layout is kept, so that its id stays its own
+            sent = [(cost.send_bytes, cost.send_gradient_bytes) for cost in option.costs[:-1]] or [(0, 0)]
+            self._sizes[id(option)] = option, (min(there for there, _ in sent), min(back for _, back in sent))
+        return self._sizes[id(option)][1]
 
     def _maker(self, places: frozenset[int]) -> PlaceRows:
         if places not in self._rows:
@@ -388,9 +403,3 @@ class Placed:
 
     def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:
         return self.ordered(candidate).parts(candidate.mesh)
-
-
-def _free_price(cost: BlockCost) -> BlockPrice:
-    """A block's computation and the collectives of its layout."""
-    forward_s, backward_s = own_times(cost, recompute="none")
-    return replaced(NOTHING, time_s=forward_s + backward_s, forward_s=forward_s)

@@ -57,12 +57,14 @@ def mixed_bounds(
     at_most_s: float = np.inf,
     *,
     only_test: bool = False,
+    precision: float = PRECISION,
 ) -> Array:
     """For each row the step time below which no plan exists; see :func:`autopar.search.bounds.bounds`.
 
     Args:
         at_most_s: what is not possible in this time is not looked at more closely: it is then the bound.
         only_test: nor is what is possible, whose bound is then a quick one; with a finite ``at_most_s`` alone.
+        precision: of a bound, by which it is lower at most.
     """
     found = np.array([work_bound_s(row) for row in rows])
     open_: list[int] = []
@@ -72,7 +74,19 @@ def mixed_bounds(
         open_ += places[some].tolist()
     if not (only_test and math.isfinite(at_most_s)):
         for places, possible in _possible(open_, rows):
-            found[places] = least_possible(found[places], possible, at_most_s)
+            found[places] = least_possible(found[places], possible, at_most_s, precision)
+    return found
+
+
+def impossible(rows: Sequence[MixedRow], time_s: float) -> NDArray[np.bool_]:
+    """For each row whether no plan takes ``time_s``, by the laws of ranks and their blocks alone.
+
+    What costs no less than an impossible row is impossible too, and so it is in less time; of the quick bound this is not sure, which
+    takes the part of all work that is quickest on a device for that of all.
+    """
+    found = np.zeros(len(rows), dtype=bool)
+    for places, possible in _possible(range(len(rows)), rows):
+        found[places] = ~possible(np.full(len(places), time_s))
     return found
 
 
@@ -92,13 +106,16 @@ def _possible(
             yield np.array(some), columns.in_a_row if waits else columns.in_turns
 
 
-def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], most_s: float = np.inf) -> Array:
+def least_possible(
+    low: Array, possible: Callable[[Array], NDArray[np.bool_]], most_s: float = np.inf, precision: float = PRECISION
+) -> Array:
     """For each row the least time that is possible, by bisection: the lower end of the last interval, whatever the others are.
 
     Args:
         low: what is a bound already.
         possible: for each row whether a time is.
         most_s: what is possible for sure, where it is finite.
+        precision: the width of the interval, over its lower end.
     """
     open_ = ~possible(low)
     high = np.minimum(low * 2, most_s)
@@ -108,7 +125,7 @@ def least_possible(low: Array, possible: Callable[[Array], NDArray[np.bool_]], m
             break
         low, high = np.where(short, high, low), np.where(short, np.minimum(high * 2, most_s), high)
     for _ in range(STEPS):
-        wide = open_ & (high - low > PRECISION * low)
+        wide = open_ & (high - low > precision * low)
         if not wide.any():
             break
         middle = (low + high) / 2

@@ -40,6 +40,8 @@ class Chains:
     def __init__(self) -> None:
         self._chains: dict[tuple[object, ...], list[Chain]] = {}
         self._weighed: dict[tuple[object, ...], list[Chain]] = {}
+        self._beside: dict[tuple[object, ...], Chain] = {}
+        """The weighed ones side by side."""
 
     def bound_s(self, row: MixedRow, at_most_s: float, *, precision: float | None = None) -> float:
         """Seconds below which no cut of a row exists.
@@ -55,7 +57,9 @@ class Chains:
         weighed, chains = self._weighed.setdefault(key, []), self._chains.setdefault(key, [])
         if not chains:
             chains += busy(pp, v, m)
-        best = stages.least_s(side_by_side(weighed)) if weighed else 0.0
+        if weighed and key not in self._beside:
+            self._beside[key] = side_by_side(weighed)
+        best = stages.least_s(self._beside[key]) if weighed else 0.0
         if best >= at_most_s:
             return best
         solver = Program(stages, chains, at_most_s if np.isfinite(at_most_s) else work_bound_s(row))
@@ -68,6 +72,7 @@ class Chains:
             if own_s > best:
                 best = own_s
                 weighed.append(chain)
+                self._beside.pop(key, None)
                 del weighed[: len(weighed) - MOST_WEIGHED]
             time_s, longest = stages.longest(schedule, blocks, again)
             if best >= at_most_s or (precision is None and time_s < at_most_s):

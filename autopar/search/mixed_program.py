@@ -34,6 +34,9 @@ NEVER = 1e-6
 FREE = 0.01
 """Of a block, what the stages share freely at least: where all of them are bound to a stage, each is bound to that much less."""
 
+ROOM = 64
+"""Rows of a table that is begun."""
+
 _PIVOT = 1e-9
 _COUNTS = tuple(field.name for field in fields(Chain) if field.name != "byte_s")
 
@@ -175,68 +178,77 @@ class Program:
 class _Tableau:
     """What is most of ``gains @ v`` with ``v >= 0`` under laws ``a @ v <= b``, that are added one by one.
 
-    Each basic variable is its last column less its row times the variables that are zero; the last row is the aim. Variables of
+    The first row is the aim. Each basic variable is its last column less its row times the variables that are zero. Variables of
     laws, what is left of them, are numbered after those of ``v``.
     """
 
     def __init__(self, gains: Array) -> None:
         self.gains, self.width, self.size = gains, len(gains), 0
-        self.table = np.append(gains, 0.0)[None]
+        self._room, self._names = np.empty((ROOM, self.width + 1)), np.empty(ROOM, dtype=np.int64)
+        """The table and the basic variables, with rows to come: laws are many, and each would else copy those before."""
+        self._room[0] = np.append(gains, 0.0)
         self.zero: NDArray[np.int64] = np.arange(self.width)
-        self.basic: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.names: list[int] = []
+        self._view()
+
+    def _view(self) -> None:
+        self.table, self.basic = self._room[: self.size + 1], self._names[: self.size]
 
     def twin(self) -> _Tableau:
         """The same."""
         other = copy(self)
-        other.table, other.zero, other.basic = self.table.copy(), self.zero.copy(), self.basic.copy()
-        other.names = [*self.names]
+        other._room, other._names = self._room.copy(), self._names.copy()
+        other.zero, other.names = self.zero.copy(), [*self.names]
+        other._view()
         return other
 
     def add(self, law: Array, limit: float, name: int) -> None:
         """A law by its name; in terms of the variables that are zero now."""
         own = self._now(np.append(law, limit)[None])[0]
-        self.table = np.concatenate([self.table[:-1], own[None], self.table[-1:]])
-        self.basic = np.append(self.basic, self.width + self.size)
+        if len(self._room) == self.size + 1:
+            self._room, self._names = (np.concatenate([kept, kept]) for kept in (self._room, self._names))
+        self._room[self.size + 1], self._names[self.size] = own, self.width + self.size
         self.names.append(name)
         self.size += 1
+        self._view()
 
     def _now(self, laws: Array) -> Array:
         """Laws, with their limits last, in terms of the variables that are zero now."""
-        own, given = np.zeros((len(laws), self.width + 1)), self.basic < self.width
-        same = np.flatnonzero(self.zero < self.width)
-        own[:, same], own[:, -1] = laws[:, self.zero[same]], laws[:, -1]
-        found: Array = own - laws[:, self.basic[given]] @ self.table[:-1][given]
+        every = np.zeros((len(laws), self.width + self.size))  # of laws none but by those of ``v``
+        every[:, : self.width] = laws[:, :-1]
+        found: Array = np.concatenate([every[:, self.zero], laws[:, -1:]], axis=1)
+        found -= every[:, self.basic] @ self.table[1:]
         return found
 
     def worth(self, laws: Array) -> Array:
         """What each of these laws, of a limit of 0, would take from the aim at least, were it added: by the first exchange."""
         own = self._now(np.concatenate([laws, np.zeros((len(laws), 1))], axis=1))
         may = own[:, :-1] < -_PIVOT
-        ratios = np.where(may, self.table[-1, :-1] / np.where(may, own[:, :-1], -1.0), np.inf).min(axis=1)
+        ratios = np.where(may, self.table[0, :-1] / np.where(may, own[:, :-1], -1.0), np.inf).min(axis=1)
         broken = own[:, -1] < -_PIVOT
         found: Array = np.where(broken, -own[:, -1] * np.where(broken, ratios, 0.0), 0.0)
         return found
 
     def values(self) -> Array:
         """Of ``v``."""
-        found, given = np.zeros(self.width), self.basic < self.width
-        found[self.basic[given]] = self.table[:-1, -1][given]
-        return found
+        found = np.zeros(self.width + self.size)
+        found[self.basic] = self.table[1:, -1]
+        return found[: self.width]
 
     def prices(self) -> list[tuple[int, float]]:
         """Of the laws that bind, by name."""
-        binding = np.flatnonzero(self.zero >= self.width)
-        return [(self.names[self.zero[k] - self.width], max(-self.table[-1, k], 0.0)) for k in binding.tolist()]
+        binding = (self.zero >= self.width).nonzero()[0]
+        names, aims = (self.zero[binding] - self.width).tolist(), (-self.table[0, binding]).tolist()
+        return [(self.names[name], max(aim, 0.0)) for name, aim in zip(names, aims, strict=True)]
 
     def primal(self) -> bool:
         """To the most, from where no law is broken; False where it is not found."""
         for _ in range(EXCHANGES):
-            enters = int(self.table[-1, :-1].argmax())
-            if self.table[-1, enters] <= _PIVOT:
+            enters = int(self.table[0, :-1].argmax())
+            if self.table[0, enters] <= _PIVOT:
                 return True
-            column = self.table[:-1, enters]
-            ratios = np.where(column > _PIVOT, self.table[:-1, -1] / np.where(column > _PIVOT, column, 1.0), np.inf)
+            column = self.table[1:, enters]
+            ratios = np.where(column > _PIVOT, self.table[1:, -1] / np.where(column > _PIVOT, column, 1.0), np.inf)
             leaves = int(ratios.argmin())
             if not np.isfinite(ratios[leaves]):
                 return False
@@ -245,26 +257,31 @@ class _Tableau:
 
     def dual(self) -> bool:
         """To where no law is broken, from what is the most without the broken ones; False where it is not found."""
+        table = self.table
+        aims, left = table[0, :-1], table[1:, -1]
         for _ in range(EXCHANGES):
-            leaves = int(self.table[:-1, -1].argmin())
-            if self.table[leaves, -1] >= -_PIVOT:
+            leaves = int(left.argmin())
+            if left[leaves] >= -_PIVOT:
                 return True
-            row = self.table[leaves, :-1]
+            row = table[leaves + 1, :-1]
             may = (row < -_PIVOT).nonzero()[0]
             if not len(may):
                 return False
             some = row[may]
-            ratios = self.table[-1, may] / some
+            ratios = aims[may] / some
             # of equal ones the largest: what is divided by it rounds least
-            near = ratios <= ratios.min() + _PIVOT
-            self._exchange(leaves, int(may[np.where(near, some, 0.0).argmin()]))
+            near = (ratios <= ratios.min() + _PIVOT).nonzero()[0]
+            place = near[0] if len(near) == 1 else near[some[near].argmin()]
+            self._exchange(leaves, int(may[place]))
         return False
 
     def _exchange(self, leaves: int, enters: int) -> None:
-        pivot, column = self.table[leaves, enters], self.table[:, enters].copy()
-        row = self.table[leaves] / pivot
-        self.table -= np.multiply.outer(column, row)
-        self.table[leaves] = row
-        self.table[:, enters] = -column / pivot
-        self.table[leaves, enters] = 1 / pivot
+        """The basic variable of a law and one that is zero."""
+        table, at = self.table, leaves + 1
+        pivot, column = table[at, enters], table[:, enters].copy()
+        row = table[at] / pivot
+        table -= column[:, None] * row
+        table[at] = row
+        table[:, enters] = -column / pivot
+        table[at, enters] = 1 / pivot
         self.basic[leaves], self.zero[enters] = self.zero[enters], self.basic[leaves]

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-
 from autopar.frozen import quickly
-from autopar.search.bound_rows import Array, BlockPrice
+from autopar.search.bound_rows import BlockPrice
 
 
 @quickly
@@ -110,16 +108,15 @@ def work_and_slowness(prices: Sequence[Sequence[BlockPrice]], counts: Sequence[i
     return work_s, tuple(each[id(own)] for own in prices)
 
 
-def quick_bounds(rows: Sequence[MixedRow]) -> Array:
-    """For each row a bound that is found at once; infinite where all ranks together have too little memory."""
-    return np.array([work_bound_s(row) if _holds(row) else np.inf for row in rows])
+def holds(row: MixedRow, static_bytes: Sequence[float]) -> bool:
+    """Whether the ranks can hold the blocks of the group, recomputed wherever they may be.
 
-
-def _holds(row: MixedRow) -> bool:
-    """Whether the ranks can hold the blocks of the group, recomputed wherever they may be."""
+    Args:
+        static_bytes: of each on each rank, instead of those of the row.
+    """
     left = row.ranks[0].count
-    for own, held in zip(row.ranks, row.ranks[0].in_flight, strict=True):
-        each = own.group.static_bytes + held * min(own.group.held_bytes, own.group.held_again_bytes)
+    for own, held, static in zip(row.ranks, row.ranks[0].in_flight, static_bytes, strict=True):
+        each = static + held * min(own.group.held_bytes, own.group.held_again_bytes)
         room = own.limit_bytes * (1 + 1e-9)
         left -= left if room >= left * each else math.floor(room / each)
     return left <= 0

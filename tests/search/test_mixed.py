@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations, product
 
 import numpy as np
@@ -20,18 +20,20 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32
 from autopar.search.bound_rows import BlockPrice, forwards_done
+from autopar.search.bounding import load_of
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation
 from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
-from autopar.search.mixed_bounds import mixed_bounds
+from autopar.search.mixed_bounds import PRECISION, impossible, mixed_bounds
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_closing import Closing, key_of_candidate
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
 from autopar.search.mixed_polish import polished
-from autopar.search.mixed_rows import MixedRow, PlaceRow, quick_bounds, work_and_slowness
+from autopar.search.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.search.mixed_turns import sizes_of
 from autopar.search.mixed_whole import whole_bound_s
+from autopar.search.options import split_of
 from autopar.search.outcome import Limits
 from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
@@ -233,7 +235,8 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
         ranks=tuple(rows), work_s=work_s, slowness=slowness, sends_s=tuple(sends), sends_back_s=tuple(sends),
         around_s=AROUND_S, around_back_s=AROUND_S, tie_s=TIE_S, stage_bytes=STAGE_BYTES,
     )  # fmt: skip
-    for bound in (quick_bounds([row])[0], mixed_bounds([row])[0], mixed_bounds([row], 30.0)[0]):
+    quick_s = work_bound_s(row) if holds(row, [own.group.static_bytes for own in rows]) else float("inf")
+    for bound in (quick_s, mixed_bounds([row])[0], mixed_bounds([row], 30.0)[0]):
         assert bound <= best * (1 + 1e-9) or (bound == 30.0 and best > 30.0)
     chains = Chains()
     for at_most_s, precision in ((best, None), (float("inf"), 1e-6)):
@@ -362,6 +365,52 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
             assert other.prediction.step_time_s <= one.prediction.step_time_s * (1 + 1e-9)
             compared += candidate.virtual_stages > 1
     assert compared
+
+
+def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
+    """Of which each is priced as where all devices are alike."""
+    search = outer(graph, two_kinds(factor=3.0), "default")
+    evaluator = search.evaluator
+    placed, below, several = evaluator.placed, 0, 0
+    for candidate in search.pool:
+        drafts = evaluator.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+        if not placed.has(candidate):
+            continue
+        options = [evaluator.layouts.option(draft) for draft in drafts]
+        if candidate.mesh.tp > 1:  # any other blocks do
+            options.append(evaluator.layouts.whole(candidate.micro_batch_size))
+        step = evaluator.step(candidate, options[0])
+        rows = [placed.exact(candidate, option, step) for option in options]
+        least_s = mixed_bounds([placed.least(candidate, options, step)])[0]
+        every_s = mixed_bounds(rows)
+        assert least_s <= every_s.min() * (1 + PRECISION)
+        for time_s in (0.9 * every_s).tolist():  # what is called impossible for all is so for each
+            if impossible([placed.least(candidate, options, step)], time_s)[0]:
+                assert impossible(rows, time_s).all()
+                assert impossible(rows, 0.9 * time_s).all()
+                below += 1
+        several += len(rows) > 1
+        for own in set(placed.places(candidate)):
+            maker = placed._maker(own)
+            parts = [evaluator.layouts.priced(option, placed.model.part(own)) for option in options]
+            for least, *each in zip(
+                *(maker.prices(maker.works(some), step) for some in (parts, *([part] for part in parts))), strict=True
+            ):
+                assert least.forward_s <= min(price.forward_s for price in each)
+                assert least.time_s - least.forward_s <= min(p.time_s - p.forward_s for p in each) * (1 + 1e-9)
+        for option in options:
+            for own in set(placed.places(candidate)):
+                part = evaluator.layouts.priced(option, placed.model.part(own))
+                maker = placed._maker(own)
+                for price, alone in zip(
+                    maker.prices(maker.works([part]), step), maker.exact_prices(part, step)[0], strict=True
+                ):
+                    assert price.once_s >= alone.once_s
+                    for name in (field.name for field in fields(price)):
+                        if name != "once_s":
+                            assert getattr(price, name) == pytest.approx(getattr(alone, name), rel=1e-9, abs=1e-15)
+    assert several
+    assert below
 
 
 @pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick"), (None, "sailor")])
