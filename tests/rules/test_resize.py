@@ -82,7 +82,9 @@ def test_what_is_worked_out_once_is_that_of_each_operator(name: str) -> None:
     for samples in (1, 2, 8):
         local = sizes.run(replace(typing, size=Fraction(graph.batch_size, samples)), samples)
         known = [block_work(local, block, "cuda", selective=True) for block in local.blocks]
-        assert any(i != k for work in known for k, i in enumerate(work.same))
+        assert any(i != k for work in known for k, i in enumerate(work.same)) == (
+            name != "experts"
+        )  # all its calls differ
         for work in known:
             assert all(work.works[i] is work.works[k] for k, i in enumerate(work.same))
             price = partial(price_block, mesh=Mesh(tp=2), device=device, collectives=collectives)
