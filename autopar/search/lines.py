@@ -14,11 +14,13 @@ NOTHING = BlockPrice(**dict.fromkeys(_PARTS, 0.0))
 
 
 def least_of(prices: Iterable[BlockPrice]) -> BlockPrice:
-    """The least of each part."""
+    """The least of each part, of the backward too: what takes the least time need not have the least forward."""
     found = list({id(price): price for price in prices}.values())
     if len(found) == 1:
         return found[0]
     least = {name: min(getattr(price, name) for price in found) for name in _PARTS}
+    backward_s = min(price.time_s - price.forward_s for price in found)
+    least["time_s"] = min(least["time_s"], least["forward_s"] + backward_s)
     byte_s, held = least["more_byte_s"], least["held_bytes"]
     least["more_free_s"] = max(p.more_free_s - byte_s * (p.held_bytes - held) for p in found)
     return BlockPrice(**least)

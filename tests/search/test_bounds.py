@@ -329,3 +329,21 @@ def test_lines_of_recompute_are_below_every_mode(found: list[BlockPrice], share:
             less = least.held_bytes - kept
             assert least.again_s * less / freed <= time_s + 1e-9 or less < 0
             assert least.more_byte_s * less - least.more_free_s <= time_s + 1e-9
+
+
+_times = st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 10.0))
+
+
+@given(st.lists(_times, min_size=1, max_size=4))
+def test_the_least_of_several_has_no_pass_longer_than_any(passes: list[tuple[float, float]]) -> None:
+    """Forward, backward and both: of different blocks, chains of a pipeline count them apart."""
+    price = BlockPrice(
+        time_s=0.0, forward_s=0.0, again_s=0.0, least_again_s=0.0, once_s=0.0, gather_s=0.0, static_bytes=0.0,
+        held_bytes=0.0, held_again_bytes=0.0, passing_bytes=0.0, lean_bytes=0.0,
+    )  # fmt: skip
+    found = [replace(price, time_s=forward + backward, forward_s=forward) for forward, backward in passes]
+    least = least_of(found)
+    for own in found:
+        assert least.time_s <= own.time_s
+        assert least.forward_s <= own.forward_s
+        assert least.time_s - least.forward_s <= own.time_s - own.forward_s + 1e-12
