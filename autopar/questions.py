@@ -97,12 +97,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The value asked for, its plan, and all sizes that were tried, in order."""
+    """The value asked for, its plan, and all sizes that were tried, in order.
+
+    ``limit``: what was not looked beyond, where the value is the largest up to there and more may fit.
+    """
 
     value: str
     plan: Plan
     trials: tuple[Trial, ...]
     cost: float | None = None
+    limit: str = ""
 
 
 # --- clusters
@@ -292,19 +296,25 @@ def longest_sequence(ask: Ask, *, step: int) -> Answer:
     """
     cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
 
-    def fits(times: int) -> bool:
-        tokens = times * step
-        ask.say(f"trying {tokens:,} tokens")
-        if tokens > MAX_SEQUENCE:
-            return False
+    def missing(times: int) -> str:
+        ask.say(f"trying {times * step:,} tokens")
         try:
-            return _fits(replace(ask, sequence=tokens), cluster)
-        except UsageError:
+            return _missing(replace(ask, sequence=times * step), cluster)
+        except UsageError:  # longer than the model's own positions
             if times == 1:
                 raise
-            return False  # past the model's own positions
+            return "the model takes no such length"
 
-    return _largest(ask, fits, lambda n: replace(ask, sequence=n * step), cluster, "tokens", lambda n: n * step)
+    return _largest(
+        ask,
+        missing,
+        lambda n: replace(ask, sequence=n * step),
+        cluster,
+        "tokens",
+        lambda n: n * step,
+        most=max(MAX_SEQUENCE // step, 1),
+        limit=f"no longer ones than {MAX_SEQUENCE:,} are tried",
+    )
 
 
 def largest_batch(ask: Ask) -> Answer:
@@ -326,38 +336,48 @@ def largest_batch(ask: Ask) -> Answer:
     def at(n: int) -> Ask:
         return replace(ask, global_batch_size=samples(n), pins=(*ask.pins, "num_micro_batches=1"))
 
-    def fits(n: int) -> bool:
+    def missing(n: int) -> str:
         ask.say(f"trying {samples(n):,} samples")
-        return samples(n) <= ask.global_batch_size and _fits(at(n), cluster)
+        return _missing(at(n), cluster)
 
-    return _largest(ask, fits, at, cluster, "samples", samples)
+    asked = ask.global_batch_size
+    most = len(small) - 1 + asked // world if asked >= world else sum(size <= asked for size in small)
+    limit = f"no larger ones than the global batch of {asked:,} are tried"
+    return _largest(ask, missing, at, cluster, "samples", samples, most=most, limit=limit)
 
 
-def _fits(ask: Ask, cluster: Cluster) -> bool:
+def _missing(ask: Ask, cluster: Cluster) -> str:
+    """Why there is no plan; empty where there is one."""
     planner = ask.planner(cluster)
     if ask.max_step_time_s is None:
-        return planner.fits()
-    return planner.fastest(Limits(max_step_time_s=ask.max_step_time_s), processes=ask.processes) is not None
+        found = planner.fits()
+    else:
+        limits = Limits(max_step_time_s=ask.max_step_time_s)
+        found = planner.fastest(limits, processes=ask.processes) is not None
+    return "" if found else _none_within(ask)
 
 
 def _largest(
     ask: Ask,
-    fits: Callable[[int], bool],
+    missing: Callable[[int], str],
     at: Callable[[int], Ask],
     cluster: Cluster,
     unit: Literal["tokens", "samples"],
     value: Callable[[int], int],
+    *,
+    most: int,
+    limit: str,
 ) -> Answer:
-    """The largest n that fits; between the last power of two that does and the first that does not by bisection."""
-    trials: dict[int, bool] = {}
+    """The largest n up to ``most`` that misses nothing; by doubling, then by bisection up to the first that does."""
+    trials: dict[int, str] = {}
 
     def tried(n: int) -> bool:
-        trials[n] = fits(n)
-        return trials[n]
+        trials[n] = missing(n)
+        return not trials[n]
 
     low, high = 0, 1
-    while tried(high):
-        low, high = high, 2 * high
+    while high <= most and tried(high):
+        low, high = high, min(2 * high, most) if high < most else most + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if tried(middle) else (low, middle)
@@ -373,9 +393,10 @@ def _largest(
             value=f"{value(n):,} {unit}",
             num_devices=cluster.world_size,
             plan=plan if n == low else None,
-            missing="" if n == low else _none_within(ask),
+            missing=trials[n],
         )
         for n in sorted(trials)
-        if n == low or not trials[n]
+        if n == low or trials[n]
     )
-    return Answer(value=f"{value(low):,} {unit}", plan=plan, trials=tuple(made))
+    found, ends = f"{value(low):,} {unit}", low == most
+    return Answer(value=found, plan=plan, trials=tuple(made), limit=limit if ends else "")

@@ -138,8 +138,29 @@ def test_the_largest_batch_is_that_of_all() -> None:
     assert found.plan.num_micro_batches == 1
     assert fits(value)
     assert not fits(value + 2)
-    capped = largest_batch(replace(ask, global_batch_size=max(value // 2, 1)))
-    assert capped.plan.global_batch_size <= value // 2
+    assert not found.limit
+    assert all("fits" in trial.missing for trial in found.trials if trial.plan is None)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 10, 12])
+def test_no_larger_batch_is_tried_than_was_asked_about(most: int) -> None:
+    """So that none is said not to fit that was never looked at."""
+    small = mlp(layers=2, batch=2, width=8, hidden=16)
+    ask = Ask(graph_at=lambda _samples, _tokens: small, cluster="cpu:1x4", global_batch_size=most, space="quick")
+    found = largest_batch(ask)
+    assert found.plan.global_batch_size == max(n for n in (1, 2, 4, 8, 12) if n <= most)
+    assert [trial.plan is found.plan for trial in found.trials] == [True]
+    assert found.limit == f"no larger ones than the global batch of {most} are tried"
+
+
+def test_a_length_past_the_positions_of_a_model_is_not_said_to_be_too_large(run: Run) -> None:
+    model = "hf:gpt2?n_layer=1&n_embd=32&n_head=2&n_positions=128&vocab_size=64"
+    asked = ("search", model, "--cluster", "cpu:1x2", "--global-batch", "2", "--space", "quick")
+    done = run(*asked, "--longest-sequence", "--sequence-step", "64")
+    assert done.code == 0, done.err
+    assert done.out.startswith("128 tokens\n")
+    assert "192 tokens  the model takes no such length" in done.out
+    assert "none fits" not in done.out
 
 
 def test_nothing_fits_is_said() -> None:

@@ -29,7 +29,8 @@ def render_answer(answer: Answer) -> str:
     ]
     table = plain_table(head, rows, left=("tried", *_LEFT), width=160)
     cost = f", {answer.cost:.4g} a step" if answer.cost is not None else ""
-    return f"{answer.value}{cost}\n\n{table}\n\n{render_plan(answer.plan)}"
+    limit = f" ({answer.limit})" if answer.limit else ""
+    return f"{answer.value}{cost}{limit}\n\n{table}\n\n{render_plan(answer.plan)}"
 
 
 def answer_summary(answer: Answer) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def answer_summary(answer: Answer) -> dict[str, Any]:
     return {
         "answer": answer.value,
         "cost": answer.cost,
+        "limit": answer.limit or None,
         "plan": plan_summary(answer.plan),
         "tried": [
             {
