@@ -43,8 +43,8 @@ def test_a_plan_says_what_all_ranks_repeat() -> None:
 def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "search/default.toml").read_text().replace('name = "default"', 'name = "mine"')
     full, both = tmp_path / "full.toml", tmp_path / "both.toml"
-    full.write_text(text.replace('recompute = ["none", "full"]', 'recompute = ["full"]'))
-    both.write_text(text.replace('recompute = ["none", "full"]', 'recompute = ["selective", "full"]'))
+    full.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["full"]'))
+    both.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["selective", "full"]'))
     cluster, about = Cluster.parse("cpu:1x2"), "no selective recompute"
     (note,) = notes(cluster, about=about, space=str(full))
     assert note.startswith("blocks recompute fully, as the space mine has no selective recompute")
