@@ -139,6 +139,22 @@ class Cuts:
             return Failure(is_slow=True)
         return relaxed(found, orders, cutter, refit, room) if any(orders) else found
 
+    def lightened(
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutters: Sequence[StageCutter],
+        found: Fitting,
+        late_s: float,
+    ) -> Fitting | Failure:
+        """A cut that fits with less recompute where that fits too, or that it takes ``late_s`` at least."""
+        room, refit = self.placed.limits(candidate), partial(self.fitting, candidate, option=option, step=step)
+        orders = relaxable(found.cut, cutters[0], self._limits(candidate)[1], candidate.mesh.pp)
+        if self._is_late(candidate, lightest(found.cut, orders, cutters[0]), option, step, late_s):
+            return Failure(is_slow=True)
+        return relaxed(found, orders, cutters[0], refit, room) if any(orders) else found
+
     def _lean(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
         in_flight: Sequence[int], allowed: Sequence[NDArray[np.bool_]] | None,

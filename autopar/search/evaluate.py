@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -189,8 +189,8 @@ class Evaluator(Closer):
                 best = prediction, plan  # what follows has to be quicker still
                 late_s = min(late_s, prediction.step_time_s / speed * (1 + ROUNDING))
 
-        for own, way in self._tries(candidate, option, step, cutters):
-            plan = self.cuts.fits(candidate, option, step, own, at_most_s, way, late_s)
+        for own, fits in self._tries(candidate, option, step, cutters, at_most_s):
+            plan = fits(late_s)
             if isinstance(plan, Failure):
                 failures.append(plan)
             elif not self._host_fits(plan.memory):
@@ -238,20 +238,28 @@ class Evaluator(Closer):
         return not is_plain and bool({"selective", "full"} & {*cut.modes})
 
     def _tries(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter]
-    ) -> Iterator[tuple[Sequence[StageCutter], list[NDArray[np.bool_]] | None]]:
-        """What a candidate's stages are cut by, each with the ways of :meth:`_ways`.
+        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+    ) -> Iterator[tuple[Sequence[StageCutter], Callable[[float], Fitting | Failure]]]:
+        """What a candidate's stages are cut by, each with what gives the cut of one of :meth:`_ways` up to a time.
 
-        Where ranks differ, cuts are sought by hand: those without selective recompute are tried too, so that no candidate
-        is slower for a mode more.
+        Where ranks differ, cuts are sought by hand. Those of virtual stages say what recomputes; where such a one does not fit,
+        those without selective recompute are tried too.
         """
+        is_mixed = self.placed.has(candidate)
+        if is_mixed and not (self.stages or self.space.equal_stages or candidate.moves):
+            refit = partial(self.cuts.fitting, candidate, option=option, step=step)
+            found = self.placed.in_turns(candidate, option, step, cutters, refit)
+            if found is not None:
+                yield cutters, partial(self.cuts.lightened, candidate, option, step, cutters, found)
+                return
+        fits = partial(self.cuts.fits, candidate, option, step)
         for way in self._ways(candidate, option, step, self.placed):
-            yield cutters, way
+            yield cutters, partial(fits, cutters, at_most_s, way)
         plain = self.placed.plain
-        if self.placed.has(candidate) and plain is not None:
+        if is_mixed and plain is not None:
             own = self.cuts.cutters(candidate, option, step, tuple(plain.modes))
             for way in self._ways(candidate, option, step, plain):
-                yield own, way
+                yield own, partial(fits, own, at_most_s, way)
 
     def _ways(
         self, candidate: Candidate, option: Option, step: Step, placed: Placed

@@ -8,7 +8,7 @@ is a choice of the search. Layouts are solved at the prices of the slowest devic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -25,10 +25,12 @@ from autopar.plan import RankGroup, Recompute
 from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.candidates import Candidate
 from autopar.search.classes import Compact
+from autopar.search.fitting import Fitting
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.layouts import Layouts
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_cut import RankTables, quickest_stops, spans
+from autopar.search.mixed_modes import fitted
 from autopar.search.mixed_place import PlaceRows, Works
 from autopar.search.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.search.mixed_turns import sizes_of
@@ -244,13 +246,32 @@ class Placed:
 
     def stops_in_turns(self, candidate: Candidate, option: Option, step: Step) -> tuple[int, ...] | None:
         """Where virtual stages end by :mod:`autopar.search.mixed_turns`; None where there are none, or it says nothing."""
+        sizes = self._sizes_in_turns(candidate, option, step)
+        return None if sizes is None else _stops(sizes)
+
+    def in_turns(
+        self,
+        candidate: Candidate,
+        option: Option,
+        step: Step,
+        cutters: Sequence[StageCutter],
+        refit: Callable[[Cut], Fitting],
+    ) -> Fitting | None:
+        """A cut with the recompute of :mod:`autopar.search.mixed_modes`; None where it says nothing."""
+        sizes = self._sizes_in_turns(candidate, option, step)
+        if sizes is None:
+            return None
+        row, limits = self.exact(candidate, option, step), self.limits(candidate)
+        return fitted(row, sizes, _stops(sizes), cutters, refit, limits)
+
+    def _sizes_in_turns(self, candidate: Candidate, option: Option, step: Step) -> tuple[int, ...] | None:
+        """Blocks of the group on each virtual stage."""
         if candidate.virtual_stages == 1:
             return None
         key = candidate, id(option)
         if key not in self._turns:  # asked again in comparisons; the layout is kept, so that its id stays its own
             self._turns[key] = option, sizes_of(self.exact(candidate, option, step))
-        sizes = self._turns[key][1]
-        return None if sizes is None else tuple(accumulate((sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)))
+        return self._turns[key][1]
 
     # --- bounds
 
@@ -403,3 +424,8 @@ class Placed:
 
     def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:
         return self.ordered(candidate).parts(candidate.mesh)
+
+
+def _stops(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where stages end, with the first block and the last one."""
+    return tuple(accumulate((sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)))

@@ -65,6 +65,44 @@ def sizes_of(row: MixedRow) -> tuple[int, ...] | None:
     return tuple(best.tolist())
 
 
+def recomputed(stages: Stages, sizes: NDArray[np.int64]) -> Array:
+    """As :meth:`_Cut.again`, of any cuts."""
+    pp, v = stages.pp, len(stages.rank) // stages.pp
+    blocks = sizes.reshape(len(sizes), v, pp).astype(float)
+    held = (sizes * stages.bytes).reshape(len(sizes), v, pp).sum(axis=1) - stages.room
+    freed, again_s = stages.freed.reshape(-1, v, pp), stages.again_s.reshape(-1, v, pp)
+    if len(freed) == 1:
+        found, left = _taken(blocks, held, freed[0])
+        found[np.broadcast_to((left > 1e-6 * np.abs(stages.room))[:, None], found.shape)] = np.nan
+        return found.reshape(sizes.shape)
+    # as few in full as hold enough with all others in part, or some more, which spare others: the least time of these
+    best, best_s = np.full((len(sizes), 2 * v, pp), np.nan), np.full(held.shape, np.inf)
+    least, _ = _taken(blocks, held - (blocks * freed[0]).sum(axis=1), freed[1])
+    for count in range(MORE_FULL + 1):
+        full, wanted = np.zeros(blocks.shape), least.sum(axis=1) + count
+        for turn in range(v):
+            full[:, turn] = np.clip(wanted, 0.0, np.maximum(blocks[:, turn], 0))
+            wanted = wanted - full[:, turn]
+        some, left = _taken(blocks - full, held - (full * freed.sum(axis=0)).sum(axis=1), freed[0])
+        some += full
+        time_s = (some * again_s[0] + full * again_s[1]).sum(axis=1)
+        time_s[(left > 1e-6 * np.abs(stages.room)) | (wanted > 0)] = np.inf
+        own = np.concatenate([some, full], axis=1)
+        best = np.where((time_s < best_s)[:, None], own, best)
+        best_s = np.minimum(best_s, time_s)
+    return best.reshape(len(sizes), -1)
+
+
+def _taken(blocks: Array, held: Array, freed: Array) -> tuple[Array, Array]:
+    """Of blocks [cuts, turns, ranks] so many, of the first turns first, as free what ranks hold too much; and what is left of that."""
+    found = np.zeros(blocks.shape)
+    for turn in range(len(freed)):
+        count = np.ceil(np.maximum(held, 0.0) / np.maximum(freed[turn], TINY) - 1e-9)
+        found[:, turn] = np.minimum(count, blocks[:, turn])
+        held = held - found[:, turn] * freed[turn]
+    return found, held
+
+
 class _Cut:
     """Cuts of one row, and the chains that are known."""
 
@@ -120,7 +158,7 @@ class _Cut:
     def again(self, sizes: NDArray[np.int64]) -> Array:
         """Blocks that recompute each part on each stage of cuts [cuts, parts * stages]: on a rank's first stages, which hold the most; nan: too few."""
         if self.known is None:
-            return self._again(sizes)
+            return recomputed(self.stages, sizes)
         own = np.maximum(sizes, 0).reshape(len(sizes), self.v, self.pp)
         found: Array = self.known.take((own * self.places).sum(axis=1) + np.arange(self.pp), axis=0)
         return found.transpose(0, 2, 1).reshape(len(sizes), -1)
@@ -131,43 +169,8 @@ class _Cut:
         if most**self.v > MOST_KNOWN:
             return None
         cuts = np.indices((most,) * self.v).reshape(self.v, -1).T
-        found = self._again(np.repeat(cuts, self.pp, axis=1)).reshape(len(cuts), -1, self.pp)
+        found = recomputed(self.stages, np.repeat(cuts, self.pp, axis=1)).reshape(len(cuts), -1, self.pp)
         return found.transpose(0, 2, 1).reshape(len(cuts) * self.pp, -1)
-
-    def _again(self, sizes: NDArray[np.int64]) -> Array:
-        stages, v, pp = self.stages, self.v, self.pp
-        blocks = sizes.reshape(len(sizes), v, pp).astype(float)
-        held = (sizes * stages.bytes).reshape(len(sizes), v, pp).sum(axis=1) - stages.room
-        freed, again_s = stages.freed.reshape(-1, v, pp), stages.again_s.reshape(-1, v, pp)
-        if len(freed) == 1:
-            found, left = self._taken(blocks, held, freed[0])
-            found[np.broadcast_to((left > 1e-6 * np.abs(stages.room))[:, None], found.shape)] = np.nan
-            return found.reshape(sizes.shape)
-        # as few in full as hold enough with all others in part, or some more, which spare others: the least time of these
-        best, best_s = np.full((len(sizes), 2 * v, pp), np.nan), np.full(held.shape, np.inf)
-        least, _ = self._taken(blocks, held - (blocks * freed[0]).sum(axis=1), freed[1])
-        for count in range(MORE_FULL + 1):
-            full, wanted = np.zeros(blocks.shape), least.sum(axis=1) + count
-            for turn in range(v):
-                full[:, turn] = np.clip(wanted, 0.0, np.maximum(blocks[:, turn], 0))
-                wanted = wanted - full[:, turn]
-            some, left = self._taken(blocks - full, held - (full * freed.sum(axis=0)).sum(axis=1), freed[0])
-            some += full
-            time_s = (some * again_s[0] + full * again_s[1]).sum(axis=1)
-            time_s[(left > 1e-6 * np.abs(stages.room)) | (wanted > 0)] = np.inf
-            own = np.concatenate([some, full], axis=1)
-            best = np.where((time_s < best_s)[:, None], own, best)
-            best_s = np.minimum(best_s, time_s)
-        return best.reshape(len(sizes), -1)
-
-    def _taken(self, blocks: Array, held: Array, freed: Array) -> tuple[Array, Array]:
-        """Of blocks [cuts, turns, ranks] so many, of the first turns first, as free what ranks hold too much; and what is left of that."""
-        found = np.zeros(blocks.shape)
-        for turn in range(self.v):
-            count = np.ceil(np.maximum(held, 0.0) / np.maximum(freed[turn], TINY) - 1e-9)
-            found[:, turn] = np.minimum(count, blocks[:, turn])
-            held = held - found[:, turn] * freed[turn]
-        return found, held
 
     def times(self, sizes: NDArray[np.int64]) -> Array:
         """Seconds of every known chain [cuts, chains]; infinite where a cut does not fit."""

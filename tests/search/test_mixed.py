@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import combinations, product
 
 import numpy as np
@@ -23,6 +24,7 @@ from autopar.search.bound_rows import BlockPrice, forwards_done
 from autopar.search.bounding import load_of
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation
+from autopar.search.fitting import Fitting
 from autopar.search.inter import CutBlock, StageCutter
 from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import PRECISION, impossible, mixed_bounds
@@ -39,6 +41,7 @@ from autopar.search.outer import OuterSearch
 from autopar.search.pins import Pins
 from autopar.search.polish import Polisher
 from autopar.search.space import load_space
+from autopar.search.uneven import exactly
 from autopar.search.ways import BlockOption
 from tests.mixed_clusters import two_kinds
 from tests.search.test_bounds import mode, priced
@@ -365,6 +368,42 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
             assert other.prediction.step_time_s <= one.prediction.step_time_s * (1 + 1e-9)
             compared += candidate.virtual_stages > 1
     assert compared
+
+
+def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_memory_ask_for() -> None:
+    """Virtual stages whose recompute is counted for whole ranks; equal shares for each stage recompute more somewhere."""
+    graph, memory = mlp(layers=8, batch=2, width=64, hidden=256), 400 * 2**20 + 3_000_000
+    cluster, again, quicker = two_kinds(factor=3.0, slow_memory=memory, fast_memory=memory), 0, 0
+    space = replace(load_space("default"), recompute=("none", "selective", "full"))
+    evaluator = Polisher(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
+    cuts, placed = evaluator.cuts, evaluator.placed
+    for candidate in outer(graph, cluster, "default").pool:
+        if candidate.virtual_stages == 1 or not placed.has(candidate):
+            continue
+        for draft in evaluator.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate)):
+            option = placed.option(candidate, evaluator.layouts.option(draft))
+            step = placed.step(evaluator.step(candidate, option), option)
+            cutters = cuts.cutters(candidate, option, step)
+            refit = partial(cuts.fitting, candidate, option=option, step=step)
+            found = placed.in_turns(candidate, option, step, cutters, refit)
+            stops = placed.stops_in_turns(candidate, option, step)
+            if found is None or stops is None:
+                continue
+            assert found.cut.stops == stops
+            limits = placed.limits(candidate)
+            assert all(own.total <= limit for own, limit in zip(found.memory, limits, strict=True))
+            again += set(found.cut.modes[1:-1]) != {"none"}
+            lighter = cuts.lightened(candidate, option, step, cutters, found, float("inf"))
+            exact = exactly(stops, len(evaluator.rows.class_of))
+            shared = cuts.fits(candidate, option, step, cutters, float("inf"), exact, float("inf"))
+            assert isinstance(lighter, Fitting)
+            assert all(own.total <= limit for own, limit in zip(lighter.memory, limits, strict=True))
+            if isinstance(shared, Fitting):
+                times = [placed.ordered(candidate).predict(own.made, step).step_time_s for own in (lighter, shared)]
+                assert times[0] <= times[1] * (1 + 1e-9)
+                quicker += times[0] < times[1] * (1 - 1e-6)
+    assert again
+    assert quicker
 
 
 def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
