@@ -223,14 +223,14 @@ class Evaluator(Closer):
         model, pp, count = self.placed.ordered(candidate), candidate.mesh.pp, candidate.num_micro_batches
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
 
-        def begun(cut: Cut) -> float:
-            return model.begun_s(self.cuts.stages(cut.stops, cut.modes, option, pp), step, BEGUN * pp)
-
         turns = self.cuts.by_turns(candidate, plan, option, step, cutters)
         if all(bound(cut) >= late_s for cut in turns):
             return []
-        is_long = len(turns) > FEW and count >= 2 * BEGUN * pp
-        return sorted(turns, key=begun)[:FEW] if is_long else turns
+        if len(turns) <= FEW or count < 2 * BEGUN * pp:
+            return turns
+        made = [self.cuts.stages(cut.stops, cut.modes, option, pp) for cut in turns]
+        begun = model.begun_s(made, step, BEGUN * pp)
+        return [turns[i] for i in sorted(range(len(turns)), key=begun.__getitem__)[:FEW]]
 
     def _takes_turns(self, candidate: Candidate, cut: Cut) -> bool:
         """Whether other blocks of a cut may be recomputed for a shorter step."""

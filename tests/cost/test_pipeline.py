@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.pipeline import ROUNDS, StageTimes, _continued, compiled, shared_time_s, simulate, whole
+from autopar.cost.pipeline import ROUNDS, StageTimes, _continued, compiled, shared_time_s, simulate, times_s, whole
 from autopar.schedule import dependencies, schedule_actions, schedule_numbers
 
 F, B = 1.0, 2.0
@@ -104,6 +104,22 @@ def test_simulation_is_the_longest_path(case: tuple[str, int, int, list[StageTim
         own = sum(stage.forward_s + stage.backward_s for stage in stages[rank::pp])
         assert found.busy_s[rank] == pytest.approx(m * own)
         assert found.busy_s[rank] + found.exposed_send_s[rank] <= found.finish_s[rank] + 1e-9
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.lists(st.randoms(use_true_random=False), max_size=3))
+def test_pipelines_side_by_side_take_what_each_takes_alone(
+    case: tuple[str, int, int, list[StageTimes]], others: list[Random]
+) -> None:
+    name, pp, m, stages = case
+    every = [stages, *(other.sample(stages, len(stages)) for other in others)]
+    assert times_s(name, pp, m, every) == [simulate(name, pp, m, own).time_s for own in every]
+
+
+def test_pipelines_of_short_rounds_are_simulated_one_by_one() -> None:
+    stages = equal(12)
+    assert times_s("Interleaved1F1B", 4, 2, [stages, stages[::-1]]) == [whole("Interleaved1F1B", 4, 2, stages).time_s] * 2
+    assert times_s("1F1B", 4, 4, []) == []
 
 
 @settings(max_examples=30, deadline=None)
