@@ -152,8 +152,8 @@ class BestFirst:
             near = split.cp == split.tp == 1 and min(self.bounds[self.pool[k]] for k in own) < far_s
             first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
             if first and self.crew.takes(split):
-                if self.evaluator.differs and math.isinf(self.best_s()) and not self.evaluator.by_rule:
-                    yield from self._scout(own)
+                if math.isinf(self.best_s()) and not self.evaluator.by_rule:
+                    yield from self._scout(own) if self.evaluator.differs else self._unstaged(own)
                 self._raise_least(own)
                 yield from self._dive(own)
                 if self.evaluator.differs and not self.evaluator.by_rule:
@@ -182,6 +182,10 @@ class BestFirst:
             least = min(mine, key=lambda own: min(map(self._place, own)))
             self._raise(least, 1)
             yield from self._dive(least)
+
+    def _unstaged(self, places: Sequence[int]) -> Iterator[int]:
+        """A first plan of those without a pipeline, which take the least to evaluate, by their first bounds."""
+        yield from self._dive([k for k in places if self.pool[k].mesh.pp == 1])
 
     def _scout(self, places: Sequence[int]) -> Iterator[int]:
         """A first plan of those of the least second bounds."""
