@@ -140,12 +140,14 @@ def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches:
     m, rank = num_micro_batches, np.arange(pp)[:, None]
     is_backward, step = _steps(name, pp, virtual_stages, m)
     if name != "Interleaved1F1B":
-        return (2 * rank + is_backward) * m + step
+        plain: NDArray[np.int64] = (2 * rank + is_backward) * m + step
+        return plain
     per_round = m // max(1, m // pp)
     rounds, within = np.divmod(step, per_round * virtual_stages)
     turn, batch = np.divmod(within, per_round)
     turn = np.where(is_backward, virtual_stages - 1 - turn, turn)
-    return (2 * (turn * pp + rank) + is_backward) * m + rounds * per_round + batch
+    numbers: NDArray[np.int64] = (2 * (turn * pp + rank) + is_backward) * m + rounds * per_round + batch
+    return numbers
 
 
 def schedule_moments(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64] | None:

@@ -170,8 +170,8 @@ def test_actions_have_moments_after_what_they_need(name: str, pp: int, v: int, m
     at = dict(zip(sum(actions, ()), moments.reshape(-1).tolist(), strict=True))
     for own in actions:
         assert all(at[one] < at[after] for one, after in pairwise(own))
-    for action in at:
-        assert all(at[need] < at[action] for need in dependencies(action, pp * v - 1))
+    for action, moment in at.items():
+        assert all(at[need] < moment for need in dependencies(action, pp * v - 1))
 
 
 def test_rounds_of_fewer_micro_batches_than_ranks_have_no_moments() -> None:

@@ -271,23 +271,26 @@ def _side_by_side(name: str, pp: int, virtual_stages: int, num_micro_batches: in
     return (0, *ends.tolist(), moments.size)
 
 
-def times_s(name: str, pp: int, num_micro_batches: int, every: Sequence[Sequence[StageTimes]]) -> list[float]:
-    """When the last rank has finished, as :func:`simulate` says, of several pipelines that differ in the times of their stages.
+def finishes_s(name: str, pp: int, num_micro_batches: int, every: Sequence[Sequence[StageTimes]]) -> Array:
+    """When ranks have finished [pipelines, ranks], as :func:`simulate` says, of pipelines that differ in the times of their stages.
 
     Actions of one moment (:func:`autopar.schedule.schedule_moments`) depend on none of each other: they are simulated side by side,
     of all pipelines at once.
     """
-    stops = _side_by_side(name, pp, len(every[0]) // pp, num_micro_batches) if every else ()
+    degrees = name, pp, len(every[0]) // pp, num_micro_batches
+    stops = _side_by_side(*degrees)
     if not stops:
-        return [simulate(name, pp, num_micro_batches, stages).time_s for stages in every]
-    _, needs, lengths, messages, befores = compiled(name, pp, len(every[0]) // pp, num_micro_batches).columns
+        return np.array([simulate(name, pp, num_micro_batches, stages).finish_s for stages in every])
+    actions = compiled(*degrees)
+    _, needs, lengths, messages, befores = actions.columns
     durations = np.array([durations_of(stages) for stages in every]).T[lengths]
     sends = np.array([sends_of(stages) for stages in every]).T[messages]
-    ends = np.zeros((len(needs) + 1, len(every)))  # the last one, which -1 says too, for what actions need that need nothing
+    # the last one, which -1 says too, is what actions need that need nothing
+    ends = np.zeros((len(needs) + 1, len(every)))
     for start, stop in pairwise(stops):
         here = ends[needs[start:stop]] + sends[start:stop]
         ends[start:stop] = np.maximum(here, ends[befores[start:stop]]) + durations[start:stop]
-    found: list[float] = ends.max(axis=0).tolist()
+    found: Array = ends[list(actions.last)].T
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.pipeline import ROUNDS, StageTimes, _continued, compiled, shared_time_s, simulate, times_s, whole
+from autopar.cost.pipeline import ROUNDS, StageTimes, _continued, compiled, finishes_s, shared_time_s, simulate, whole
 from autopar.schedule import dependencies, schedule_actions, schedule_numbers
 
 F, B = 1.0, 2.0
@@ -113,13 +113,14 @@ def test_pipelines_side_by_side_take_what_each_takes_alone(
 ) -> None:
     name, pp, m, stages = case
     every = [stages, *(other.sample(stages, len(stages)) for other in others)]
-    assert times_s(name, pp, m, every) == [simulate(name, pp, m, own).time_s for own in every]
+    wanted = [list(simulate(name, pp, m, own).finish_s) for own in every]
+    assert finishes_s(name, pp, m, every).tolist() == wanted
 
 
 def test_pipelines_of_short_rounds_are_simulated_one_by_one() -> None:
     stages = equal(12)
-    assert times_s("Interleaved1F1B", 4, 2, [stages, stages[::-1]]) == [whole("Interleaved1F1B", 4, 2, stages).time_s] * 2
-    assert times_s("1F1B", 4, 4, []) == []
+    wanted = list(whole("Interleaved1F1B", 4, 2, stages).finish_s)
+    assert finishes_s("Interleaved1F1B", 4, 2, [stages, stages[::-1]]).tolist() == [wanted] * 2
 
 
 @settings(max_examples=30, deadline=None)
