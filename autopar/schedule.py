@@ -130,36 +130,70 @@ def schedule_actions(name: str, pp: int, virtual_stages: int, num_micro_batches:
     return tuple(ranks)
 
 
-def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[int]]:
-    """The actions of :func:`schedule_actions` as numbers: those of a stage side by side, its forwards and then its backwards.
+def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
+    """The actions of :func:`schedule_actions` as numbers [ranks, actions]: those of a stage side by side, its forwards and then its backwards.
 
     Raises:
         UsageError: see :func:`check_schedule`.
     """
     check_schedule(name, pp, virtual_stages, num_micro_batches)
-    m = num_micro_batches
-    step = np.arange(virtual_stages * m)
-    ranks = []
-    for rank in range(pp):
-        if name == "Interleaved1F1B":
-            per_round = m // max(1, m // pp)
-            warm = min((virtual_stages - 1) * per_round + 2 * (pp - 1 - rank), len(step))
-            turn, batch = step // per_round % virtual_stages, step // (per_round * virtual_stages) * per_round
-            forward = 2 * (turn * pp + rank) * m + batch + step % per_round
-            backward = (2 * ((virtual_stages - 1 - turn) * pp + rank) + 1) * m + batch + step % per_round
-        else:
-            warm = m if name == "GPipe" else min(m, pp - rank)
-            forward, backward = 2 * rank * m + step, (2 * rank + 1) * m + step
-        # after the warm-up a forward and a backward in turn; without virtual stages the backward first, which is the same
-        # order with one forward less before it
-        fill = warm if name == "Interleaved1F1B" else warm - 1
-        both = np.stack([forward[fill:], backward[: len(step) - fill]], axis=1).reshape(-1)
-        ranks.append([*forward[:fill].tolist(), *both.tolist(), *backward[len(step) - fill :].tolist()])
-    return ranks
+    m, rank = num_micro_batches, np.arange(pp)[:, None]
+    is_backward, step = _steps(name, pp, virtual_stages, m)
+    if name != "Interleaved1F1B":
+        plain: NDArray[np.int64] = (2 * rank + is_backward) * m + step
+        return plain
+    per_round = m // max(1, m // pp)
+    rounds, within = np.divmod(step, per_round * virtual_stages)
+    turn, batch = np.divmod(within, per_round)
+    turn = np.where(is_backward, virtual_stages - 1 - turn, turn)
+    numbers: NDArray[np.int64] = (2 * (turn * pp + rank) + is_backward) * m + rounds * per_round + batch
+    return numbers
+
+
+def schedule_moments(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64] | None:
+    """For each of these actions a moment later than those of the action before on its rank and of the one that it needs.
+
+    The steps of forwards and backwards (see :func:`_steps`) move on evenly: the forward of a step is on the next rank as much later
+    as its backward is sooner, so that what a rank does in turn stays side by side. None where a round of virtual stages has fewer
+    micro-batches than there are ranks: then these steps wait for each other.
+    """
+    v, m, rank = virtual_stages, num_micro_batches, np.arange(pp)[:, None]
+    is_backward, step = _steps(name, pp, v, m)
+    if name == "Interleaved1F1B":
+        # the first stage of a turn waits for the last one of the turn before, a round of steps before
+        if (per_round := m // max(1, m // pp)) < pp:
+            return None
+        later, last = 2, 2 * ((v - 1) * per_round + 2 * (pp - 1))
+    elif name == "GPipe":
+        later, last = 1, 2 * (m - 1 + pp - 1)
+    else:
+        later, last = 1, 2 * (pp - 1)
+    return 2 * step + np.where(is_backward, last + 1 - later * rank, later * rank)
+
+
+def _steps(
+    name: str, pp: int, virtual_stages: int, num_micro_batches: int
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Of each rank's actions [ranks, actions] whether it is a backward, and which one of the rank's forwards or backwards.
+
+    After a fill of forwards a forward and a backward in turn; without virtual stages the backward comes first, which is the same
+    order with one forward less before it.
+    """
+    m, count, rank = num_micro_batches, virtual_stages * num_micro_batches, np.arange(pp)[:, None]
+    if name == "Interleaved1F1B":
+        per_round = m // max(1, m // pp)
+        fill = np.minimum((virtual_stages - 1) * per_round + 2 * (pp - 1 - rank), count)
+    else:
+        fill = np.full_like(rank, m - 1) if name == "GPipe" else np.minimum(m, pp - rank) - 1
+    place = np.arange(2 * count)
+    after, drains = place - fill, place >= 2 * count - fill
+    is_backward = drains | ((after >= 0) & (after % 2 == 1))
+    both = after // 2 + np.where(is_backward, 0, fill)
+    return is_backward, np.where(after < 0, place, np.where(drains, place - count, both))
 
 
 @lru_cache(maxsize=8)  # asked for rank by rank
-def _numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[int]]:
+def _numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
     return schedule_numbers(name, pp, virtual_stages, num_micro_batches)
 
 
@@ -228,7 +262,7 @@ def live_peaks(
     elif name != "Interleaved1F1B":
         return ((num_micro_batches if name == "GPipe" else 1,),)
     m = num_micro_batches
-    row = np.array(_numbers(name, pp, virtual_stages, m)[rank]) // m  # twice the stage, one more backward
+    row = _numbers(name, pp, virtual_stages, m)[rank] // m  # twice the stage, one more backward
     is_backward = row % 2
     last = np.flatnonzero(
         (is_backward == 0) & (np.append(is_backward[1:], 1) == 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given, settings
@@ -11,11 +13,13 @@ from autopar.errors import UsageError
 from autopar.schedule import (
     Action,
     check_schedule,
+    dependencies,
     draw_schedule,
     in_flight,
     live_peaks,
     parse_action,
     schedule_actions,
+    schedule_moments,
     schedule_numbers,
 )
 
@@ -145,4 +149,30 @@ def test_actions_print_and_parse() -> None:
 def test_numbers_are_the_actions(name: str, pp: int, v: int, m: int) -> None:
     actions = schedule_actions(name, pp, v, m)
     wanted = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]
-    assert schedule_numbers(name, pp, v, m) == wanted
+    assert schedule_numbers(name, pp, v, m).tolist() == wanted
+
+
+MOMENTS = [
+    *((name, pp, 1, m) for name in ("GPipe", "1F1B") for pp in (1, 2, 5) for m in (pp, pp + 1, 3 * pp)),
+    ("none", 1, 1, 5),
+    ("GPipe", 4, 1, 2),
+    *(("Interleaved1F1B", pp, v, m) for pp in (2, 3, 8) for v in (2, 3, 5) for m in (pp, 2 * pp, 7 * pp)),
+    ("Interleaved1F1B", 4, 3, 7),
+    ("Interleaved1F1B", 4, 2, 10),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "v", "m"), MOMENTS)
+def test_actions_have_moments_after_what_they_need(name: str, pp: int, v: int, m: int) -> None:
+    moments = schedule_moments(name, pp, v, m)
+    assert moments is not None
+    actions = schedule_actions(name, pp, v, m)
+    at = dict(zip(sum(actions, ()), moments.reshape(-1).tolist(), strict=True))
+    for own in actions:
+        assert all(at[one] < at[after] for one, after in pairwise(own))
+    for action, moment in at.items():
+        assert all(at[need] < moment for need in dependencies(action, pp * v - 1))
+
+
+def test_rounds_of_fewer_micro_batches_than_ranks_have_no_moments() -> None:
+    assert schedule_moments("Interleaved1F1B", 4, 3, 2) is None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.cluster import Cluster
 from autopar.cost.block import BlockCost
 from autopar.cost.block_model import BlockModel
@@ -13,7 +16,7 @@ from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
 from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
-from autopar.cost.pipeline import PipelineTimes, StageTimes, shared_time_s, simulate
+from autopar.cost.pipeline import PipelineTimes, StageTimes, finishes_s, shared_time_s, simulate
 from autopar.cost.places import peak_flops, places_of
 from autopar.cost.stages import StageSums, moving, own_times, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
@@ -170,9 +173,16 @@ class CostModel(BlockModel):
         times, after_s = self._stage_times(stages, step), [0.0] * step.mesh.pp
         return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
 
-    def begun_s(self, stages: Sequence[StageCost], step: Step, num_micro_batches: int) -> float:
-        """When the last rank is done with the first so many micro-batches, if they were all: what waits for what is seen of few."""
-        return simulate(step.schedule, step.mesh.pp, num_micro_batches, self._stage_times(stages, step)).time_s
+    def finishes_s(
+        self, every: Sequence[Sequence[StageCost]], step: Step, num_micro_batches: int
+    ) -> NDArray[np.float64]:
+        """When ranks are done with the first so many micro-batches, if they were all, in each of several cuts into as many stages.
+
+        Returns:
+            Seconds [cuts, ranks], without what follows once a step.
+        """
+        times = [self._stage_times(stages, step) for stages in every]
+        return finishes_s(step.schedule, step.mesh.pp, num_micro_batches, times)
 
     def _stage_times(self, stages: Sequence[StageCost], step: Step) -> list[StageTimes]:
         parts = self.parts(step.mesh)

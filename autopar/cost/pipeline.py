@@ -11,11 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedule import check_schedule, schedule_numbers
+from autopar.schedule import check_schedule, schedule_moments, schedule_numbers
 
 ROUNDS = (5, 10, 20)
 """Of as many micro-batches as there are ranks, after which it is looked whether all ranks repeat themselves."""
@@ -100,44 +101,59 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
     """The actions of a schedule in an order in which they can be simulated."""
     numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
     stages, m = pp * virtual_stages, num_micro_batches
-    place = [-1] * (2 * stages * m)
-    # of every action what it needs, one more for the actions that need nothing
+    # of every action what it needs
     every = np.arange(2 * stages * m)
     stage, rest = np.divmod(every, 2 * m)
     is_backward = rest >= m
     needs = np.where(is_backward, every + 2 * m, every - 2 * m)
     last = every >= 2 * (stages - 1) * m
     needs = np.where(is_backward & last, every - m, np.where(~is_backward & (stage == 0), -1, needs))
-    needed = needs.tolist()
+    moments = schedule_moments(name, pp, virtual_stages, num_micro_batches)
+    if moments is None:
+        took = _in_turn(numbers, needs)
+    else:
+        took = numbers.reshape(-1)[np.argsort(moments, axis=None, kind="stable")]
+    positions = np.full(len(every) + 1, -1)  # one more for the actions that need nothing
+    positions[took] = every
+    made = needs // (2 * m)  # the stage before, or the one after
+    message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
+    duration = 3 * stage + np.where(rest == 0, 2, is_backward)
+    by_rank = positions[numbers]
+    before = np.full(len(took), -1)
+    before[by_rank[:, 1:]] = by_rank[:, :-1]
+    columns = np.stack([(stage % pp)[took], positions[needs[took]], duration[took], message[took], before])
+    ranks, need, durations, messages, befores = (tuple[int, ...](column.tolist()) for column in columns)
+    return Compiled(ranks, need, durations, messages, befores, tuple(by_rank[:, -1].tolist()), columns)
+
+
+def _in_turn(numbers: NDArray[np.int64], needs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Actions of all ranks, each behind what it needs: rank by rank as far as it comes.
+
+    Args:
+        numbers: of each rank's actions [ranks, actions].
+        needs: of every action the number of that which it needs, -1 for none.
+    """
+    is_placed, needed = [False] * len(needs), needs.tolist()
     order: list[int] = []
     waiting: dict[int, int] = {}  # ranks by what their next action needs
-    left = [iter(own) for own in numbers]
+    left = [iter(own) for own in numbers.tolist()]
     following = [next(own, -1) for own in left]
-    ready = list(range(pp))
+    ready = list(range(len(left)))
     while ready:
         rank = ready.pop()
         number, own = following[rank], left[rank]
         while number >= 0:
             need = needed[number]
-            if need >= 0 and place[need] < 0:
+            if need >= 0 and not is_placed[need]:
                 waiting[need] = rank
                 break
-            place[number] = len(order)
+            is_placed[number] = True
             order.append(number)
             if number in waiting:
                 ready.append(waiting.pop(number))
             number = next(own, -1)
         following[rank] = number
-    positions, took = np.array([*place, -1]), np.array(order)
-    made = needs // (2 * m)  # the stage before, or the one after
-    message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
-    duration = 3 * stage + np.where(rest == 0, 2, is_backward)
-    by_rank = np.argsort((stage % pp)[took], kind="stable").reshape(pp, -1)
-    before = np.full(len(took), -1)
-    before[by_rank[:, 1:]] = by_rank[:, :-1]
-    columns = np.stack([(stage % pp)[took], positions[needs][took], duration[took], message[took], before])
-    ranks, need, durations, messages, befores = (tuple[int, ...](column.tolist()) for column in columns)
-    return Compiled(ranks, need, durations, messages, befores, tuple(by_rank[:, -1].tolist()), columns)
+    return np.array(order)
 
 
 @lru_cache(maxsize=64)
@@ -243,6 +259,39 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
         busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
         return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
     return _simulated(name, pp, num_micro_batches, tuple(stages))
+
+
+@lru_cache(maxsize=16)
+def _side_by_side(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Where actions of a later moment begin among those of :func:`compiled`, and where the last ones end; none if that is not known."""
+    moments = schedule_moments(name, pp, virtual_stages, num_micro_batches)
+    if moments is None:
+        return ()
+    ends = np.flatnonzero(np.diff(np.sort(moments, axis=None))) + 1
+    return (0, *ends.tolist(), moments.size)
+
+
+def finishes_s(name: str, pp: int, num_micro_batches: int, every: Sequence[Sequence[StageTimes]]) -> Array:
+    """When ranks have finished [pipelines, ranks], as :func:`simulate` says, of pipelines that differ in the times of their stages.
+
+    Actions of one moment (:func:`autopar.schedule.schedule_moments`) depend on none of each other: they are simulated side by side,
+    of all pipelines at once.
+    """
+    degrees = name, pp, len(every[0]) // pp, num_micro_batches
+    stops = _side_by_side(*degrees)
+    if not stops:
+        return np.array([simulate(name, pp, num_micro_batches, stages).finish_s for stages in every])
+    actions = compiled(*degrees)
+    _, needs, lengths, messages, befores = actions.columns
+    durations = np.array([durations_of(stages) for stages in every]).T[lengths]
+    sends = np.array([sends_of(stages) for stages in every]).T[messages]
+    # the last one, which -1 says too, is what actions need that need nothing
+    ends = np.zeros((len(needs) + 1, len(every)))
+    for start, stop in pairwise(stops):
+        here = ends[needs[start:stop]] + sends[start:stop]
+        ends[start:stop] = np.maximum(here, ends[befores[start:stop]]) + durations[start:stop]
+    found: Array = ends[list(actions.last)].T
+    return found
 
 
 def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], core_share: float) -> float:

@@ -152,8 +152,8 @@ class BestFirst:
             near = split.cp == split.tp == 1 and min(self.bounds[self.pool[k]] for k in own) < far_s
             first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
             if first and self.crew.takes(split):
-                if self.evaluator.differs and math.isinf(self.best_s()) and not self.evaluator.by_rule:
-                    yield from self._scout(own)
+                if math.isinf(self.best_s()) and not self.evaluator.by_rule:
+                    yield from self._scout(own) if self.evaluator.differs else self._unstaged(own)
                 self._raise_least(own)
                 yield from self._dive(own)
                 if self.evaluator.differs and not self.evaluator.by_rule:
@@ -167,7 +167,7 @@ class BestFirst:
             yield from self._fewest()
 
     def _fewest(self) -> Iterator[int]:
-        """Of splits of the model with the fewest samples, whose pipelines have the most micro-batches, the one of the least second bound.
+        """Splits of the model with the fewest samples, whose pipelines have the most micro-batches, in order of their second bounds.
 
         First bounds of these are the closest to their plans, and those of many samples, which memory rules out, the farthest.
         """
@@ -178,10 +178,13 @@ class BestFirst:
             if may and split.micro_batch_size == few and split.cp * split.tp > 1 and self.crew.takes(split):
                 self._raise(own, 0)
                 mine.append(own)
-        if mine:
-            least = min(mine, key=lambda own: min(map(self._place, own)))
-            self._raise(least, 1)
-            yield from self._dive(least)
+        for own in sorted(mine, key=lambda own: min(map(self._place, own))):
+            self._raise(own, 1)
+            yield from self._dive(own)
+
+    def _unstaged(self, places: Sequence[int]) -> Iterator[int]:
+        """A first plan of those without a pipeline, which take the least to evaluate, by their first bounds."""
+        yield from self._dive([k for k in places if self.pool[k].mesh.pp == 1])
 
     def _scout(self, places: Sequence[int]) -> Iterator[int]:
         """A first plan of those of the least second bounds."""

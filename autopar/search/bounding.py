@@ -31,6 +31,12 @@ from autopar.weak import weakly
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
 
+NEAR = 0.04
+"""Of second bounds where there is a time to be below: these say which layouts are solved first, most of which are excluded."""
+
+TESTED = 1e9
+"""Of bounds of which only counts whether they are below a time."""
+
 ROUGH = 0.04
 """Of those by which a first plan is looked for where ranks differ, when there is no time to be below yet."""
 
@@ -229,7 +235,8 @@ class Bounding:
             places.append(i)
         at_most_s /= self._least_speed(candidates)
         mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True, precision=ROUGH)
-        found = row_bounds(rows, at_most_s, precision=COARSE, mixed=mixed)
+        precision = COARSE if math.isinf(at_most_s) else NEAR
+        found = row_bounds(rows, at_most_s, precision=precision, mixed=mixed)
         for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
             known[i] = bound
         return known
@@ -380,7 +387,7 @@ class Bounding:
             return
         told = [own for own in self._open(pairs, at_most_s) if own[1].solution and not self.placed.has(own[0])]
         rows = [self._drafted_row(c, draft) for c, draft in told]
-        for (c, draft), bound in zip(told, plain_bounds(rows, at_most_s, COARSE), strict=True):
+        for (c, draft), bound in zip(told, plain_bounds(rows, at_most_s, TESTED), strict=True):
             if bound >= at_most_s:
                 self._bounds[c, id(draft)] = (bound, False)
 

@@ -9,7 +9,7 @@ from itertools import islice
 from autopar.cost.model import CostModel, Step
 from autopar.graph.ir import Graph
 from autopar.plan import Recompute
-from autopar.search.bounding import COARSE, Bounding
+from autopar.search.bounding import TESTED, Bounding
 from autopar.search.bounds import PRECISION as PRECISE
 from autopar.search.candidates import Candidate
 from autopar.search.mixed_bounds import mixed_bounds
@@ -56,7 +56,7 @@ class Closer(Bounding):
         bounds_s, is_placed = [self._draft_s(candidate, draft) for draft in drafts], self.placed.has(candidate)
         told = [i for i, draft in enumerate(drafts) if bounds_s[i] < best_s and draft.solution and not is_placed]
         rows = [self._drafted_row(candidate, drafts[i]) for i in told]
-        for i, bound_s in zip(told, row_bounds(rows, best_s, precision=COARSE, settles=True), strict=True):
+        for i, bound_s in zip(told, row_bounds(rows, best_s, precision=TESTED, settles=True), strict=True):
             bounds_s[i] = max(bounds_s[i], bound_s if bound_s >= best_s else 0.0)
         is_priced = [bound_s < best_s for bound_s in bounds_s]
         maker = self.placed if is_placed else self.rows_of(candidate)

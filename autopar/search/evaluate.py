@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from autopar.search.candidates import Candidate
 from autopar.search.closer import ROUNDING, Closer
 from autopar.search.cuts import Failure
 from autopar.search.every import every_cut
-from autopar.search.fitting import Fitting, busy_s
+from autopar.search.fitting import Fitting, busy_s, once_s
 from autopar.search.inter import Cut, StageCutter
 from autopar.search.mixed import Placed
 from autopar.search.options import Draft, Option, split_of
@@ -182,12 +183,12 @@ class Evaluator(Closer):
         failures: list[Failure] = []
         late_s = at_most_s
 
-        def predict(plan: Fitting) -> None:
-            nonlocal best, late_s
+        def predicted(plan: Fitting) -> tuple[Prediction, Fitting]:
+            nonlocal late_s
             prediction = model.predict(plan.made, step, memory=plan.memory)
-            if best is None or prediction.step_time_s < best[0].step_time_s:
-                best = prediction, plan  # what follows has to be quicker still
-                late_s = min(late_s, prediction.step_time_s / speed * (1 + ROUNDING))
+            # what follows has to be quicker still
+            late_s = min(late_s, prediction.step_time_s / speed * (1 + ROUNDING))
+            return prediction, plan
 
         for own, fits in self._tries(candidate, option, step, cutters, at_most_s):
             plan = fits(late_s)
@@ -200,37 +201,48 @@ class Evaluator(Closer):
                 if bound(plan.cut, own[0], by_rank=own) >= late_s:
                     failures.append(Failure(is_slow=True))
                 else:
-                    predict(plan)
+                    best = _quicker(best, predicted(plan))
         limits = self.placed.limits(candidate)
         for own, plan in plans:
-            for cut in self._turns(candidate, option, step, own, plan, late_s):
-                if bound(cut, own[0], by_rank=own) < late_s:
+            made: dict[int, tuple[Prediction, Fitting]] = {}
+            turns = self._turns(candidate, option, step, own, plan, late_s)
+            for least_s, place, cut in sorted(turns, key=itemgetter(0, 1)):
+                if least_s < late_s:
                     turned = self.cuts.fitting(candidate, cut, option, step)
                     if all_fit(turned.memory, limits):
-                        predict(turned)
+                        made[place] = predicted(turned)
+            for place in sorted(made):  # of those that take as long the first one, whichever was predicted first
+                best = _quicker(best, made[place])
         return best, failures
 
     def _turns(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], plan: Fitting,
         late_s: float,
-    ) -> list[Cut]:  # fmt: skip
+    ) -> list[tuple[float, int, Cut]]:  # fmt: skip
         """The cut of a plan with other blocks of its virtual stages recomputed; none where all take ``late_s`` at least.
 
-        Where a step is long, the few that are done with its first micro-batches first: the same ones whatever ``late_s`` is.
+        Where a step is long, the few that are done with its first micro-batches first: the same ones whatever ``late_s`` is. Where it
+        is short, all of it is simulated for the bounds.
+
+        Returns:
+            Bounds in seconds, places and cuts.
         """
         if not self._takes_turns(candidate, plan.cut):
             return []
         model, pp, count = self.placed.ordered(candidate), candidate.mesh.pp, candidate.num_micro_batches
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=count, by_rank=cutters, with_once=True)
-
-        def begun(cut: Cut) -> float:
-            return model.begun_s(self.cuts.stages(cut.stops, cut.modes, option, pp), step, BEGUN * pp)
-
-        turns = self.cuts.by_turns(candidate, plan, option, step, cutters)
-        if all(bound(cut) >= late_s for cut in turns):
+        cuts = self.cuts.by_turns(candidate, plan, option, step, cutters)
+        turns = [(bound(cut), place, cut) for place, cut in enumerate(cuts)]
+        if all(least_s >= late_s for least_s, _, _ in turns):
             return []
-        is_long = len(turns) > FEW and count >= 2 * BEGUN * pp
-        return sorted(turns, key=begun)[:FEW] if is_long else turns
+        made = [self.cuts.stages(cut.stops, cut.modes, option, pp) for cut in cuts]
+        if count < 2 * BEGUN * pp:
+            ends_s = (model.finishes_s(made, step, count) + once_s(plan.cut, cutters)).max(axis=1) * (1 - ROUNDING)
+            return [(max(turn[0], end_s), *turn[1:]) for turn, end_s in zip(turns, ends_s.tolist(), strict=True)]
+        if len(turns) <= FEW:
+            return turns
+        begun_s = model.finishes_s(made, step, BEGUN * pp).max(axis=1).tolist()
+        return sorted(turns, key=lambda turn: begun_s[turn[1]])[:FEW]
 
     def _takes_turns(self, candidate: Candidate, cut: Cut) -> bool:
         """Whether other blocks of a cut may be recomputed for a shorter step."""
@@ -363,6 +375,10 @@ class Evaluator(Closer):
     def _host_fits(self, memory: Sequence[Memory]) -> bool:
         limit = self.model.host.memory_bytes if any(m.host for m in memory) else None
         return limit is None or all(m.host <= limit for m in memory)
+
+
+def _quicker(best: tuple[Prediction, Fitting] | None, other: tuple[Prediction, Fitting]) -> tuple[Prediction, Fitting]:
+    return other if best is None or other[0].step_time_s < best[0].step_time_s else best
 
 
 def all_fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:

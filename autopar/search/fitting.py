@@ -42,13 +42,21 @@ def busy_s(
     """
     cutters = by_rank or [cutter] * pp
     known = {id(c): {(b.key, o.mode): o.time_s for b in c.blocks for o in b.options} for c in {*cutters}}
-    stages, once = [], [0.0] * pp
+    stages, once = [], once_s(cut, cutters) if with_once else [0.0] * pp
     for s, (start, stop) in enumerate(zip((0, *cut.stops), cut.stops, strict=False)):
         blocks, times = cutters[s % pp].blocks[start:stop], known[id(cutters[s % pp])]
         stages.append(sum(times[b.key, mode] for b, mode in zip(blocks, cut.modes[start:stop], strict=True)))
-        once[s % pp] += with_once * sum(b.once_s for b in blocks)
     before = accumulate(stages[: pp - 1], initial=0.0)
     return max(max(b, once[r]) + num_micro_batches * sum(stages[r::pp]) for r, b in enumerate(before))
+
+
+def once_s(cut: Cut, cutters: Sequence[StageCutter]) -> list[float]:
+    """For each pipeline rank what its blocks add once a step at least, after its last action; ``cutters``: one for each rank."""
+    pp = len(cutters)
+    found = [0.0] * pp
+    for s, (start, stop) in enumerate(zip((0, *cut.stops), cut.stops, strict=False)):
+        found[s % pp] += sum(b.once_s for b in cutters[s % pp].blocks[start:stop])
+    return found
 
 
 def relaxable(cut: Cut, cutter: StageCutter, in_flight: Sequence[int], pp: int) -> list[list[int]]:

@@ -224,20 +224,25 @@ class Layouts:
         """What is known of the layouts of a split, for another process; nothing where groups differ, as :attr:`wholes`."""
         if self.model.is_mixed:
             return Made()
-        known = [(order, drafts) for (own, order), drafts in self._drafts.items() if own == split]
+
+        def known(draft: Draft) -> tuple[Draft, Option | None, tuple[Needs, ...] | None]:
+            return draft, self._of_drafts.get(id(draft), (draft, None))[1], self._needs.get(id(draft), (draft, None))[1]
+
         return Made(
-            drafts=tuple((o, ds, tuple(self._of_drafts.get(id(d), (d, None))[1] for d in ds)) for o, ds in known),
+            drafts=tuple(
+                (order, tuple(map(known, drafts))) for (own, order), drafts in self._drafts.items() if own == split
+            ),
             quickest_s=self._quickest.get(split),
             least_s=self._least_each.get(split),
         )
 
     def know_made(self, split: Split, made: Made) -> None:
         """What another process has worked out."""
-        for order, drafts, options in made.drafts:
+        for order, drafts in made.drafts:
             if (split, order) not in self._drafts:
-                self._drafts[split, order] = drafts
-                pairs = zip(drafts, options, strict=True)
-                self._of_drafts |= {id(d): (d, option) for d, option in pairs if option is not None}
+                self._drafts[split, order] = tuple(draft for draft, _, _ in drafts)
+                self._of_drafts |= {id(draft): (draft, option) for draft, option, _ in drafts if option is not None}
+                self._needs |= {id(draft): (draft, needs) for draft, _, needs in drafts if needs is not None}
         if made.quickest_s is not None:
             self._quickest.setdefault(split, made.quickest_s)
         if made.least_s is not None:
@@ -288,12 +293,14 @@ class Layouts:
         key = draft.split, draft.kind
         if draft.solution is None or self.by_rule or self.model.is_mixed or self.model.quantized:
             return ()
-        if self.solving.solver(*key).compact.graph is not self.bases.base(*key).graph:
-            return ()
         if id(draft) not in self._needs:  # the draft is kept too, so that its id stays its own
-            if key not in self._of_solvers:
-                self._of_solvers[key] = LayoutNeeds(self.solving.solver(*key), is_selective=self.is_selective)
-            self._needs[id(draft)] = draft, self._of_solvers[key].of(draft.solution)
+            found: tuple[Needs, ...] = ()
+            solver = self.solving.solver(*key)
+            if solver.compact.graph is self.bases.base(*key).graph:
+                if key not in self._of_solvers:
+                    self._of_solvers[key] = LayoutNeeds(solver, is_selective=self.is_selective)
+                found = self._of_solvers[key].of(draft.solution)
+            self._needs[id(draft)] = draft, found
         return self._needs[id(draft)][1]
 
     # --- prices

@@ -9,6 +9,7 @@ from autopar.mesh import Mesh
 from autopar.plan import PaddedParameter
 from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.search.chain import AxisSolution
+from autopar.search.uncounted import Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +86,11 @@ class Made:
     """What one process of a search knows of the layouts of a split.
 
     Attributes:
-        drafts: by the order of their loads, each with its layout where it is priced.
+        drafts: by the order of their loads, each with its layout where it is priced and what its blocks need where that is known.
         quickest_s, least_s: see :class:`autopar.search.layouts.Layouts`; None: nobody asked.
     """
 
-    drafts: tuple[tuple[tuple[int, int], tuple[Draft, ...], tuple[Option | None, ...]], ...] = ()
+    drafts: tuple[tuple[tuple[int, int], tuple[tuple[Draft, Option | None, tuple[Needs, ...] | None], ...]], ...] = ()
     quickest_s: float | None = None
     least_s: tuple[float, ...] | None = None
 

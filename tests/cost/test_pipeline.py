@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.pipeline import ROUNDS, StageTimes, _continued, compiled, shared_time_s, simulate, whole
+from autopar.cost.pipeline import ROUNDS, StageTimes, _continued, compiled, finishes_s, shared_time_s, simulate, whole
 from autopar.schedule import dependencies, schedule_actions, schedule_numbers
 
 F, B = 1.0, 2.0
@@ -104,6 +104,23 @@ def test_simulation_is_the_longest_path(case: tuple[str, int, int, list[StageTim
         own = sum(stage.forward_s + stage.backward_s for stage in stages[rank::pp])
         assert found.busy_s[rank] == pytest.approx(m * own)
         assert found.busy_s[rank] + found.exposed_send_s[rank] <= found.finish_s[rank] + 1e-9
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.lists(st.randoms(use_true_random=False), max_size=3))
+def test_pipelines_side_by_side_take_what_each_takes_alone(
+    case: tuple[str, int, int, list[StageTimes]], others: list[Random]
+) -> None:
+    name, pp, m, stages = case
+    every = [stages, *(other.sample(stages, len(stages)) for other in others)]
+    wanted = [list(simulate(name, pp, m, own).finish_s) for own in every]
+    assert finishes_s(name, pp, m, every).tolist() == wanted
+
+
+def test_pipelines_of_short_rounds_are_simulated_one_by_one() -> None:
+    stages = equal(12)
+    wanted = list(whole("Interleaved1F1B", 4, 2, stages).finish_s)
+    assert finishes_s("Interleaved1F1B", 4, 2, [stages, stages[::-1]]).tolist() == [wanted] * 2
 
 
 @settings(max_examples=30, deadline=None)

@@ -94,7 +94,7 @@ def asked(evaluator: Evaluator, candidate: Candidate) -> Iterator[tuple[Any, ...
     calls: list[tuple[Any, ...]] = []
     own = evaluator._turns
 
-    def record(*call: Any) -> list[Cut]:
+    def record(*call: Any) -> list[tuple[float, int, Cut]]:
         calls.append(call[:-1])
         return own(*call)
 
@@ -109,7 +109,7 @@ def test_turns_are_the_same_ones_or_none_whatever_time_is_known(
     graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
 ) -> None:
     made = planner(graph, modes, batch, memory)
-    evaluator, weighed, few = made.evaluator, 0, 0
+    evaluator, weighed, few, close = made.evaluator, 0, 0, 0
     for candidate in made.pool:
         count = candidate.num_micro_batches
         for call in asked(evaluator, candidate):
@@ -117,15 +117,22 @@ def test_turns_are_the_same_ones_or_none_whatever_time_is_known(
             every = evaluator.cuts.by_turns(candidate, plan, option, step, cutters)
             bounds_s = [busy_s(cut, cutters[0], PP, count, by_rank=cutters, with_once=True) for cut in every]
             whole = evaluator._turns(*call, float("inf"))
-            assert {cut.modes for cut in whole} <= {cut.modes for cut in every}
+            assert all(cut.modes == every[place].modes for _, place, cut in whole)
+            for least_s, place, cut in whole:
+                step_s = evaluator.model.breakdown(
+                    evaluator.cuts.stages(cut.stops, cut.modes, option, PP), step
+                ).total_s
+                assert bounds_s[place] <= least_s <= step_s
+                close += least_s > bounds_s[place]
             is_long = len(every) > FEW and count >= 2 * BEGUN * PP
             assert len(whole) == (FEW if is_long else len(every))
             for late_s in {
                 late for bound_s in bounds_s for late in (bound_s * (1 - 1e-9), bound_s, bound_s * (1 + 1e-9))
             }:
                 found = evaluator._turns(*call, late_s)
-                assert found == (whole if min(bounds_s) < late_s else [])
+                assert found == whole if min(bounds_s) < late_s else not found
             weighed += len(every)
             few += is_long
     assert weighed
+    assert close or batch > 16
     assert few or batch < 64 or modes == TWO
