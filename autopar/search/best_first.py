@@ -167,7 +167,7 @@ class BestFirst:
             yield from self._fewest()
 
     def _fewest(self) -> Iterator[int]:
-        """Splits of the model with the fewest samples, whose pipelines have the most micro-batches, in order of their second bounds.
+        """Of splits of the model with the fewest samples, whose pipelines have the most micro-batches, the one of the least second bound.
 
         First bounds of these are the closest to their plans, and those of many samples, which memory rules out, the farthest.
         """
@@ -178,9 +178,10 @@ class BestFirst:
             if may and split.micro_batch_size == few and split.cp * split.tp > 1 and self.crew.takes(split):
                 self._raise(own, 0)
                 mine.append(own)
-        for own in sorted(mine, key=lambda own: min(map(self._place, own))):
-            self._raise(own, 1)
-            yield from self._dive(own)
+        if mine:
+            least = min(mine, key=lambda own: min(map(self._place, own)))
+            self._raise(least, 1)
+            yield from self._dive(least)
 
     def _unstaged(self, places: Sequence[int]) -> Iterator[int]:
         """A first plan of those without a pipeline, which take the least to evaluate, by their first bounds."""
