@@ -376,6 +376,26 @@ def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) 
     return {name: group["lr"] for (name, _), group in zip(named, loaded.param_groups, strict=True)}
 
 
+def empty_groups_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> list[tuple[float, float]]:
+    """Rates and first rates of two groups, one of them empty on a pipeline rank, after a load and a scheduler made after it."""
+    parallel = build(subject, plan, graph)
+
+    def optimizer(rate: float) -> torch.optim.Optimizer:
+        first = [p for name, p in parallel.named_parameters() if ".wte." in name or ".h.0." in name]
+        rest = [p for _, p in parallel.named_parameters() if all(p is not one for one in first)]
+        return torch.optim.SGD([{"params": first, "lr": rate}, {"params": rest, "lr": rate / 4}])
+
+    saved = optimizer(1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(saved, 1, 0.5)
+    saved.step()
+    scheduler.step()
+    parallel.save(Path(folder), saved)
+    loaded = optimizer(7.0)
+    parallel.load(Path(folder), loaded)
+    torch.optim.lr_scheduler.StepLR(loaded, 1, 0.5, last_epoch=1)
+    return [(group["lr"], group["initial_lr"]) for group in loaded.param_groups]
+
+
 def rate_of(name: str) -> float:
     """Another one for each parameter."""
     return sum(name.encode()) / 1e6

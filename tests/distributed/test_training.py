@@ -358,6 +358,18 @@ def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool
         assert found == {name: jobs.rate_of(name) for name in found}
 
 
+def test_a_group_without_parameters_on_a_pipeline_rank_is_loaded_like_the_others(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """A scheduler that is made after the load asks each group for its first rate."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
+    first, second = pool.run(
+        jobs.empty_groups_after_load, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0
+    )
+    assert first == second == [(0.25, 1.0), (0.0625, 0.25)]
+
+
 def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("dp4", "gpt2")
     pool.run(jobs.save_run, subject, plan, graph, batches(subject, 1), str(tmp_path), timeout_s=60.0)
