@@ -381,7 +381,7 @@ def empty_groups_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder
     parallel = build(subject, plan, graph)
 
     def optimizer(rate: float) -> torch.optim.Optimizer:
-        first = [p for name, p in parallel.named_parameters() if ".wte." in name or ".h.0." in name]
+        first = [p for name, p in parallel.named_parameters() if ".h.0." in name]
         rest = [p for _, p in parallel.named_parameters() if all(p is not one for one in first)]
         return torch.optim.SGD([{"params": first, "lr": rate}, {"params": rest, "lr": rate / 4}])
 
