@@ -229,6 +229,17 @@ class World:
         chosen = tuple(tuple(chain[i] for i in sorted(set(pp_ranks))) for chain in chains)
         return self.partition_group(chosen)
 
+    def meeting_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks for what they call outside of steps; None for one rank alone. All ranks call this.
+
+        With gloo one of its own: it pairs what ranks call in one group by its order alone, and would take such a call on one
+        rank for the collective of a step on another, so that both went on with each other's numbers. With NCCL that of the
+        job: another communicator takes memory of the device, of which plans do not know.
+        """
+        if self.mesh.world_size == 1:
+            return None
+        return dist.new_group() if dist.get_backend() == dist.Backend.GLOO else dist.group.WORLD
+
     def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """This rank's group of several disjoint ones, made once; None for a rank in none of them."""
         mine = next((group for group in groups if self.rank in group), None)

@@ -77,6 +77,22 @@ def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batc
         time.sleep(30.0)  # the other one says it too, and ends
 
 
+def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
+    """The first rank clips gradients while the others are in a step; each writes what it says of it."""
+    said, rank = Path(folder), dist.get_rank()
+    logging.getLogger("autopar").addHandler(logging.FileHandler(said / f"rank{rank}"))
+    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+        parallel = build(subject, plan, graph)
+    try:
+        for step in range(4):
+            if step == 2 and rank == 0:
+                parallel.clip_grad_norm_(1.0)
+            parallel.train_step(batch)
+    except AutoparError as error:
+        (said / f"rank{rank}").write_text(str(error))
+        time.sleep(30.0)  # the other one says it too, and ends
+
+
 def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
     loss = parallel(**batch)

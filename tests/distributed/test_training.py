@@ -125,6 +125,21 @@ def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path) -> None:
     assert "different calls at the same time; mend" in said, said
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_clipping_on_one_rank_alone_ends_all(tmp_path: Path, zero_stage: int) -> None:
+    """In one group with what a step does its norm was taken for that: all waited until a time-out, or the process was aborted."""
+    subject, graph = traced("gpt2")
+    mesh = Mesh(dp_replicate=2) if zero_stage == 0 else Mesh(dp_shard=2)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4, zero_stage=zero_stage)
+    (batch,) = batches(subject, 1)
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
+        own.run(jobs.clips_alone, subject, plan, graph, batch, str(tmp_path), timeout_s=40.0)
+    said = "".join((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+    assert "clip_grad_norm_ on rank 0" in said, said
+    assert "train_step on rank 1" in said, said
+    assert "different calls at the same time; mend" in said, said
+
+
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2"])
 def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
