@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -60,7 +60,9 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
                 remedy="start the ranks with torchrun, or set the missing one on each of them",
             ) from error
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    atexit.register(stop)
+    weakref.finalize(
+        dist, stop
+    )  # at exit those go first that were made later: alarms tell others while they are connected
     return is_alone
 
 

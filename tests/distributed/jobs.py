@@ -93,6 +93,24 @@ def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, fold
         time.sleep(30.0)  # the other one says it too, and ends
 
 
+def left_alone() -> str:
+    """What the first rank says when the second has made as many calls without it, and is gone."""
+    alarm = Alarm(dist.get_rank(), 2, poll_s=5.0)
+    try:
+        if dist.get_rank() == 0:
+            with alarm.watched("evaluate"):
+                alarm.runs()
+                raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:18105.")
+        for _ in range(2):
+            with alarm.watched("train_step"):
+                alarm.runs()
+    except AutoparError as error:
+        return str(error)
+    finally:
+        alarm.close()
+    return ""
+
+
 def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
     loss = parallel(**batch)

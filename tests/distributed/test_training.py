@@ -125,6 +125,14 @@ def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path) -> None:
     assert "different calls at the same time; mend" in said, said
 
 
+def test_a_rank_that_others_have_left_says_in_which_call(pool: WorkerPool) -> None:
+    """Steps that were complete without it end the others as they should; what it had was gloo's closed connection."""
+    said, _ = pool.run(jobs.left_alone, size=2, timeout_s=40.0)
+    assert (
+        "rank 1 ended after 2 calls, and this one waits for it in its call 1, evaluate: different calls; mend" in said
+    )
+
+
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_clipping_on_one_rank_alone_ends_all(tmp_path: Path, zero_stage: int) -> None:
     """In one group with what a step does its norm was taken for that: all waited until a time-out, or the process was aborted."""
@@ -379,9 +387,7 @@ def test_a_group_without_parameters_on_a_pipeline_rank_is_loaded_like_the_others
     """A scheduler that is made after the load asks each group for its first rate."""
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
-    first, second = pool.run(
-        jobs.empty_groups_after_load, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0
-    )
+    first, second = pool.run(jobs.empty_groups_after_load, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0)
     assert first == second == [(0.25, 1.0), (0.0625, 0.25)]
 
 
