@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import UsageError
+from autopar.errors import TraceError, UsageError
+from autopar.graph.batch import named_inputs
 from autopar.plan import BF16, FP32
 from autopar.tracing import samples_of, trace_model
 
@@ -33,6 +34,29 @@ def test_inputs_of_any_form_are_traced(inputs: Any) -> None:
     graph = trace_model(Net(), inputs, FP32)
     assert graph.batch_size == 2
     assert all(one.spec.shape == (2, 4) and one.batch_dim == 0 for one in graph.inputs)
+
+
+class Pair(nn.Module):
+    """Of inputs in a dict, one of which may be missing, and one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, a: dict[str, Tensor | None], a_b: Tensor) -> Tensor:
+        found: Tensor = self.linear(a_b if a.get("b") is None else a["b"] + a_b)
+        return found.square().mean()
+
+
+def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> None:
+    batch = {"a": {"c": None}, "a_b": X}
+    graph = trace_model(Pair(), batch, FP32)
+    assert list(named_inputs(batch)) == [one.name for one in graph.inputs] == ["a_b"]
+
+
+def test_two_inputs_of_one_name_are_refused() -> None:
+    with pytest.raises(TraceError, match="no two inputs have one name, but found 'a_b' twice"):
+        trace_model(Pair(), {"a": {"b": X}, "a_b": X}, FP32)
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])

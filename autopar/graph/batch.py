@@ -69,7 +69,20 @@ def fake_batch(batch: dict[str, Any], mode: FakeTensorMode, times: int) -> tuple
 
 
 def inputs_of(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
-    """The inputs of a graph for a fake batch."""
+    """The inputs of a graph for a fake batch.
+
+    Raises:
+        TraceError: two of them have one name.
+    """
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    names = Counter(_path_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
+    twice = next((name for name, count in names.items() if count > 1), None)
+    if twice is not None:
+        raise TraceError(
+            "inputs in dicts and lists are named by their keys, joined with '_', and no two inputs have one name",
+            value=f"{twice!r} twice",
+            remedy="give one of the keys, or of forward's parameters, another name",
+        )
     return tuple(
         Input(
             name=name,
@@ -83,8 +96,8 @@ def inputs_of(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
 
 def named_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What is in a batch by the names of a graph's inputs: lists and dicts of tensors taken apart, None dropped."""
-    leaves, _ = pytree.tree_flatten_with_path({key: value for key, value in batch.items() if value is not None})
-    return {_path_name(path): leaf for path, leaf in leaves}
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+    return {_path_name(path): leaf for path, leaf in leaves if leaf is not None}
 
 
 def _path_name(path: tuple[Any, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -11,6 +12,7 @@ from autopar.graph.canonical import Handler, generic, view_to
 from autopar.graph.ir import Argument, Ref, TensorSpec
 
 _NONE, _MEAN, _SUM = 0, 1, 2
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _cross_entropy(builder: Builder, call: Call) -> Value:
@@ -19,9 +21,9 @@ def _cross_entropy(builder: Builder, call: Call) -> Value:
     target = given["target"]
     assert isinstance(target, Ref)
     if builder.specs[target].dtype.is_floating_point:
-        return _soft(builder, call, given)
+        return _soft(builder, call, _in_one_dtype(builder, call).bound())
     if given["reduction"] == _NONE:
-        return generic(builder, call)
+        return generic(builder, _in_one_dtype(builder, call))
     if isinstance(given["weight"], Ref):
         return _weighted(builder, call, call.target, given, target, given["weight"])
     ignore, smoothing = given["ignore_index"], given["label_smoothing"]
@@ -55,10 +57,19 @@ def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
 def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argument], target: Ref, weight: Ref) -> Ref:
     """Classes have weights: the summed loss, divided for a mean by the weights of all targets that count.
 
+    All of it in the logits' dtype, float32 where that is half: the weights are often a buffer in float32, and sums over tokens
+    are made in no half, as those without weights.
+
     ``function``: of the loss, ``given`` its arguments in order.
     """
+    logits = given["self"]
+    assert isinstance(logits, Ref)
+    dtype = builder.specs[logits].dtype
+    dtype = torch.float32 if dtype in _HALVES else dtype
+    weight = _cast(builder, call, weight, dtype)
+    given = given | {"self": _cast(builder, call, logits, dtype), "weight": weight}
     values = tuple(_SUM if name == "reduction" else value for name, value in given.items())
-    spec = TensorSpec(shape=(), dtype=call.spec.dtype)
+    spec = TensorSpec(shape=(), dtype=dtype)
     total = builder.emit(call, function, values, spec)
     if given["reduction"] == _SUM:
         return total
@@ -76,6 +87,24 @@ def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argu
     return builder.emit(call, "aten.div.Tensor", (total, count), spec, name="loss")
 
 
+def _in_one_dtype(builder: Builder, call: Call) -> Call:
+    """The call with the weights of classes in the dtype of its input, as torch asks of the kernels (and not of fake tensors)."""
+    given = call.bound()
+    source, weight = given["self"], given["weight"]
+    assert isinstance(source, Ref)
+    if not isinstance(weight, Ref):
+        return call
+    weight = _cast(builder, call, weight, builder.specs[source].dtype)
+    return replace(call, args=tuple((given | {"weight": weight}).values()), kwargs={})
+
+
+def _cast(builder: Builder, call: Call, value: Ref, dtype: torch.dtype) -> Ref:
+    spec = builder.specs[value]
+    if spec.dtype == dtype:
+        return value
+    return builder.emit(call, "aten.to.dtype", (value, dtype), TensorSpec(shape=spec.shape, dtype=dtype))
+
+
 def _nll(builder: Builder, call: Call) -> Value:
     """nll_loss of log_softmax is the cross entropy of what the log_softmax was taken of, with weights of classes too."""
     given = call.bound()
@@ -83,7 +112,7 @@ def _nll(builder: Builder, call: Call) -> Value:
     assert isinstance(source, Ref) and isinstance(target, Ref)
     logits = _logits(builder, call, source)
     if logits is None or given["reduction"] == _NONE:
-        return generic(builder, call)
+        return generic(builder, _in_one_dtype(builder, call))
     if isinstance(given["weight"], Ref):
         names = ("self", "target", "weight", "reduction", "ignore_index")
         wanted: dict[str, Argument] = {name: given[name] for name in names} | {"self": logits, "label_smoothing": 0.0}
@@ -122,7 +151,7 @@ def _token_loss(
 ) -> Ref:
     assert isinstance(logits, Ref)
     logits, target = _unflattened(builder, *_classes_last(builder, call, logits, target))
-    half = call.spec.dtype in (torch.float16, torch.bfloat16)
+    half = call.spec.dtype in _HALVES
     scalar = TensorSpec(shape=(), dtype=torch.float32 if half else call.spec.dtype)
     total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, smoothing), scalar)
     if reduction == _SUM:

@@ -23,6 +23,10 @@ POLL_S = 1.0
 GRACE_S = 5.0
 """For the call to end by itself once another rank has failed, before the process is ended."""
 
+_LOOKS = 5
+"""Within one poll, of a rank that has lost a connection."""
+
+_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _ENDED, _LEFT = "ended", "left"
 _FAKE = "fake"
 """The backend of one rank of a larger job, whose other ranks are nowhere and which has no store to tell them by."""
@@ -78,7 +82,7 @@ class Alarm:
             yield
         except Exception as error:
             self._inside = None
-            said = self._tell(error)
+            said = self._tell(error, what)
             if self._is_running and not self._recovers:
                 self._failure = said
             if not self._is_running or isinstance(error, AutoparError) or _is_own(said, self._rank):
@@ -126,13 +130,13 @@ class Alarm:
         if self._thread is not None:
             self._thread.join(2 * self._poll_s)
 
-    def _tell(self, error: Exception) -> str:
-        """What the store says of this call, which is ``error`` if nobody has been before."""
+    def _tell(self, error: Exception, what: str) -> str:
+        """What the store says of the call ``what``, which is ``error`` if nobody has been before."""
         where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         own = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
         if self._is_running and not isinstance(error, AutoparError):
             with suppress(Exception):  # see _told
-                own = self._gone(self._num_calls) or own
+                own = self._gone(self._num_calls) or (self._left(what) if _is_lost(error) else "") or own
         return self._told(own)
 
     def _told(self, own: str) -> str:
@@ -179,6 +183,20 @@ class Alarm:
         said = self._store.get(_LEFT).decode()
         return f"{said}, this one is in its call {call}" if int(said.split()[-2]) < call else ""
 
+    def _left(self, what: str) -> str:
+        """That a rank has ended which was no more in need of this one; empty when none is known.
+
+        It says so after its end, and its connections may be closed before.
+        """
+        if self._store is None:
+            return ""
+        for _ in range(_LOOKS):
+            if self._store.check([_LEFT]):
+                said = self._store.get(_LEFT).decode()
+                return f"{said}, and this one waits for it in its call {self._num_calls}, {what}: different calls"
+            self._closed.wait(self._poll_s / _LOOKS)
+        return ""
+
     def _elsewhere(self, number: int, what: str) -> str:
         """Which other call a rank makes as its call of this number, for which this one waits; empty when none is known.
 
@@ -217,6 +235,11 @@ def _store_of(rank: int) -> Store:
 
 def _is_own(said: str, rank: int) -> bool:
     return said.startswith((f"rank {rank}:", f"rank {rank},"))
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether a collective failed because another process has closed its connection."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
 
 
 def _error(said: str) -> RankFailedError:

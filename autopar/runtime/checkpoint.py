@@ -8,7 +8,7 @@ parameter's group: ranks of a pipeline number the groups of their own parameters
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -282,17 +282,32 @@ def _check_groups(path: Path, held: Sequence[Held], optimizer: Optimizer, state:
 def _put_groups(held: Sequence[Held], optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Hyperparameters are Python values: read beside, then put in; a learning rate in a tensor stays in it.
 
-    Those that the group has not yet, too: what a scheduler that is made later goes on from (``initial_lr``).
+    Those that the group has not yet, too: what a scheduler that is made later goes on from (``initial_lr``). A group without a
+    parameter of this rank's, as pipeline ranks may have, takes what another rank has in the group at its place. All ranks call it.
     """
+    known: dict[int, Any] = {}
     for h, group in _groups(held, optimizer):
-        for name, value in state[f"optimizer.{h.key}.group"]:
-            old = group.get(name)
-            if name in _WAYS:
-                continue
-            if _is_number(old):
-                old.fill_(value)
-            else:
-                group[name] = value
+        known[id(group)] = state[f"optimizer.{h.key}.group"]
+        _put_group(group, known[id(group)])
+    own = [known.get(id(group)) for group in optimizer.param_groups]
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, own)
+    if len({len(one) for one in said}) > 1:
+        return  # ranks have groups of their own: none is the other's at the same place
+    for place, group in enumerate(optimizer.param_groups):
+        if own[place] is None:
+            _put_group(group, next((one[place] for one in said if one[place] is not None), ()))
+
+
+def _put_group(group: dict[str, Any], settings: Iterable[tuple[str, Any]]) -> None:
+    for name, value in settings:
+        old = group.get(name)
+        if name in _WAYS:
+            continue
+        if _is_number(old):
+            old.fill_(value)
+        else:
+            group[name] = value
 
 
 def _make_state(optimizer: Optimizer) -> bool:

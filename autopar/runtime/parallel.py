@@ -87,8 +87,7 @@ class Parallel:
         self._late = [h for h in held if h.leaf is None and h.group is not None]
         self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
         self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
-        world_group = dist.group.WORLD if self.plan.mesh.world_size > 1 else None
-        self._norm = Norm(held, world_group, world.device, self._number)
+        self._norm = Norm(held, world.meeting_group(), world.device, self._number)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
         self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None

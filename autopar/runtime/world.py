@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -60,7 +60,9 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
                 remedy="start the ranks with torchrun, or set the missing one on each of them",
             ) from error
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    atexit.register(stop)
+    weakref.finalize(
+        dist, stop
+    )  # at exit those go first that were made later: alarms tell others while they are connected
     return is_alone
 
 
@@ -228,6 +230,17 @@ class World:
         chains = self.mesh.groups(("pp",))
         chosen = tuple(tuple(chain[i] for i in sorted(set(pp_ranks))) for chain in chains)
         return self.partition_group(chosen)
+
+    def meeting_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks for what they call outside of steps; None for one rank alone. All ranks call this.
+
+        With gloo one of its own: it pairs what ranks call in one group by its order alone, and would take such a call on one
+        rank for the collective of a step on another, so that both went on with each other's numbers. With NCCL that of the
+        job: another communicator takes memory of the device, of which plans do not know.
+        """
+        if self.mesh.world_size == 1:
+            return None
+        return dist.new_group() if dist.get_backend() == dist.Backend.GLOO else dist.group.WORLD
 
     def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """This rank's group of several disjoint ones, made once; None for a rank in none of them."""

@@ -94,7 +94,7 @@ class Study:
         if other:
             raise UsageError(
                 "a study holds trials of one model, cluster and set of options",
-                value=f"study {self.name!r} with another {', '.join(other)}",
+                value=f"study {self.name!r}, which differs in {', '.join(other)}",
                 place="--study-name",
                 remedy="take another name, or leave it out: then the name says what the study is of",
             )

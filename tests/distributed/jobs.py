@@ -77,6 +77,40 @@ def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batc
         time.sleep(30.0)  # the other one says it too, and ends
 
 
+def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
+    """The first rank clips gradients while the others are in a step; each writes what it says of it."""
+    said, rank = Path(folder), dist.get_rank()
+    logging.getLogger("autopar").addHandler(logging.FileHandler(said / f"rank{rank}"))
+    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+        parallel = build(subject, plan, graph)
+    try:
+        for step in range(4):
+            if step == 2 and rank == 0:
+                parallel.clip_grad_norm_(1.0)
+            parallel.train_step(batch)
+    except AutoparError as error:
+        (said / f"rank{rank}").write_text(str(error))
+        time.sleep(30.0)  # the other one says it too, and ends
+
+
+def left_alone() -> str:
+    """What the first rank says when the second has made as many calls without it, and is gone."""
+    alarm = Alarm(dist.get_rank(), 2, poll_s=5.0)
+    try:
+        if dist.get_rank() == 0:
+            with alarm.watched("evaluate"):
+                alarm.runs()
+                raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:18105.")
+        for _ in range(2):
+            with alarm.watched("train_step"):
+                alarm.runs()
+    except AutoparError as error:
+        return str(error)
+    finally:
+        alarm.close()
+    return ""
+
+
 def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
     """A backward that fails in its middle."""
     loss = parallel(**batch)
@@ -374,6 +408,26 @@ def rates_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) 
     loaded = torch.optim.SGD([{"params": [p], "lr": 1.0} for _, p in named])
     parallel.load(Path(folder), loaded)
     return {name: group["lr"] for (name, _), group in zip(named, loaded.param_groups, strict=True)}
+
+
+def empty_groups_after_load(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> list[tuple[float, float]]:
+    """Rates and first rates of two groups, one of them empty on a pipeline rank, after a load and a scheduler made after it."""
+    parallel = build(subject, plan, graph)
+
+    def optimizer(rate: float) -> torch.optim.Optimizer:
+        first = [p for name, p in parallel.named_parameters() if ".h.0." in name]
+        rest = [p for _, p in parallel.named_parameters() if all(p is not one for one in first)]
+        return torch.optim.SGD([{"params": first, "lr": rate}, {"params": rest, "lr": rate / 4}])
+
+    saved = optimizer(1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(saved, 1, 0.5)
+    saved.step()
+    scheduler.step()
+    parallel.save(Path(folder), saved)
+    loaded = optimizer(7.0)
+    parallel.load(Path(folder), loaded)
+    torch.optim.lr_scheduler.StepLR(loaded, 1, 0.5, last_epoch=1)
+    return [(group["lr"], group["initial_lr"]) for group in loaded.param_groups]
 
 
 def rate_of(name: str) -> float:

@@ -125,6 +125,29 @@ def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path) -> None:
     assert "different calls at the same time; mend" in said, said
 
 
+def test_a_rank_that_others_have_left_says_in_which_call(pool: WorkerPool) -> None:
+    """Steps that were complete without it end the others as they should; what it had was gloo's closed connection."""
+    said, _ = pool.run(jobs.left_alone, size=2, timeout_s=40.0)
+    assert (
+        "rank 1 ended after 2 calls, and this one waits for it in its call 1, evaluate: different calls; mend" in said
+    )
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_clipping_on_one_rank_alone_ends_all(tmp_path: Path, zero_stage: int) -> None:
+    """In one group with what a step does its norm was taken for that: all waited until a time-out, or the process was aborted."""
+    subject, graph = traced("gpt2")
+    mesh = Mesh(dp_replicate=2) if zero_stage == 0 else Mesh(dp_shard=2)
+    plan = make_plan(graph, mesh, global_batch_size=16, micro_batch_size=4, zero_stage=zero_stage)
+    (batch,) = batches(subject, 1)
+    with WorkerPool(2, preload=PRELOAD) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
+        own.run(jobs.clips_alone, subject, plan, graph, batch, str(tmp_path), timeout_s=40.0)
+    said = "".join((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+    assert "clip_grad_norm_ on rank 0" in said, said
+    assert "train_step on rank 1" in said, said
+    assert "different calls at the same time; mend" in said, said
+
+
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 x dp2"])
 def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
@@ -356,6 +379,16 @@ def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool
     subject, plan, graph = planned("pp2 x dp2", "gpt2")
     for found in pool.run(jobs.rates_after_load, subject, plan, graph, str(tmp_path), timeout_s=60.0):
         assert found == {name: jobs.rate_of(name) for name in found}
+
+
+def test_a_group_without_parameters_on_a_pipeline_rank_is_loaded_like_the_others(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """A scheduler that is made after the load asks each group for its first rate."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)
+    first, second = pool.run(jobs.empty_groups_after_load, subject, plan, graph, str(tmp_path), size=2, timeout_s=60.0)
+    assert first == second == [(0.25, 1.0), (0.0625, 0.25)]
 
 
 def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:

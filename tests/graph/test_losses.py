@@ -83,6 +83,34 @@ def test_a_loss_is_a_sum_over_samples(name: str) -> None:
     assert not mixes_samples(graph, typing)
 
 
+WEIGHTED: dict[str, Loss] = {
+    **{name: loss for name, loss in APART.items() if "weighted" in name},
+    "weighted each": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), c, WEIGHTS, reduction="none").mean(),
+    "weighted each of logarithms": lambda y, c, t: F.nll_loss(
+        y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="none"
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-6)], ids=str)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_of_classes_in_single_precision_fit_other_logits(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """They are buffers as a rule, which stay as they are; fake tensors take the pair, kernels do not."""
+    given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
+    model = Model(WEIGHTED[name])
+    expected = model(**batch())
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    model = model.to(dtype)
+    parameters = dict(model.named_parameters())
+    found = evaluate(trace(model, (), given), given, parameters, {})
+    got = torch.autograd.grad(found, list(parameters.values()))
+    assert found.item() == pytest.approx(expected.item(), rel=tolerance)
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).abs().max() <= 2 * tolerance * other.abs().max()
+
+
 def test_what_torch_checks_is_said_to_be_left_out() -> None:
     graph = trace(Model(APART["variances"]), (), batch())
     assert any("are not made in the program" in note and "test_losses.py:" in note for note in graph.notes)

@@ -240,7 +240,7 @@ def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> 
 def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path) -> None:
     options = {"storage": f"sqlite:///{tmp_path / 'study.db'}", "study_name": "mine", "trials": 1}
     search(graph, **options)
-    with pytest.raises(UsageError, match="found study 'mine' with another pins; take another name"):
+    with pytest.raises(UsageError, match="found study 'mine', which differs in pins; take another name"):
         search(graph, pins=["tp=1"], **options)
     (summary,) = optuna.get_all_study_summaries(options["storage"])  # type: ignore[arg-type]
     assert summary.study_name == "mine"
@@ -305,7 +305,7 @@ def test_the_command_names_a_study(run: Run, tmp_path: Path) -> None:
     assert run("search", model, *arguments, *storage).code == 0
     done = run("search", model, *arguments, *storage, "--pin", "tp=1")
     assert done.code == 2
-    assert "with another pins" in done.error
+    assert "which differs in pins" in done.error
 
 
 # --- processes
