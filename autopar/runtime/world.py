@@ -60,9 +60,8 @@ def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
                 remedy="start the ranks with torchrun, or set the missing one on each of them",
             ) from error
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    weakref.finalize(
-        dist, stop
-    )  # at exit those go first that were made later: alarms tell others while they are connected
+    # at exit those go first that were made later: alarms tell others while they are connected
+    weakref.finalize(dist, stop)
     return is_alone
 
 
