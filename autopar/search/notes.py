@@ -52,4 +52,4 @@ def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:
     if not chosen or "selective" in task.space.recompute:
         return ()
     lacks = f"blocks recompute fully, as the space {task.space.name} has no selective recompute"
-    return (f"{lacks}: the space wide has, takes about twice as long to search and often has a faster plan",)
+    return (f"{lacks}: the space default has, and often a faster plan",)

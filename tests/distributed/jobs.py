@@ -6,8 +6,8 @@ import logging
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,27 @@ from tests.distributed.subjects import HfSubject
 Batch = Mapping[str, Tensor]
 
 
+def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> Parallel:
+    """One that soon finds out what other ranks do; what is logged goes to the file."""
+    logging.getLogger("autopar").addHandler(logging.FileHandler(path))
+    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+        return build(subject, plan, graph)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """What is refused inside is written there, and the rank stays until the others have said so too and ended it."""
+    try:
+        yield
+    except AutoparError as error:
+        path.write_text(str(error))
+        time.sleep(30.0)
+
+
 def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Batch, call: str, folder: str) -> None:
     """Each rank writes what it says of a step that fails on one; that one stays alive, as if its error had been caught."""
     said, (rank, size) = Path(folder), (dist.get_rank(), dist.get_world_size())
-    logging.getLogger("autopar").addHandler(logging.FileHandler(said / f"rank{rank}"))
-    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
-        parallel = build(subject, plan, graph)
+    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
     parallel.train_step(batch)
     texts = []
     for given in (bad, batch):
@@ -62,35 +77,25 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
 def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
     """Each rank writes what it says of a call that the first makes alone: one that meets others, and one while they are in a step."""
     said, rank = Path(folder), dist.get_rank()
-    logging.getLogger("autopar").addHandler(logging.FileHandler(said / f"rank{rank}"))
-    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
-        parallel = build(subject, plan, graph)
+    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
     try:
         parallel.evaluate(batch) if rank == 0 else parallel.full_state_dict()
     except UsageError as error:
         (said / f"met{rank}").write_text(str(error))
     parallel.train_step(batch)
-    try:
+    with _written(said / f"rank{rank}"):
         parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
-    except AutoparError as error:
-        (said / f"rank{rank}").write_text(str(error))
-        time.sleep(30.0)  # the other one says it too, and ends
 
 
 def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
     """The first rank clips gradients while the others are in a step; each writes what it says of it."""
     said, rank = Path(folder), dist.get_rank()
-    logging.getLogger("autopar").addHandler(logging.FileHandler(said / f"rank{rank}"))
-    with mock.patch("autopar.runtime.parallel.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
-        parallel = build(subject, plan, graph)
-    try:
+    parallel = _alarmed(subject, plan, graph, said / f"rank{rank}")
+    with _written(said / f"rank{rank}"):
         for step in range(4):
             if step == 2 and rank == 0:
                 parallel.clip_grad_norm_(1.0)
             parallel.train_step(batch)
-    except AutoparError as error:
-        (said / f"rank{rank}").write_text(str(error))
-        time.sleep(30.0)  # the other one says it too, and ends
 
 
 def left_alone() -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cli.models import with_free_links
 from autopar.cluster import Cluster
+from autopar.search.space import load_space
 
 
 def _square(y: Tensor, batch: object) -> Tensor:
@@ -47,7 +48,10 @@ def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp
     both.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["selective", "full"]'))
     cluster, about = Cluster.parse("cpu:1x2"), "no selective recompute"
     (note,) = notes(cluster, about=about, space=str(full))
-    assert note.startswith("blocks recompute fully, as the space mine has no selective recompute")
+    assert note.startswith(
+        "blocks recompute fully, as the space mine has no selective recompute: the space default has"
+    )
+    assert "selective" in load_space("default").recompute
     assert notes(cluster, about=about, space=str(both)) == ()
     assert notes(cluster, about=about, pins=("tp=2", "recompute=full"), space=str(full)) == ()
     assert notes(cluster, about=about) == ()  # nothing is made again
