@@ -146,6 +146,7 @@ def test_host_memory_can_be_stated_where_there_is_a_link_to_the_host() -> None:
         ("h100-sxm-80gb:4x8", "did you mean 'h100-sxm5-80gb'"),
         ("h100-sxm5-80gb", "h100-sxm5-80gb:1x8"),
         ("cpu:0x4", "at least one node"),
+        ("local:1x2", "local?ranks=2"),
         ("cpu:4", "DEVICE:NODESxPER_NODE"),
         ("cpu:1x4?memroy=1e9", "did you mean 'memory'"),
         ("cpu:1x4?memory=much", "number of bytes"),

@@ -76,6 +76,7 @@ def local(
     without a pipeline for --ranks devices.
     """
     from autopar.benchmark.command import Wish, run_local
+    from autopar.benchmark.ranks import QUIET_PROFILER
     from autopar.benchmark.report import render
     from autopar.files import check_writable
 
@@ -98,7 +99,8 @@ def local(
         fresh=fresh,
         as_rank=as_rank,
     )
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler, which counts memory, talks on stderr
+    for name, value in QUIET_PROFILER.items():
+        os.environ.setdefault(name, value)
     with progress("reading the model") as advance:
         outcome: Outcome = run_local(wish, results=output, cache_dir=cache_dir(), advance=advance)
     if as_json:

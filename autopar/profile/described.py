@@ -42,6 +42,12 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
             found = replace(found, groups=(profile.group(1, found.world_size, num_cores=cores),))
     elif shape := _SHAPE.match(base):
         num_nodes, per_node = int(shape["nodes"]), int(shape["per_node"])
+        if shape["device"] == "local":
+            raise UsageError(
+                "'local' is this machine, one node, and its ranks are an option",
+                value=f"'{text}'",
+                remedy=f"give 'local?ranks={per_node}'; 'profile all' under torchrun measures several nodes",
+            )
         if num_nodes < 1 or per_node < 1:
             raise UsageError("a cluster has at least one node and one device a node", value=f"'{text}'")
         profile = load_profile(shape["device"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 from autopar.benchmark.command import MAX_AGE_S, whether_again
+from autopar.benchmark.ranks import QUIET_PROFILER
 
 
 def test_an_old_speed_of_the_machine_is_measured_again(tmp_path: Path) -> None:
@@ -29,3 +32,10 @@ def test_an_old_speed_of_the_machine_is_measured_again(tmp_path: Path) -> None:
 def test_a_shipped_profile_is_never_measured() -> None:
     again, line = whether_again(None, fresh=True)
     assert not again and "shipped profile" in line
+
+
+def test_counting_memory_says_nothing_beside_the_table() -> None:
+    code = "import torch; from autopar.benchmark.ranks import cpu_peak_bytes as c; print(c(lambda: torch.ones(1024)))"
+    environment = {**os.environ, **QUIET_PROFILER}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("4096", "")

@@ -24,7 +24,7 @@ from typing import Any
 
 from autopar.benchmark.command import Wish, on_cluster
 from autopar.benchmark.links import LinkTask, measured_cluster
-from autopar.benchmark.ranks import Job, read_result, write_job
+from autopar.benchmark.ranks import QUIET_PROFILER, Job, read_result, write_job
 from autopar.benchmark.session import Launch, Outcome, local_ranks
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="*", help="parts of the names of settings; all if not given")
     parser.add_argument("--models", nargs="*", help="likewise of models")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    os.environ.update(QUIET_PROFILER)
     options.out.mkdir(parents=True, exist_ok=True)
     found = measure(options)
     text = page(found, options)
