@@ -221,8 +221,10 @@ What was looked for as a cause, and is none:
   samples within 1.3 (rows 90 and 91); with 2 samples 8 and 9 % are missed (rows 97 and 89) as in half precision, so that neither partition nor optimizer is it.
 
 No function of the columns alone puts more than 347 pairs in order (20 are of one configuration measured twice, others contradict each
-other; an order that reaches 347 was found by search). Before ZeRO 1's sums were whole, the model fitted to these 103 runs alone had a
-rank correlation of 0.86 and 329 pairs in order. Against any model
+other; an order that reaches 347 was found by search). Fitted to these 103 runs themselves, and straight to
+pairs and correlation (seven parameters, the network before and after 25 February and `slowdown`; 550 trials of TPE, then 200 for the correlation alone), the
+model reaches 345 pairs and 0.891, with products at 0.86 of what all other runs have and 12 % missed; values that reach 0.90 were not found. Were all runs
+with tensor parallelism of 8 predicted 3, 5, 7 or 9 % longer, it would be 332, 337, 337 and 334 pairs and 0.87 to 0.89. Against any model
 stand: row 13 (ZeRO 1), in which the source exchanged seconds and TFLOP/s with each other (it is row 3 once more, 134 s and
 not 120 s, and in 6 wrong pairs); row 59 (micro-batch 1: 148 s, 104 s with 2), row 70 (137.5 s, of which 114.0 s with half
 the micro-batch), rows 26, 35 and 93 (heads of 128 elements: 15 to 18 % slower than with 64 heads, 2 % in rows 98 and 83), and
