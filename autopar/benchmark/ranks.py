@@ -218,7 +218,7 @@ def cpu_peak_bytes(function: Any) -> int:
     """The most bytes of CPU tensors that are alive at once while ``function`` runs, over those at its beginning."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         function()
     results = profiler.profiler.kineto_results
     events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")

@@ -22,11 +22,12 @@ def _recurrent(builder: Builder, call: Call) -> Value:
     given = call.bound()
     num_layers, dropout = given["num_layers"], given["dropout"]
     assert isinstance(num_layers, int) and isinstance(dropout, float)
+    states = given["hx"] if isinstance(given["hx"], tuple) else (given["hx"],)
+    call = _ending_as_begun(builder, call, states)
     if not (dropout and given["train"] and num_layers > 1):
         position = [argument.name for argument in call.overload._schema.arguments].index("dropout")
         return generic(builder, _without(call, position))
-    x, states, parameters = given["input"], given["hx"], given["params"]
-    states = states if isinstance(states, tuple) else (states,)
+    x, parameters = given["input"], given["params"]
     assert isinstance(x, Ref) and isinstance(parameters, tuple)
     directions, each = 2 if given["bidirectional"] else 1, len(parameters) // num_layers
     ends: list[list[Ref]] = [[] for _ in states]
@@ -51,6 +52,16 @@ def _recurrent(builder: Builder, call: Call) -> Value:
         assert spec is not None
         joined.append(builder.emit(call, "aten.cat.default", (tuple(end), 0), spec))
     return (x, *joined)
+
+
+def _ending_as_begun(builder: Builder, call: Call, states: tuple[Argument, ...]) -> Call:
+    """The states that come out have the shapes of those that go in; an export of torch 2.11 gives them another dim."""
+    ends = [
+        None if spec is None else replace(spec, shape=builder.shape(state))
+        for spec, state in zip(call.outputs[1:], states, strict=True)
+        if isinstance(state, Ref)
+    ]
+    return replace(call, outputs=(call.outputs[0], *ends))
 
 
 def _without(call: Call, position: int) -> Call:

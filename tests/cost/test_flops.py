@@ -47,11 +47,16 @@ not part of that.
 
 
 def _fused(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))
+    return int(sdpa_flop_count(q, _for_all(q, k), _for_all(q, v)))
 
 
 def _fused_backward(g: Shape, q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(g, q, k, v))
+    return int(sdpa_backward_flop_count(g, q, _for_all(q, k), _for_all(q, v)))
+
+
+def _for_all(q: Shape, shared: Shape) -> Shape:
+    """Keys and values of a group count for each of its heads; torch's formula in 2.11 asserts that heads are as many."""
+    return (shared[0], q[1], *shared[2:])
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:

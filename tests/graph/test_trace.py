@@ -362,10 +362,11 @@ class Packed(nn.Module):
 
 
 def test_a_failure_of_the_exported_program_names_the_line_too() -> None:
-    """It named the model's class and a formula of torch's."""
+    """It named the model's class and a formula of torch's. Up to torch 2.11 the cuts fail already, at their own line."""
     inputs = {"x": torch.randn(6, 8), "ends": torch.tensor([0, 2, 6]), "y": torch.zeros(6, dtype=torch.int64)}
     with pytest.raises(
-        TraceError, match=r"test_trace\.py:\d+: control flow.* one that does at `return F\.cross_entropy"
+        TraceError,
+        match=r"test_trace\.py:\d+: control flow.* one that does at `(return F\.cross_entropy|parts = torch\.cat)",
     ):
         trace(Packed(), kwargs=inputs)
 
