@@ -15,6 +15,20 @@ from autopar.runtime.step_gradients import StepGradients
 from autopar.runtime.world import World
 
 
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Without ``torch.inference_mode()`` around it; gradients stay off.
+
+    What is made there and kept (the memory that FSDP gathers into, parameters) could never be written or trained on later,
+    and of parameters there is no ``detach()``.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Calls:
     """The calls of a parallel model.
 
@@ -44,7 +58,7 @@ class Calls:
     def at_once(self, what: str, *, meets: bool = True) -> Iterator[None]:
         """Around what communicates besides steps; errors that name themselves are the same on all ranks, which may go on after them."""
         self._world.check_job()
-        with self._alarm.watched(what):
+        with ordinary(), self._alarm.watched(what):
             if meets:
                 self.meet(what)
             self._alarm.runs()

@@ -23,7 +23,7 @@ from autopar.run_log import DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.assemble import Assembly, assemble
-from autopar.runtime.calls import Calls
+from autopar.runtime.calls import Calls, ordinary
 from autopar.runtime.checks import absent, check_can_run, check_evaluates, check_modes, check_parameters
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
@@ -203,7 +203,7 @@ class Parallel:
             UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
                 training changes (BatchNorm reads them only in ``eval()``).
         """
-        with self._calls.together("evaluate"):
+        with ordinary(), self._calls.together("evaluate"):
             self._calls.meet("evaluate")
             return self._evaluate(batch)
 
@@ -234,7 +234,7 @@ class Parallel:
         Raises:
             UsageError: the plan has pipeline stages, or the batch does not fit the plan.
         """
-        with self._calls.together("call"):
+        with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
                 self._calls.meet("call without gradients")
             return self._call(batch)
