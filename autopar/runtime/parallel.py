@@ -225,15 +225,21 @@ class Parallel:
         return self._reported(loss)
 
     @_not_compiled
-    def __call__(self, **batch: Tensor) -> Tensor:
+    def __call__(self, *given: object, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
 
         Micro-batches of the plan are kept all at once until backward; :meth:`train_step` does not. Dropout is on under
         ``torch.no_grad()`` too: :meth:`evaluate` has none.
 
         Raises:
-            UsageError: the plan has pipeline stages, or the batch does not fit the plan.
+            UsageError: the plan has pipeline stages, or the batch does not fit the plan, or is not given by names.
         """
+        if given:
+            raise UsageError(
+                "a call takes the inputs of a batch by name",
+                value=f"{type(given[0]).__name__} without a name",
+                remedy="write par(**batch), or par.train_step(batch), which takes a dict",
+            )
         with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
                 self._calls.meet("call without gradients")
