@@ -234,6 +234,7 @@ def read_log(folder: Path) -> RunRecord:
                 "each line of a run's log is an event that autopar wrote",
                 value=f"{type(error).__name__}: {error}",
                 place=f"{path}:{number}",
+                remedy="delete that line, which a run that was ended may have left, and the ones of its run before it",
             ) from error
     if found is None:
         raise UsageError("a run's log has a comparison", value="steps alone", place=str(path), remedy="run more steps")
@@ -246,7 +247,22 @@ def _record(event: dict[str, Any]) -> RunRecord:
         raise ValueError(f"version {event['version']}, this autopar reads {FORMAT_VERSION}")
     values["parts"] = tuple(Part(**part) for part in values["parts"])
     values["interval_s"] = tuple(values["interval_s"])
-    return RunRecord(**values)
+    record = RunRecord(**values)
+    _check(record)
+    return record
+
+
+def _check(record: RunRecord) -> None:
+    """Raises ValueError unless texts are texts and numbers finite and not negative, those that are divided by above zero."""
+    texts = (record.model, record.cluster, record.mesh, record.memory_kind, *(part.name for part in record.parts))
+    counts = (record.num_ranks, record.num_steps, record.predicted_bytes, record.measured_bytes or 0)
+    times = [record.predicted_s, *record.interval_s, record.measured_s, record.between_s]
+    times += [value for part in record.parts for value in (part.predicted_s, part.measured_s)]
+    wrong: list[object] = [text for text in texts if not isinstance(text, str)]
+    wrong += [count for count in counts if not isinstance(count, int) or count < 0]
+    wrong += [time for time in times if not isinstance(time, int | float) or not 0 <= time < float("inf")]
+    if wrong or not record.parts or len(record.interval_s) != 2 or not record.predicted_s:
+        raise ValueError(f"a comparison with {wrong[0]!r}" if wrong else "a comparison without its parts and times")
 
 
 def _time(value_s: float) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from autopar.cli.console import cache_dir, print_json, print_text, progress
 from autopar.cli.options import GlobalBatch, Json, Model, Optimizer, Pin, PrecisionOption, Sequence_, split_pins
+from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.benchmark.session import Outcome
@@ -107,3 +108,10 @@ def local(
         print_json(outcome.to_dict())
     else:
         print_text(render(outcome))
+    if outcome.rows and all(row.failure for row in outcome.rows):
+        raise AutoparError(
+            "some plan runs to its end",
+            value=f"{len(outcome.rows)} that failed",
+            place=model,
+            remedy="mend what the lines above say of them, or look for it with 'autopar verify'",
+        )

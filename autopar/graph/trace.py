@@ -26,6 +26,7 @@ from autopar.graph.gradient_off import cut_off
 from autopar.graph.ir import Graph
 from autopar.graph.leaves import declare, loss_output
 from autopar.graph.moe import swap_experts
+from autopar.graph.one_dtype import for_products
 from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.graph.state import mutations_of, written_back
 from autopar.marks import pins_of
@@ -233,7 +234,7 @@ class _Training(torch.nn.Module):
             )
 
     def forward(self, **batch: Any) -> torch.Tensor:
-        with written_back(self.model):
+        with written_back(self.model), for_products(self.model):
             output = self.model(*(batch[k] for k in self.positional), **{k: batch[k] for k in self.passed})
             if self.loss_fn is not None:
                 output = self.loss_fn(output, batch)

@@ -17,6 +17,7 @@ from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.plan_check import check_model, check_plan
 from autopar.runtime.alarm import Alarm
+from autopar.runtime.calls import ordinary
 from autopar.runtime.file_weights import FileWeights
 from autopar.runtime.materialize import ModelWeights, Weights
 from autopar.runtime.parallel import Parallel
@@ -56,14 +57,15 @@ def launch(
         VerificationError: some gradient would lack its sum over ranks, or be summed though it is whole.
     """
     start(device_type, timeout_s=timeout_s)
-    plan, graph = _from_first_rank(make)
-    alarm = Alarm(dist.get_rank(), dist.get_world_size())
-    try:
-        with alarm.watched("parallelize"):
-            alarm.runs()
-            return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
-    finally:
-        alarm.close()
+    with ordinary():
+        plan, graph = _from_first_rank(make)
+        alarm = Alarm(dist.get_rank(), dist.get_world_size())
+        try:
+            with alarm.watched("parallelize"):
+                alarm.runs()
+                return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
+        finally:
+            alarm.close()
 
 
 def _built(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from zlib import crc32
 
 import spmd_types
 import torch
@@ -15,26 +13,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import UsageError
 from autopar.graph.batch import named_inputs
 from autopar.local_step import LocalSteps
 from autopar.lower.program import Program
 from autopar.mesh import DATA_AXES
 from autopar.plan import Plan
-from autopar.run_log import COMPUTE, DATA, PIPELINE
+from autopar.run_log import DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.assemble import Assembly, assemble
+from autopar.runtime.calls import Calls, ordinary
 from autopar.runtime.checks import absent, check_can_run, check_evaluates, check_modes, check_parameters
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
-from autopar.runtime.gradients import BucketedSums, Norm, SetAside, clip, sum_in_place
+from autopar.runtime.gradients import Norm, clip
 from autopar.runtime.local_batch import local_batch
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
 from autopar.runtime.shared_samples import SharedSamples
 from autopar.runtime.state import State
+from autopar.runtime.step_gradients import StepGradients
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import World
 
@@ -73,7 +73,6 @@ class Parallel:
         self._assembly: Assembly = assemble(program, world, weights)
         self.plan: Plan = program.plan
         self.seed, self.step_count = seed, 0
-        self._in_backward = False
         self.data_rank, self.data_size = world.data_index, self.plan.mesh.data
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
@@ -81,11 +80,7 @@ class Parallel:
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
         self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
-        self._tied = self._assembly.tied
-        leaves = [h for h in held if h.leaf is not None]
-        self._leaf_sums = BucketedSums(leaves, bucket_bytes=self.plan.bucket_bytes) if leaves else None
-        self._late = [h for h in held if h.leaf is None and h.group is not None]
-        self._set_aside = SetAside(dict.fromkeys((*self._late, *self._tied)))
+        self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         self._norm = Norm(held, world.meeting_group(), world.device, self._number)
         stages = self._assembly.stages
@@ -101,6 +96,7 @@ class Parallel:
         weakref.finalize(self, self._local_steps.remove)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=not self._assembly.is_fsdp)
         weakref.finalize(self, self._alarm.close)
+        self._calls = Calls(world, self._alarm, self._norm.group, self._gradients)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -149,13 +145,13 @@ class Parallel:
 
         For models that fit one rank; others are saved by :meth:`save`.
         """
-        with self._at_once("full_state_dict"):
+        with self._calls.at_once("full_state_dict"):
             state = self._state.named(self._state.own)
             return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients whole, as :meth:`full_state_dict`."""
-        with self._at_once("full_gradients"):
+        with self._calls.at_once("full_gradients"):
             return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
     # --- steps
@@ -178,7 +174,7 @@ class Parallel:
                 are off.
             RankFailedError: another rank failed (see :mod:`autopar.runtime.alarm`).
         """
-        with self._together("train_step"):
+        with self._calls.together("train_step"):
             return self._train_step(batch).as_subclass(StepLoss)
 
     def _train_step(self, batch: Batch) -> Tensor:
@@ -187,9 +183,9 @@ class Parallel:
         self.monitor.begin_step()
         local = self._local(batch)
         self._begin_forward(local)
-        self._begin_backward(self.plan.num_micro_batches)
+        self._gradients.begin(self.plan.num_micro_batches)
         loss = self._runner.run(local)
-        self._finish()
+        self._gradients.finish()
         self._state.commit()
         self.step_count += 1
         total = self._reported(loss)
@@ -207,8 +203,8 @@ class Parallel:
             UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
                 training changes (BatchNorm reads them only in ``eval()``).
         """
-        with self._together("evaluate"):
-            self._meet("evaluate")
+        with ordinary(), self._calls.together("evaluate"):
+            self._calls.meet("evaluate")
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> Tensor:
@@ -229,18 +225,24 @@ class Parallel:
         return self._reported(loss)
 
     @_not_compiled
-    def __call__(self, **batch: Tensor) -> Tensor:
+    def __call__(self, *given: object, **batch: Tensor) -> Tensor:
         """The loss of the global batch, whose ``backward()`` leaves summed gradients; one pipeline stage only.
 
         Micro-batches of the plan are kept all at once until backward; :meth:`train_step` does not. Dropout is on under
         ``torch.no_grad()`` too: :meth:`evaluate` has none.
 
         Raises:
-            UsageError: the plan has pipeline stages, or the batch does not fit the plan.
+            UsageError: the plan has pipeline stages, or the batch does not fit the plan, or is not given by names.
         """
-        with self._together("call"):
+        if given:
+            raise UsageError(
+                "a call takes the inputs of a batch by name",
+                value=f"{type(given[0]).__name__} without a name",
+                remedy="write par(**batch), or par.train_step(batch), which takes a dict",
+            )
+        with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
-                self._meet("call without gradients")
+                self._calls.meet("call without gradients")
             return self._call(batch)
 
     def _call(self, batch: Batch) -> Tensor:
@@ -270,7 +272,7 @@ class Parallel:
         Torch's function of this name takes what one rank holds for the whole: with pipeline stages, or experts over data
         ranks, ranks would scale by different norms.
         """
-        with self._at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
+        with self._calls.at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
             norm = self._norm()
         clip(self._assembly.held, norm, max_norm)
         return norm
@@ -282,7 +284,7 @@ class Parallel:
 
         Every rank writes what it holds.
         """
-        with self._at_once("save"):
+        with self._calls.at_once("save"):
             checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
 
     def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
@@ -292,7 +294,7 @@ class Parallel:
             PlanError: the checkpoint is of another model.
         """
         progress = self._progress()
-        with self._at_once("load"):
+        with self._calls.at_once("load"):
             checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
         self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
 
@@ -300,62 +302,6 @@ class Parallel:
         return {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
 
     # --- inside a step
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Around what all ranks do together: if it fails on one, all know, and gradients are those of before."""
-        self._world.check_job()
-        if self._in_backward:  # one that the user called, and that has failed
-            self._abandon()
-            self._alarm.spoil("a backward came to no end")
-        with self._alarm.watched(what):
-            try:
-                yield
-            except Exception:
-                self._abandon()
-                raise
-
-    @contextmanager
-    def _at_once(self, what: str, *, meets: bool = True) -> Iterator[None]:
-        """Around what communicates besides steps; errors that name themselves are the same on all ranks, which may go on after them."""
-        self._world.check_job()
-        with self._alarm.watched(what):
-            if meets:
-                self._meet(what)
-            self._alarm.runs()
-            try:
-                yield
-            except AutoparError:
-                self._alarm.met()
-                raise
-
-    def _meet(self, what: str) -> None:
-        """Before what is called seldom: waits for all ranks.
-
-        A rank that is in a step meanwhile would take this one's sums for its own; so it waits, and the alarm says for what.
-
-        Raises:
-            UsageError: another rank makes another such call.
-        """
-        if self._norm.group is None:
-            return
-        self._alarm.runs()
-        code = crc32(what.encode())
-        codes = torch.tensor([code, -code], device=self._world.device)
-        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self._norm.group)
-        self._alarm.met()
-        if codes.tolist() != [code, -code]:
-            raise UsageError(
-                "all ranks make the same calls of a parallel model, in the same order",
-                value=f"{what} on rank {self._world.rank}, and another call elsewhere",
-                remedy="call it on every rank, and let one of them print or write what it returns",
-            )
-
-    def _abandon(self) -> None:
-        """Leaves the gradients of a step that failed, some of whose micro-batches may have added theirs."""
-        if self._in_backward:
-            self._in_backward = False
-            self._set_aside.restore()
 
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
@@ -368,39 +314,15 @@ class Parallel:
             forget_gathered(stage)
             stage.totals, stage.seed = totals, base
 
-    def _begin_backward(self, num_backwards: int) -> None:
-        """Gradients of this step are kept apart until they are summed."""
-        if self._in_backward:
-            return
-        self._in_backward = True
-        if self._leaf_sums is not None:
-            self._leaf_sums.begin(num_backwards)
-        self._set_aside.begin()
-
-    def _finish(self) -> None:
-        """Gradient sums after the last backward."""
-        if not self._in_backward:
-            return
-        self._in_backward = False
-        if self._leaf_sums is not None:
-            with self.monitor.part(DATA if self.data_size > 1 else COMPUTE):
-                self._leaf_sums.finish()
-        sum_in_place(self._late, lambda held: held.group)
-        if self._tied:
-            self._assembly.sum_copies_here()
-            sum_in_place(self._assembly.first_copies, lambda held: held.tie_group)
-            self._assembly.spread_copies_here()
-        self._set_aside.finish()
-
     def _begin_called(self) -> None:
         """At the begin of a backward that the user called."""
-        if not self._in_backward:
+        if not self._gradients.is_open:
             self._alarm.begin("backward")
-        self._begin_backward(1)
+        self._gradients.begin(1)
 
     def _finish_called(self) -> None:
         """At its end."""
-        self._finish()
+        self._gradients.finish()
         self._alarm.end()
         self.monitor.end_step()
 

@@ -26,6 +26,8 @@ TEXTS = ("name", "device", "source")
 MEMORY_KINDS = ("allocator", "nvidia-smi")
 COLUMNS = ("name", *COUNTS, *CHOICES, *MAY_BE_EMPTY, "device", *MEASURED, "memory_kind", "source")
 """Others are passed over: remarks of one's own."""
+MOST = 10**9
+"""Of a count: what is beyond has lost its unit or a separator, and has no tensors of such sizes."""
 GIB = 2**30
 
 
@@ -106,7 +108,19 @@ def read_runs(path: Path) -> tuple[Run, ...]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("the file of runs can be read", value=str(error), place=str(path)) from error
-    reader = csv.DictReader(text.splitlines())
+    try:
+        return _runs(text, path)
+    except csv.Error as error:
+        raise UsageError(
+            "the file is comma-separated values",
+            value=str(error),
+            place=str(path),
+            remedy="close each double quote, and write one inside of a text twice",
+        ) from error
+
+
+def _runs(text: str, path: Path) -> tuple[Run, ...]:
+    reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
     header = [name.strip() for name in reader.fieldnames or ()]
     _check_form(header, path)
     reader.fieldnames = header
@@ -167,7 +181,10 @@ class _Row:
     def count(self, column: str) -> int:
         if not re.fullmatch(r"[1-9]\d*(\.0*)?", self.cells[column]):
             raise self.fault(column, "the cell is a whole number from 1")
-        return int(float(self.cells[column]))
+        whole = self.cells[column].partition(".")[0]
+        if len(whole) > len(str(MOST)) or int(whole) > MOST:
+            raise self.fault(column, f"the cell is at most {MOST:,}")
+        return int(whole)
 
     def choice(self, column: str, known: tuple[str, ...], *, may_be_empty: bool = False) -> str:
         cell = self.cells[column]

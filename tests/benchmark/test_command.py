@@ -7,9 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 from autopar.benchmark.command import MAX_AGE_S, whether_again
 from autopar.benchmark.ranks import QUIET_PROFILER
+from autopar.benchmark.score import Row, score
+from autopar.benchmark.session import Outcome
+from tests.cli_runner import Run, run_fixture
+
+run = run_fixture
 
 
 def test_an_old_speed_of_the_machine_is_measured_again(tmp_path: Path) -> None:
@@ -39,3 +47,29 @@ def test_counting_memory_says_nothing_beside_the_table() -> None:
     environment = {**os.environ, **QUIET_PROFILER}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert (done.stdout.strip(), done.stderr) == ("4096", "")
+
+
+@pytest.mark.parametrize(
+    ("failures", "code"), [(("ValueError: boom", "ValueError: boom"), 1), (("", "ValueError: boom"), 0)]
+)
+def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tuple[str, ...], code: int) -> None:
+    """It ended as one that had measured them."""
+    rows = tuple(
+        Row(
+            key=str(number),
+            name=f"plan {number}",
+            predicted_s=1.0,
+            interval_s=(0.5, 2.0),
+            predicted_bytes=100,
+            predicted_parts={},
+            measured_s=None if failure else 1.0,
+            failure=failure,
+        )
+        for number, failure in enumerate(failures)
+    )
+    outcome = Outcome(title="t", rows=rows, score=score(rows, "0"), num_candidates=2, misfits=())
+    with mock.patch("autopar.benchmark.command.run_local", return_value=outcome):
+        done = run("benchmark", "local", "own:model")
+    assert done.code == code
+    assert "failed: plan 1: ValueError: boom" in done.out
+    assert ("own:model: some plan runs to its end, but found 2 that failed" in done.err) == (code == 1)

@@ -122,7 +122,7 @@ def called_back(parallel: Parallel, batch: Batch, *, fails: bool) -> None:
     with ExitStack() as stack:
         if fails:
             error = IndexError("Target 1000000 is out of bounds.")
-            stack.enter_context(mock.patch("autopar.runtime.parallel.SetAside.begin", side_effect=error))
+            stack.enter_context(mock.patch("autopar.runtime.step_gradients.SetAside.begin", side_effect=error))
         loss.backward()
 
 

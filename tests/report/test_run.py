@@ -78,3 +78,19 @@ def test_what_is_no_log_is_named(tmp_path: Path, run: Run) -> None:
     with pytest.raises(UsageError, match="a run's log can be read as UTF-8 text"):
         read_log(tmp_path)
     assert run("validate").code == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("measured_s", "slow"), ("predicted_s", 0.0), ("between_s", float("nan")), ("parts", []), ("interval_s", [1.0]),
+     ("mesh", None), ("predicted_bytes", -1)],
+)  # fmt: skip
+def test_a_comparison_that_is_garbled_is_named(tmp_path: Path, run: Run, field: str, value: object) -> None:
+    record = record_of(example_plan(), [rank(0, 1.0, 3.0)], num_steps=5, memory_kind="resident")
+    write_log(tmp_path / FILE_NAME, record, [], [])
+    event = json.loads((tmp_path / FILE_NAME).read_text()) | {field: value}
+    (tmp_path / FILE_NAME).write_text(json.dumps(event) + "\n")
+    done = run("validate", "--from-run", tmp_path)
+    assert done.code == 2
+    assert f"{FILE_NAME}:1: each line of a run's log is an event that autopar wrote, but found ValueError" in done.error
+    assert "delete that line" in done.error

@@ -164,6 +164,14 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         parallel.train_step(short)
 
 
+def test_a_call_with_a_batch_without_names_is_refused() -> None:
+    """By habit, as ``train_step`` takes it; Python's error named neither."""
+    with pytest.raises(
+        UsageError, match=r"a call takes the inputs of a batch by name, but found dict .*par\(\*\*batch\)"
+    ):
+        build()(SUBJECT.make_batch(8, seed=0))
+
+
 def test_what_a_step_cannot_take_is_refused() -> None:
     """Each of these was a wrong number (a gradient of one rank's samples, another dtype) or an error of torch's."""
     parallel, batch = build(), SUBJECT.make_batch(8, seed=0)

@@ -38,6 +38,7 @@ def test_a_row_is_read() -> None:
         ("layers", "four"), ("hidden", "0"), ("family", "gtp"), ("precision", "bf61"), ("zero", "4"),
         ("recompute", "ful"), ("step_time_s", "-1"), ("peak_memory_gib", "nan"), ("devices", "9"), ("heads", "3"),
         ("kv_heads", "3"), ("dp", "1"), ("tp", ""), ("devices_per_node", "3"), ("memory_kind", "guess"),
+        ("vocab", "9" * 400), ("layers", "1000000001"),
     ],
 )  # fmt: skip
 def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
@@ -59,6 +60,14 @@ def test_a_row_with_a_cell_too_many_is_refused(tmp_path: Path) -> None:
     """A comma in a text would shift what follows."""
     path = _with(tmp_path, "source", "made (1), by hand")
     with pytest.raises(UsageError, match=r"bad\.csv, row 2: a row has a cell for each column, .* double quotes"):
+        read_runs(path)
+
+
+@pytest.mark.parametrize("text", ['"made (1)', '"made" (1)', "m" * 200_000])
+def test_a_quote_that_is_not_closed_is_refused(tmp_path: Path, text: str) -> None:
+    """All rows after it were one cell of its row; a cell without end was called a defect."""
+    path = _with(tmp_path, "source", text)
+    with pytest.raises(UsageError, match=r"bad\.csv: the file is comma-separated values, but found .*; close each"):
         read_runs(path)
 
 

@@ -1,0 +1,81 @@
+"""Operands of a product in one dtype, where the plan's precision has put the model's parameters into another than float32.
+
+Buffers in single precision stay so (``tracing.on_meta``), and code makes tensors in it (``torch.zeros(n, h)``), so that positions
+that are added to an input make all that follows single. The kernels of products take one dtype and promote nothing; so what is
+single there takes the parameters' dtype, as under ``torch.autocast``. What promotes by itself does so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_ALL = 99
+_OPERANDS = {
+    **dict.fromkeys(
+        ("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot"), _ALL
+    ),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "prelu", "lerp"), _ALL),
+    **dict.fromkeys((f"conv{kind}{n}d" for n in (1, 2, 3) for kind in ("", "_transpose")), _ALL),
+    **dict.fromkeys(
+        (f"{kind}{end}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")), _ALL
+    ),
+    "grid_sample": 2,
+    "scaled_dot_product_attention": 3,  # a mask may be in another dtype
+    "multi_head_attention_forward": 3,
+}
+"""Functions of torch whose operands have one dtype, and how many of the first arguments are operands."""
+_OF_DOUBLES = ("layer_norm", "group_norm")
+"""Whose kernels take weights in float32 beside halves, not beside doubles."""
+_INTO = tuple(f"{name}{end}" for name in ("index_add", "index_copy", "scatter", "scatter_add") for end in ("", "_"))
+"""What writes values into its first argument, of whose dtype they are."""
+_PLACES = (torch, Tensor, torch.nn.functional, torch._C._nn, torch._VF)
+
+
+def for_products(model: torch.nn.Module) -> AbstractContextManager[object]:
+    """A context for the model's forward: products have operands in the dtype of its parameters, if that is one other than float32."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return _InOneDtype(dtypes.pop()) if len(dtypes) == 1 and torch.float32 not in dtypes else nullcontext()
+
+
+class _InOneDtype(TorchFunctionMode):
+    """Casts float32 operands of products to ``dtype`` where another operand, or a parameter, has it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        names = dict(_OPERANDS) | (dict.fromkeys(_OF_DOUBLES, _ALL) if dtype == torch.float64 else {})
+        self._counts = {function: count for name, count in names.items() for function in _named(name)}
+        self._into = {function for name in _INTO for function in _named(name)}
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        count = self._counts.get(func, 0)
+        if count and self._is_mixed((args, given)):
+            args = (*self._cast(args[:count], self._dtype), *args[count:])
+            given = self._cast(given, self._dtype) if count == _ALL else given
+        elif func in self._into and self._is_mixed((args, given)):
+            args, given = (args[0], *self._cast(args[1:], args[0].dtype)), self._cast(given, args[0].dtype)
+        return func(*args, **given)
+
+    def _is_mixed(self, values: Any) -> bool:
+        dtypes = {leaf.dtype for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
+        return torch.float32 in dtypes and self._dtype in dtypes
+
+    def _cast(self, values: Any, dtype: torch.dtype) -> Any:
+        """Floating tensors of the two dtypes in ``dtype``."""
+        own = (torch.float32, self._dtype)
+        return pytree.tree_map_only(Tensor, lambda value: value.to(dtype) if value.dtype in own else value, values)
+
+
+def _named(name: str) -> list[Any]:
+    """Functions and methods of that name."""
+    return [getattr(place, name) for place in _PLACES if hasattr(place, name)]

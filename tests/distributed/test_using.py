@@ -1,0 +1,30 @@
+"""What people try around a parallel model in their first hour, on several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.runtime.verify import adamw, loss_of
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import using
+from tests.distributed.test_training import batches, planned
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2 x dp2 whole parameters", "pp2 x dp2"])
+def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    """FSDP gathered into memory that no later step could write to; parameters could not be detached."""
+    subject, plan, graph = planned(layout, "gpt2")
+    (batch,) = batches(subject, 1)
+    model = subject.build()
+    first = loss_of(model(**batch))
+    first.backward()
+    adamw(model.parameters()).step()
+    wanted = [first.item()] * 2 + [loss_of(model(**batch)).item()] * 2
+    found = pool.run(using.in_inference_mode, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
+    for losses, is_inference in found:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert not is_inference

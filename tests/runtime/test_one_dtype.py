@@ -1,0 +1,121 @@
+"""Models that mix float32 with what the plan's precision computes in, as buffers in single precision and ``torch.zeros`` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+from autopar.graph.evaluate import evaluate
+from autopar.graph.trace import trace
+from autopar.lower.program import lower
+from autopar.mesh import Mesh
+from autopar.plan import BF16
+from autopar.runtime.materialize import ModelWeights
+from autopar.runtime.parallel import Parallel
+from autopar.runtime.world import World, start, stop
+from autopar.tracing import trace_model
+from autopar.wish import PRECISIONS
+from tests.distributed.plans import make_plan
+
+F = nn.functional
+Op = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+OPS: dict[str, Op] = {
+    "positions": lambda x, row, _: x + row,
+    "matmul": lambda x, _, square: x @ square,
+    "mv": lambda x, row, _: x * torch.mv(x, row)[:, None],
+    "einsum": lambda x, _, square: torch.einsum("bi,ij->bj", x, square),
+    "conv": lambda x, row, _: F.conv1d(x[:, None], row[None, None, :3], padding=1)[:, 0],
+    "prelu": lambda x, row, _: F.prelu(x, row[:1]),
+    "index_add": lambda x, _, square: x.index_add(0, torch.arange(2), square[:2]),
+    "from zeros": lambda x, _, square: torch.zeros(2, 8).index_add(0, torch.arange(2), x) @ square,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    start("cpu")
+    yield
+    stop()
+
+
+class Mixed(nn.Module):
+    """A product of parameters behind one operator on buffers in float32."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.op = op
+        self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("row", torch.randn(8))
+        self.register_buffer("square", torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.op(self.inner(x), self.row, self.square))
+        return found.square().mean()
+
+
+class Normed(nn.Module):
+    """Weights divided by their largest singular value, which buffers in float32 approach step by step."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(norm(nn.Linear(8, 16)), nn.ReLU(), norm(nn.Linear(16, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found.square().mean()
+
+
+def losses(model: nn.Module, precision: str) -> list[float]:
+    """Of two steps of one rank."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    recipe = PRECISIONS[precision]
+    graph = trace_model(model, {"x": x}, recipe)
+    plan = make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=4, precision=recipe)
+    par = Parallel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+    return [par.train_step({"x": x}).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize("kind", OPS)
+def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
+    """It ended in the kernel's error in the first step, or in that of the trace."""
+    torch.manual_seed(0)
+    model, x, recipe = Mixed(OPS[kind]), torch.randn(2, 8), PRECISIONS[precision]
+    dtype = getattr(torch, recipe.compute)
+    graph = trace_model(model, {"x": x}, recipe)
+    parameters = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
+    found = evaluate(graph, {"x": x.to(dtype)}, parameters, dict(model.named_buffers()))
+    assert found.item() == pytest.approx(model(x).item(), rel=5e-2 if precision == "bf16" else 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, spectral_norm])
+def test_spectral_norms_train(norm: Callable[[nn.Module], nn.Module], precision: str) -> None:
+    """Of weights in what the plan computes in, by vectors in float32."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Normed(norm)
+
+    wanted = losses(build(), "fp32")
+    assert losses(build(), precision) == pytest.approx(wanted, rel=5e-2 if precision == "bf16" else 1e-4)
+
+
+def test_what_takes_two_dtypes_keeps_them() -> None:
+    """A mask in float32 beside halves, and a model of one dtype, are traced as before."""
+    x = torch.randn(4, 8)
+
+    def masked(x: Tensor, row: Tensor, _: Tensor) -> Tensor:
+        heads = x[:, None, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=row[:1, None])[:, 0, 0]
+
+    graph = trace_model(Mixed(masked), {"x": x}, BF16)
+    attention = next(op for op in graph.ops if "attention" in op.target)
+    assert {graph.spec(name).dtype for name in attention.operands} == {torch.bfloat16, torch.float32}
+    model = Mixed(OPS["positions"])
+    assert not any("to.dtype" in op.target for op in trace(model, kwargs={"x": x}).ops)
