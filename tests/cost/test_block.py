@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.cluster import Cluster
-from autopar.cost.block import block_cost
+from autopar.cost.block_price import block_cost
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.messages import Message, messages
 from autopar.cost.work import work

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.cluster import Cluster
-from autopar.cost.block import ParameterCost, block_cost
+from autopar.cost.block import ParameterCost
+from autopar.cost.block_price import block_cost
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.data_parallel import DataParallel
 from autopar.cost.memory import State, state_bytes
