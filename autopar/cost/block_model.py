@@ -1,4 +1,4 @@
-"""Prices of operators, changes of type and blocks on the devices of some node groups, and what a step does once."""
+"""Prices of operators and blocks on the devices of some node groups, and what a step does once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ from autopar.cost.traffic import scalars
 from autopar.errors import UsageError
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.host import HostLink
-from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Recompute
-from autopar.rules.conversions import collective_bytes, conversion
 
 Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
 """The blocks before and after another one; None where there is none."""
 
 
 class BlockModel:
-    """Prices of operators, changes of type and blocks on one cluster; all ranks are as the slowest of them.
+    """Prices of operators and blocks on one cluster; all ranks are as the slowest of them.
 
     The arguments are those of :class:`autopar.cost.model.CostModel`.
     """
@@ -72,32 +70,6 @@ class BlockModel:
             UsageError: the device's profile has no matmul rate for the dtype.
         """
         return op_time(op, operands, self.device, self.measured, quantized=self.quantized)
-
-    def conversion_time_s(self, source: Type, target: Type, spec: TensorSpec, axis: str, mesh: Mesh) -> OpTime | None:
-        """Seconds of a change of type on one axis, forward and backward; None where there is none.
-
-        Args:
-            source, target: types on ``axis``.
-            spec: of the whole tensor on that axis.
-            axis: of the mesh.
-            mesh: whose groups communicate.
-        """
-        change = conversion(source, target, requires_grad=spec.requires_grad)
-        if change is None:
-            return None
-        seconds = []
-        for kind in (change.forward, change.backward):
-            size = collective_bytes(kind or "", full_num_bytes=spec.num_bytes, size=mesh.size((axis,)))
-            call_s = self.device.overheads.collective_s * (mesh.size((axis,)) > 1)
-            seconds.append(self.collectives.time_s(kind, size, mesh, (axis,)) + call_s if kind else 0.0)
-        dim = max(source.dim, target.dim)
-        if dim > 0 and (change.forward in ("all_gather", "reduce_scatter") or change.backward == "all_gather"):
-            # a gather or scatter along an inner dim copies the whole tensor into or out of rank order
-            inner = 2 * spec.num_bytes / self.device.memory_bandwidth_bytes_per_s
-            seconds = [
-                s + inner if kind else s for s, kind in zip(seconds, (change.forward, change.backward), strict=True)
-            ]
-        return OpTime(*seconds)
 
     def block_work(self, graph: Graph, block: Block, *, selective: bool = True) -> BlockWork:
         """What a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.

@@ -5,28 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost.block import BlockCost
-from autopar.cost.block_work import BlockWork, block_work
+from autopar.cost.block_work import BlockWork
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, time_of_work
 from autopar.device import Device
 from autopar.frozen import replaced
-from autopar.graph.ir import Block, Graph
 from autopar.mesh import Mesh
-
-
-def block_cost(
-    graph: Graph,
-    block: Block,
-    mesh: Mesh,
-    device: Device,
-    collectives: CollectiveModel,
-    measured: OperatorTimes | None = None,
-    *,
-    quantized: str | None = None,
-) -> BlockCost:
-    """The cost of a block of one rank's graph for one micro-batch (see ``rules.apply`` and :func:`price_block`)."""
-    done = block_work(graph, block, device.kind, selective=True)
-    return price_block(done, mesh, device, collectives, quantized=quantized, measured=measured)
 
 
 def price_block(

@@ -30,7 +30,7 @@ __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
 
 
 class CostModel(BlockModel):
-    """Prices of operators, changes of type, blocks and whole plans on one cluster.
+    """Prices of operators, blocks and whole plans on one cluster.
 
     Where node groups differ, :meth:`parts` has a model for each pipeline rank, and whole plans take blocks that were priced
     by it (:meth:`price`). A model prices as if every rank were the slowest of its node groups.
