@@ -262,7 +262,7 @@ class BlockModel:
     # --- once a step
 
     def ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
-        """Sums of the gradients of parameters that several pipeline ranks have (:func:`tied`)."""
+        """Sums of the gradients of parameters that several pipeline ranks have (:func:`autopar.cost.traffic.tied`)."""
         seconds = 0.0
         for ranks, num_bytes in ties.items():
             if rank in ranks:

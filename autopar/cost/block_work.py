@@ -20,7 +20,7 @@ from autopar.cost.fusion import (
 )
 from autopar.cost.megatron import as_megatron, split_projections
 from autopar.cost.messages import SENDING, messages
-from autopar.cost.storages import Storages, Wiring, wiring_of
+from autopar.cost.storages import Storages, Wiring, gradient_uses, wiring_of
 from autopar.cost.work import Specs, Work, work
 from autopar.device import Kind
 from autopar.graph.again import is_dear, made_again
@@ -200,11 +200,6 @@ def fan_in_bytes(
         for v, count in wiring.fan_in:
             yield from (3 * specs[v].num_bytes,) * count
         return
-    uses: dict[int, int] = {}
-    for i, (op, own) in enumerate(zip(ops, wiring.distinct, strict=True)):
-        if i not in beside and any(spec.requires_grad for spec in op.outputs):
-            for v in own:
-                uses[v] = uses.get(v, 0) + 1
-    for v, count in uses.items():
+    for v, count in gradient_uses(ops, wiring.distinct, beside).items():
         if count > 1 and specs[v].requires_grad and not wiring.is_parameter[v]:
             yield from (3 * specs[v].num_bytes,) * (count - 1)

@@ -219,9 +219,8 @@ def unit_passing_bytes(
     found = 0
     if data.gathers_always and not data.is_pipelined:
         found += (unit.numel + (before.numel if before else 0)) * compute
-    if data.uses_fsdp and not data.accumulates(
-        num_micro_batches
-    ):  # its gradients, those of the block after on their way
+    if data.uses_fsdp and not data.accumulates(num_micro_batches):
+        # its gradients, those of the block after on their way
         found += unit.trained_numel * compute
         found += max(unit.trained_numel, after.trained_numel if after else 0) * reduced
     return found

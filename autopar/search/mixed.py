@@ -278,13 +278,10 @@ class Placed:
     def _works(self, options: Sequence[Option], places: frozenset[int], rank: int) -> Works:
         """Of layouts on the devices of ``places``, on which pipeline rank ``rank`` lies."""
         key = places, *map(id, options)
-        if key not in self._known_works:
+        if key not in self._known_works:  # the layouts are kept, so that their ids stay their own
             part = self.model.part(places)
             own = [o.ranks[rank] if o.ranks else self.layouts.priced(o, part) for o in options]
-            self._known_works[key] = (
-                tuple(options),
-                self._maker(places).works(own),
-            )  # they are kept, so that their ids stay their own
+            self._known_works[key] = tuple(options), self._maker(places).works(own)
         return self._known_works[key][1]
 
     def _place_row(

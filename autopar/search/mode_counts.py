@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def useful_counts(most: int, more_s: Array, held: Array, passing: Array) -> NDArray[np.int64]:
+def useful_counts(most: int, more_s: Array, held_bytes: Array, passing_bytes: Array) -> NDArray[np.int64]:
     """How many of up to ``most`` blocks are in each mode [choices, modes], as far as no other choice for as many is as good.
 
     Args:
-        more_s, held, passing: of each mode; a stage has in passing at least the least of the modes that it has.
+        more_s, held_bytes, passing_bytes: of each mode; a stage has in passing at least the least of the modes that it has.
     """
-    found = np.indices((most + 1,) * len(held)).reshape(len(held), -1).T
+    found = np.indices((most + 1,) * len(held_bytes)).reshape(len(held_bytes), -1).T
     found = found[found.sum(axis=1) <= most]
-    blocks, time_s, kept = found.sum(axis=1), found @ more_s, (found @ held).astype(np.float64)
-    last = np.where(found > 0, passing, np.inf).min(axis=1)
+    blocks, time_s, kept = found.sum(axis=1), found @ more_s, (found @ held_bytes).astype(np.float64)
+    last = np.where(found > 0, passing_bytes, np.inf).min(axis=1)
     # of more blocks always less than of fewer ones, so that the least so far is that of as many blocks
     kept -= blocks * (float(kept.max()) + 1.0)
     worth = np.zeros(len(found), dtype=bool)
