@@ -7,7 +7,7 @@ model's own code multiplies by, forward passes at both sizes tell it too, in a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 from autopar.errors import TraceError
@@ -57,15 +57,23 @@ def are_same(graph: Graph, calls: Sequence[Call], larger: Sequence[Call]) -> boo
     Args:
         calls, larger: of passes at the batch size of ``graph`` and at another (:func:`autopar.graph.steps.calls`).
     """
-    here, there = ([call for call in own if call[0] in _SHIFTING] for own in (calls, larger))
+    here, there = (list(_shifts(own)) for own in (calls, larger))
     if here != there:
         return False
-    called = {float(n) for _, *given in here for n in given if _is_number(n)}
-    literals = {op.name: [float(n) for n in op.args if _is_number(n)] for op in suspects(graph)}
-    return all(
-        list(_numbers(graph, op)) == literals[op.name] and called.issuperset(literals[op.name])
-        for op in suspects(graph)
-    )
+    called = {(target, float(n)) for target, *given in here for n in given if _is_number(n)}
+    for op in suspects(graph):
+        literals = [float(n) for n in op.args if _is_number(n)]
+        if literals != list(_numbers(graph, op)) or not called.issuperset((op.target, n) for n in literals):
+            return False
+    return True
+
+
+def _shifts(calls: Iterable[Call]) -> Iterator[Call]:
+    """Those that scale or shift, in place or not, which are the same in a graph."""
+    for name, *given in calls:
+        target = str(name).replace("_.", ".")
+        if target in _SHIFTING:
+            yield target, *given
 
 
 def check(graph: Graph, larger: Graph) -> None:

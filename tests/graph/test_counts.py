@@ -75,6 +75,25 @@ def test_numbers_that_passes_show_to_be_the_same_cost_no_second_export(
     assert len(exported) == most
 
 
+class Counting(nn.Module):
+    """Counts samples in place, and scales by a number that is the example's batch size by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.shape[0])
+        return (self.head(x) / (1.0 + self.seen)).square().sum() * 4.0
+
+
+def test_numbers_in_place_are_compared_too() -> None:
+    with pytest.raises(TraceError, match="do not depend on the batch size"):
+        trace(Counting(), (torch.randn(4, 8),))
+
+
 def test_a_number_that_no_pass_shows_needs_a_trace() -> None:
     """Of a computed constant or a number that is made of others, equal passes say nothing."""
     graph = trace(Scaled("by sequence"), (torch.zeros((4, 8), dtype=torch.int64),))
