@@ -195,9 +195,7 @@ def _traced(job: _Job, times: int = 1) -> Graph:
 
 
 @contextmanager
-def _faked(
-    job: _Job, times: int
-) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, torch.Tensor], int, checks.Held]]:
+def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, Any], int, checks.Held]]:
     """The model on fake tensors with opaque modules in it, their mode, and a batch of ``times`` the example's size; what checks it passes by."""
     mode = FakeTensorMode()
     batch, batch_size = fake_batch(job.batch, mode, times)
