@@ -26,6 +26,7 @@ from autopar.graph.gradient_off import cut_off
 from autopar.graph.ir import Graph
 from autopar.graph.leaves import declare, loss_output
 from autopar.graph.moe import swap_experts
+from autopar.graph.opaque import TARGET as OPAQUE
 from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.graph.state import mutations_of, written_back
 from autopar.marks import pins_of
@@ -207,7 +208,12 @@ def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, d
 
 
 def _same_numbers(graph: Graph, job: _Job) -> bool:
-    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.graph.counts`."""
+    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.graph.counts`.
+
+    Not tried where there are opaque regions: each pass would find out anew what they do, which may take longer than an export.
+    """
+    if any(op.target == OPAQUE for op in graph.ops):
+        return False
     found = []
     for times in (1, 2):
         with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
