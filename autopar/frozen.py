@@ -30,8 +30,7 @@ def quickly(cls: type[_T]) -> type[_T]:
         raise TypeError(f"{cls.__name__} is no frozen dataclass with slots")
     if any(field.default_factory is not MISSING for field in own):
         raise TypeError(f"{cls.__name__} has a field with a factory")
-    scope: dict[str, Any] = {f"_set_{field.name}": vars(cls)[field.name].__set__ for field in own}
-    scope |= {f"_default_{field.name}": field.default for field in own}
+    scope = _scope(cls, own)
     given: list[str] = []
     named: list[str] = []
     for field in own:
@@ -55,14 +54,15 @@ def quickly(cls: type[_T]) -> type[_T]:
     return cls
 
 
+def _scope(cls: type[Any], own: tuple[Field[Any], ...]) -> dict[str, Any]:
+    """What the methods that are made call: writers of the slots, and defaults."""
+    writers = {f"_set_{field.name}": vars(cls)[field.name].__set__ for field in own}
+    return writers | {f"_default_{field.name}": field.default for field in own}
+
+
 def _replacing(cls: type[Any], own: tuple[Field[Any], ...]) -> Any:
     """The method behind :func:`replaced`."""
-    scope: dict[str, Any] = {f"_set_{field.name}": vars(cls)[field.name].__set__ for field in own}
-    scope |= {f"_default_{field.name}": field.default for field in own} | {
-        "_cls": cls,
-        "_new": cls.__new__,
-        "_same": object(),
-    }
+    scope = _scope(cls, own) | {"_cls": cls, "_new": cls.__new__, "_same": object()}
     given = [f"{field.name}=_same" for field in own if field.init]
     lines = [f"def __replace__({', '.join(['self', '*', *given])}):", "    found = _new(_cls)"]
     lines += [

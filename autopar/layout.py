@@ -21,9 +21,6 @@ from autopar.errors import UsageError
 
 Kind = Literal["I", "R", "S", "P"]
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-"""Mesh axes, outermost first. ``ep`` borrows ranks of the others and never multiplies the world size."""
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Type:

@@ -257,37 +257,22 @@ _OF_GPT2 = {
     "seq": "n_positions",
 }
 
+_OF_LLAMA = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "seq": "max_position_embeddings",
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
     "gpt": ("gpt2", _OF_GPT2),
-    "llama": (
-        "llama",
-        {
-            "layers": "num_hidden_layers",
-            "hidden": "hidden_size",
-            "heads": "num_attention_heads",
-            "kv_heads": "num_key_value_heads",
-            "ffn": "intermediate_size",
-            "vocab": "vocab_size",
-            "seq": "max_position_embeddings",
-            "tied": "tie_word_embeddings",
-        },
-    ),
+    "llama": ("llama", {**_OF_LLAMA, "tied": "tie_word_embeddings"}),
     "mpt": ("gpt2", _OF_GPT2),
     "bloom": ("bloom", {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"}),
-    "mixtral": (
-        "mixtral",
-        {
-            "layers": "num_hidden_layers",
-            "hidden": "hidden_size",
-            "heads": "num_attention_heads",
-            "kv_heads": "num_key_value_heads",
-            "ffn": "intermediate_size",
-            "vocab": "vocab_size",
-            "seq": "max_position_embeddings",
-            "experts": "num_local_experts",
-            "top_k": "num_experts_per_tok",
-        },
-    ),
+    "mixtral": ("mixtral", {**_OF_LLAMA, "experts": "num_local_experts", "top_k": "num_experts_per_tok"}),
 }
 """The Hugging Face type of each family, and the keys of ours by theirs; ``dropout`` (0) is common to all.
 

@@ -24,6 +24,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.graph.batch import named_batch
+from autopar.graph.failures import FAILURES
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
 from autopar.model_inputs import Field, example_of, fields_of_config, fields_of_examples, random_batch
@@ -225,19 +226,7 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
     )
 
 
-USER_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+USER_FAILURES = (*FAILURES, OSError, SyntaxError)
 """What a user's module or factory raises."""
 
 

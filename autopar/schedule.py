@@ -7,7 +7,6 @@ https://arxiv.org/pdf/2104.04473). Stage ``s`` runs on pipeline rank ``s % pp``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,8 +18,6 @@ from numpy.typing import NDArray
 from autopar.errors import UsageError
 
 SCHEDULES = ("none", "GPipe", "1F1B", "Interleaved1F1B")
-
-_ACTION = re.compile(r"(\d+)([FB])(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +38,6 @@ class Action:
 
 Actions = tuple[tuple[Action, ...], ...]
 """For each pipeline rank its actions in order."""
-
-
-def parse_action(text: str) -> Action:
-    """Reads what :class:`Action` prints.
-
-    Raises:
-        UsageError: for any other text.
-    """
-    match = _ACTION.fullmatch(text.strip())
-    if match is None:
-        raise UsageError("an action is STAGE, F or B, MICRO_BATCH", value=repr(text), remedy="write for example 2F0")
-    return Action(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
 
 
 def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> None:

@@ -17,7 +17,6 @@ from autopar.schedule import (
     draw_schedule,
     in_flight,
     live_peaks,
-    parse_action,
     schedule_actions,
     schedule_moments,
     schedule_numbers,
@@ -123,13 +122,6 @@ def test_in_flight_of_the_known_schedules() -> None:
 def test_impossible_schedules_say_why(case: tuple[str, int, int, int], word: str) -> None:
     with pytest.raises(UsageError, match=word):
         check_schedule(*case)
-
-
-def test_actions_print_and_parse() -> None:
-    assert str(parse_action("12F3")) == "12F3"
-    assert parse_action("0B7") == Action(0, "B", 7)
-    with pytest.raises(UsageError, match="2F0"):
-        parse_action("F1")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Report = Callable[[str], None]
-
 
 def print_json(value: object) -> None:
     """Exactly one JSON object on stdout."""

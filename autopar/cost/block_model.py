@@ -1,4 +1,4 @@
-"""Prices of operators, changes of type and blocks on the devices of some node groups, and what a step does once."""
+"""Prices of operators and blocks on the devices of some node groups, and what a step does once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
+from autopar.cost.block import BlockCost
+from autopar.cost.block_price import price_block
+from autopar.cost.block_work import BlockWork, block_work
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.compute import OperatorTimes, OpTime, op_time
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize
+from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
 from autopar.cost.known import OfStep
 from autopar.cost.measured import Measured
-from autopar.cost.memory import State, gathered_bytes, least_state_bytes, state_bytes, unit_passing_bytes
+from autopar.cost.memory import StageCost, State, gathered_bytes, least_state_bytes, state_bytes, unit_passing_bytes
 from autopar.cost.optimizer import optimizer_cost
 from autopar.cost.places import check_kinds, slowest
 from autopar.cost.stages import own_times
@@ -22,17 +25,15 @@ from autopar.cost.traffic import scalars
 from autopar.errors import UsageError
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.host import HostLink
-from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Recompute
-from autopar.rules.conversions import collective_bytes, conversion
 
 Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
 """The blocks before and after another one; None where there is none."""
 
 
 class BlockModel:
-    """Prices of operators, changes of type and blocks on one cluster; all ranks are as the slowest of them.
+    """Prices of operators and blocks on one cluster; all ranks are as the slowest of them.
 
     The arguments are those of :class:`autopar.cost.model.CostModel`.
     """
@@ -57,6 +58,7 @@ class BlockModel:
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._datas: dict[tuple[Mesh, int, tuple[bool, ...]], DataParallel] = {}
         self._last: OfStep | None = None
+        self._summed: dict[int, Summed] = {}
         # blocks and data axes are kept too, so that their ids stay their own
         self._units: dict[tuple[int, int], tuple[BlockCost, DataParallel, Unit]] = {}
         self._placed_units: dict[tuple[object, ...], tuple[BlockCost, Unit]] = {}
@@ -68,32 +70,6 @@ class BlockModel:
             UsageError: the device's profile has no matmul rate for the dtype.
         """
         return op_time(op, operands, self.device, self.measured, quantized=self.quantized)
-
-    def conversion_time_s(self, source: Type, target: Type, spec: TensorSpec, axis: str, mesh: Mesh) -> OpTime | None:
-        """Seconds of a change of type on one axis, forward and backward; None where there is none.
-
-        Args:
-            source, target: types on ``axis``.
-            spec: of the whole tensor on that axis.
-            axis: of the mesh.
-            mesh: whose groups communicate.
-        """
-        change = conversion(source, target, requires_grad=spec.requires_grad)
-        if change is None:
-            return None
-        seconds = []
-        for kind in (change.forward, change.backward):
-            size = collective_bytes(kind or "", full_num_bytes=spec.num_bytes, size=mesh.size((axis,)))
-            call_s = self.device.overheads.collective_s * (mesh.size((axis,)) > 1)
-            seconds.append(self.collectives.time_s(kind, size, mesh, (axis,)) + call_s if kind else 0.0)
-        dim = max(source.dim, target.dim)
-        if dim > 0 and (change.forward in ("all_gather", "reduce_scatter") or change.backward == "all_gather"):
-            # a gather or scatter along an inner dim copies the whole tensor into or out of rank order
-            inner = 2 * spec.num_bytes / self.device.memory_bandwidth_bytes_per_s
-            seconds = [
-                s + inner if kind else s for s, kind in zip(seconds, (change.forward, change.backward), strict=True)
-            ]
-        return OpTime(*seconds)
 
     def block_work(self, graph: Graph, block: Block, *, selective: bool = True) -> BlockWork:
         """What a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.
@@ -280,10 +256,13 @@ class BlockModel:
             found = self._units[id(block), id(data)] = (block, data, self._placed_units[place][1])
         return found[2]
 
+    def _summed_of(self, data: DataParallel) -> Summed:
+        return self._summed.setdefault(id(data), Summed(data.mesh, data.uses_fsdp))
+
     # --- once a step
 
     def ties_s(self, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
-        """Sums of the gradients of parameters that several pipeline ranks have (:func:`tied`)."""
+        """Sums of the gradients of parameters that several pipeline ranks have (:func:`autopar.cost.traffic.tied`)."""
         seconds = 0.0
         for ranks, num_bytes in ties.items():
             if rank in ranks:
@@ -297,6 +276,28 @@ class BlockModel:
         """One all-reduce of gradients, of which some are read into its buffer and written there."""
         copies = 2 * copied_bytes / self.device.memory_bandwidth_bytes_per_s
         return self.collectives.time_s("all_reduce", num_bytes, mesh, axes) + copies
+
+    def _gradients_s(self, own: Sequence[StageCost], data: DataParallel, step: Step) -> dict[str, float]:
+        """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
+        seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
+        size = itemsize(self.precision.storage)
+        blocks = [stage.blocks for stage in own]
+        leaving: dict[int, list[Bucket]] = {}
+        for bucket in buckets(blocks, self._summed_of(data), size, step.bucket_bytes):
+            leaving.setdefault(bucket.stage, []).append(bucket)
+        exposed = self.device.interference if step.overlapped_reductions else 1.0
+        for turn, some in leaving.items():
+            stage = own[turn]
+            times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
+            costs = [self.sum_s(b.axes, b.num_bytes, step.mesh, copied_bytes=b.copied_bytes) for b in some]
+            total = sum(costs)
+            after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
+            rest = exposed * after + self.device.interference * (total - after)
+            for bucket, cost in zip(some, costs, strict=True):
+                seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
+        for axes, num_bytes in late_sums(blocks, self._summed_of(data), size).items():
+            seconds[_owner(axes)] += self.sum_s(axes, num_bytes, step.mesh, copied_bytes=num_bytes)
+        return seconds
 
     def _once_s(self, data: DataParallel, step: Step) -> float:
         """The scalars that a step sums: counts of the batch, the loss, the norm."""
@@ -325,3 +326,10 @@ class BlockModel:
         host, copies = self.host, 3 * sum(unit.num_trained for unit in units)
         copied_s = 2 * size / host.to_host_bytes_per_s + size / host.to_device_bytes_per_s + copies * host.latency_s
         return moved / host.memory_bandwidth_bytes_per_s, copied_s
+
+
+def _owner(axes: tuple[str, ...]) -> str:
+    """Which part of the breakdown a sum of gradients belongs to."""
+    if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
+        return "data"
+    return "cp" if "cp" in axes else "tp"

@@ -125,8 +125,7 @@ def rank_memory(
         known: of other ranks of the same plan.
     """
     known = Known({}, {}) if known is None else known
-    pp, virtual_stages, num_micro_batches = step.mesh.pp, len(stages), step.num_micro_batches
-    schedule = (step.schedule, pp, virtual_stages, num_micro_batches)
+    pp, num_micro_batches = step.mesh.pp, step.num_micro_batches
     for unit in {id(unit): unit for stage in units for unit in stage}.values():
         if id(unit) not in known.states:
             known.states[id(unit)] = state_bytes(
@@ -136,13 +135,8 @@ def rank_memory(
     parameters = sum(s.parameters for s in state)
     gradients = sum(s.gradients for s in state)
     keys = [(tuple(map(id, stage.blocks)), stage.recompute) for stage in stages]
-    kept = []
-    for turn, (stage, key) in enumerate(zip(stages, keys, strict=True)):
-        ends = (turn > 0 or pp_rank > 0, turn < virtual_stages - 1 or pp_rank < pp - 1)
-        if (key, ends) not in known.sizes:
-            known.sizes[key, ends] = kept_bytes(stage, receives=ends[0], sends=ends[1])
-        kept.append(known.sizes[key, ends])
-    table = peak_table(*schedule, pp_rank)
+    kept = _kept_on(stages, keys, pp, pp_rank, known.sizes)
+    table = peak_table(step.schedule, pp, len(stages), num_micro_batches, pp_rank)
     activations = int((table @ np.array(kept, dtype=np.int64)).max())
     moved = [sum(b.moved_bytes(r) for b, r in zip(s.blocks, s.recompute, strict=True)) for s in stages]
     for stage, own, key in zip(stages, units, keys, strict=True):
@@ -168,6 +162,19 @@ def rank_memory(
         reserved=device.reserved_bytes + round(device.fragmentation * tensors),
         host=sum(s.host for s in state) + (int((table @ np.array(moved, dtype=np.int64)).max()) if any(moved) else 0),
     )
+
+
+def _kept_on(
+    stages: Sequence[StageCost], keys: Sequence[object], pp: int, pp_rank: int, sizes: dict[object, int]
+) -> list[int]:
+    """:func:`kept_bytes` of each stage of a rank; ``sizes``: of stages with these ``keys``, those of other ranks among them."""
+    found, last = [], len(stages) - 1
+    for turn, (stage, key) in enumerate(zip(stages, keys, strict=True)):
+        ends = (turn > 0 or pp_rank > 0, turn < last or pp_rank < pp - 1)
+        if (key, ends) not in sizes:
+            sizes[key, ends] = kept_bytes(stage, receives=ends[0], sends=ends[1])
+        found.append(sizes[key, ends])
+    return found
 
 
 def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
@@ -212,9 +219,8 @@ def unit_passing_bytes(
     found = 0
     if data.gathers_always and not data.is_pipelined:
         found += (unit.numel + (before.numel if before else 0)) * compute
-    if data.uses_fsdp and not data.accumulates(
-        num_micro_batches
-    ):  # its gradients, those of the block after on their way
+    if data.uses_fsdp and not data.accumulates(num_micro_batches):
+        # its gradients, those of the block after on their way
         found += unit.trained_numel * compute
         found += max(unit.trained_numel, after.trained_numel if after else 0) * reduced
     return found

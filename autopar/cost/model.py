@@ -14,11 +14,10 @@ from autopar.cost.block_model import BlockModel
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
-from autopar.cost.gradients import Bucket, Summed, beside_backward, buckets, late_sums
 from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
 from autopar.cost.pipeline import PipelineTimes, StageTimes, finishes_s, shared_time_s, simulate
 from autopar.cost.places import peak_flops, places_of
-from autopar.cost.stages import StageSums, moving, own_times, stage_key, stage_sums, stage_times
+from autopar.cost.stages import StageSums, moving, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, tied
 from autopar.device import Device
@@ -31,7 +30,7 @@ __all__ = ["BlockCost", "CostModel", "StageCost", "Step"]
 
 
 class CostModel(BlockModel):
-    """Prices of operators, changes of type, blocks and whole plans on one cluster.
+    """Prices of operators, blocks and whole plans on one cluster.
 
     Where node groups differ, :meth:`parts` has a model for each pipeline rank, and whole plans take blocks that were priced
     by it (:meth:`price`). A model prices as if every rank were the slowest of its node groups.
@@ -60,7 +59,6 @@ class CostModel(BlockModel):
         self.is_mixed = places is None and not cluster.is_homogeneous
         self._parts: dict[frozenset[int], CostModel] = {}
         self._orders: dict[tuple[int, ...], CostModel] = {}
-        self._summed: dict[int, Summed] = {}
 
     # --- devices that differ
 
@@ -351,40 +349,6 @@ class CostModel(BlockModel):
         """Sums of gradients in one backward: with those of earlier micro-batches, and of several uses of a parameter."""
         earlier = data.adding_s(units, step.num_micro_batches, device, casts=step.casts_gradients)
         return earlier + shared_sums_s(stage.blocks, itemsize(self.precision.compute), device)
-
-    # --- once a step
-
-    def _summed_of(self, data: DataParallel) -> Summed:
-        return self._summed.setdefault(id(data), Summed(data.mesh, data.uses_fsdp))
-
-    def _gradients_s(self, own: Sequence[StageCost], data: DataParallel, step: Step) -> dict[str, float]:
-        """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
-        seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
-        size = itemsize(self.precision.storage)
-        blocks = [stage.blocks for stage in own]
-        leaving: dict[int, list[Bucket]] = {}
-        for bucket in buckets(blocks, self._summed_of(data), size, step.bucket_bytes):
-            leaving.setdefault(bucket.stage, []).append(bucket)
-        exposed = self.device.interference if step.overlapped_reductions else 1.0
-        for turn, some in leaving.items():
-            stage = own[turn]
-            times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
-            costs = [self.sum_s(b.axes, b.num_bytes, step.mesh, copied_bytes=b.copied_bytes) for b in some]
-            total = sum(costs)
-            after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
-            rest = exposed * after + self.device.interference * (total - after)
-            for bucket, cost in zip(some, costs, strict=True):
-                seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
-        for axes, num_bytes in late_sums(blocks, self._summed_of(data), size).items():
-            seconds[_owner(axes)] += self.sum_s(axes, num_bytes, step.mesh, copied_bytes=num_bytes)
-        return seconds
-
-
-def _owner(axes: tuple[str, ...]) -> str:
-    """Which part of the breakdown a sum of gradients belongs to."""
-    if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
-        return "data"
-    return "cp" if "cp" in axes else "tp"
 
 
 def _data_inside_s(sums: StageSums, step: Step) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -121,14 +121,24 @@ def _wiring(graph: Graph, block: Block) -> Wiring:
 def _fan_in(
     graph: Graph, ops: Sequence[Op], distinct: Sequence[Sequence[int]], values: Sequence[Ref]
 ) -> Iterator[tuple[int, int]]:
-    uses: dict[int, int] = {}
-    for op, own in zip(ops, distinct, strict=True):
-        if any(spec.requires_grad for spec in op.outputs):
-            for v in own:
-                uses[v] = uses.get(v, 0) + 1
-    for v, count in uses.items():
+    for v, count in gradient_uses(ops, distinct).items():
         if count > 1 and graph.spec(values[v]).requires_grad and not graph.is_parameter(values[v]):
             yield v, count - 1
+
+
+def gradient_uses(ops: Sequence[Op], distinct: Sequence[Sequence[int]], beside: Collection[int] = ()) -> dict[int, int]:
+    """How many operators read each value and have gradients, so that each of them brings one for it.
+
+    Args:
+        distinct: of each operator the values that it reads, each once.
+        beside: positions of operators that do not count.
+    """
+    uses: dict[int, int] = {}
+    for i, (op, own) in enumerate(zip(ops, distinct, strict=True)):
+        if i not in beside and any(spec.requires_grad for spec in op.outputs):
+            for v in own:
+                uses[v] = uses.get(v, 0) + 1
+    return uses
 
 
 def lifetimes_of(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:

@@ -200,11 +200,15 @@ def _has_gradients(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
+def _cast(logits: TensorSpec) -> tuple[int, int]:
+    """Bytes of logits in the dtype of their loss, and those read and written to make them so: none where they are."""
+    whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
+    return whole, 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
+
+
 def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
     """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values."""
-    logits = operands[0]
-    whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
-    cast_bytes = 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
+    whole, cast_bytes = _cast(operands[0])
     return Work(
         num_bytes=cast_bytes + 2 * whole,
         backward_bytes=cast_bytes + 4 * whole,
@@ -219,8 +223,7 @@ def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
 def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
     """cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
     logits = operands[0]
-    whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
-    cast_bytes = 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
+    whole, cast_bytes = _cast(logits)
     return Work(
         num_bytes=2 * logits.num_bytes + 4 * whole,
         backward_bytes=2 * whole + cast_bytes,

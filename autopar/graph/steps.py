@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -119,13 +120,7 @@ def check(
     seen: list[memory.State] = [memory.state_of(model)]
     watch, drawn = _Watch({}, {}, None), _random_state()
     try:
-        with (
-            mock.patch.object(torch.compiler, "_is_exporting_flag", new=True),
-            mock.patch.object(torch.compiler, "_is_compiling_flag", new=True),
-            mock.patch.object(mode, "allow_non_fake_inputs", new=True),
-            mock.patch.object(mode, "shape_env", new=ShapeEnv()),
-            mode,
-        ):
+        with _as_exporting(mode):
             for number in range(_DRAWING_PASSES):
                 fresh = pytree.tree_map_only(Tensor, torch.empty_like, dict(batch))
                 given = {id(leaf): leaf for leaf in pytree.tree_leaves(fresh) if isinstance(leaf, Tensor)}
@@ -155,6 +150,35 @@ def check(
     except (*FAILURES, AutoparError):
         return ()
     return _counting(model, seen)
+
+
+def calls(forward: Callable[..., object], mode: FakeTensorMode, batch: Mapping[str, Any]) -> list[Call] | None:
+    """Operators with their numbers, in order, of one pass of a fake model; None where it does not run outside of an export.
+
+    Args:
+        forward: takes a batch by name.
+        mode: of the tensors of the model and ``batch``.
+    """
+    watch = _Watch({}, {}, None)
+    try:
+        with _as_exporting(mode), watch:
+            forward(**batch)
+    except (*FAILURES, AutoparError):
+        return None
+    return watch.calls
+
+
+@contextmanager
+def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
+    """A fake model runs the code that it runs in an export."""
+    with (
+        mock.patch.object(torch.compiler, "_is_exporting_flag", new=True),
+        mock.patch.object(torch.compiler, "_is_compiling_flag", new=True),
+        mock.patch.object(mode, "allow_non_fake_inputs", new=True),
+        mock.patch.object(mode, "shape_env", new=ShapeEnv()),
+        mode,
+    ):
+        yield
 
 
 def _random_state() -> tuple[object, ...]:

@@ -27,6 +27,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.leaves import declare, loss_output
 from autopar.graph.moe import swap_experts
 from autopar.graph.one_dtype import for_products
+from autopar.graph.opaque import TARGET as OPAQUE
 from autopar.graph.opaque import RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.graph.state import mutations_of, written_back
 from autopar.marks import pins_of
@@ -89,7 +90,7 @@ def trace(
             place=type(model).__name__,
             remedy="return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
-    if not exact and counts.suspects(graph):
+    if not exact and counts.suspects(graph) and not _same_numbers(graph, job):
         counts.check(graph, _traced(job, times=2))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
     found = replace(graph, exact=exact, pins=marks, notes=notes)
@@ -166,12 +167,8 @@ def _without_region(cause: TraceError, error: TraceError) -> TraceError:
 
 def _traced(job: _Job, times: int = 1) -> Graph:
     """One trace, at ``times`` the batch size of the example."""
-    model, mode = job.model, FakeTensorMode()
-    batch, batch_size = fake_batch(job.batch, mode, times)
-    wrapper = _Training(_fake_model(model, mode), batch, job.loss_fn)
-    regions = Regions(model, batch_size)
-    regions.swap(wrapper.model, job.opaque)
-    with regions.autograd_functions(), memory.own_gradients_refused(), checks.taken_to_hold() as held:
+    model = job.model
+    with _faked(job, times) as (wrapper, mode, batch, batch_size, held):
         program = _export(wrapper, batch, model)
         if held.refused is not None:  # caught by the model, which went on as no step would
             raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
@@ -197,6 +194,35 @@ def _traced(job: _Job, times: int = 1) -> Graph:
         mutations=mutations_of(program, outputs, converter.env),
     )
     return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)))
+
+
+@contextmanager
+def _faked(job: _Job, times: int) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, Any], int, checks.Held]]:
+    """The model on fake tensors with opaque modules in it, their mode, and a batch of ``times`` the example's size; what checks it passes by."""
+    mode = FakeTensorMode()
+    batch, batch_size = fake_batch(job.batch, mode, times)
+    wrapper = _Training(_fake_model(job.model, mode), batch, job.loss_fn)
+    regions = Regions(job.model, batch_size)
+    regions.swap(wrapper.model, job.opaque)
+    with regions.autograd_functions(), memory.own_gradients_refused(), checks.taken_to_hold() as held:
+        yield wrapper, mode, batch, batch_size, held
+
+
+def _same_numbers(graph: Graph, job: _Job) -> bool:
+    """Whether forward passes at two batch sizes spare a trace at the second one; see :mod:`autopar.graph.counts`.
+
+    Not tried where there are opaque regions: each pass would find out anew what they do, which may take longer than an export.
+    """
+    if any(op.target == OPAQUE for op in graph.ops):
+        return False
+    found = []
+    for times in (1, 2):
+        with _faked(job, times) as (wrapper, mode, batch, _, held), _quiet():
+            called = steps.calls(wrapper, mode, batch)
+        if called is None or held.refused is not None:
+            return False
+        found.append(called)
+    return counts.are_same(graph, *found)
 
 
 def _within(error: TraceError, path: str) -> TraceError:

@@ -51,10 +51,7 @@ def unfuse(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset
 
     ``roots``: values that are read from outside.
     """
-    users: dict[str, list[Op]] = {}
-    for op in builder.ops:
-        for ref in dict.fromkeys(op.operands):
-            users.setdefault(ref.name, []).append(op)
+    users = _users(builder)
     by_name = {parameter.name: parameter for parameter in parameters}
     parts: dict[str, list[Parameter]] = {}
     replaced: dict[str, list[Op]] = {}
@@ -79,10 +76,7 @@ def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: f
 
     Experts keep gate and up in one tensor [E, 2f, h]; each half splits by itself.
     """
-    users: dict[str, list[Op]] = {}
-    for op in builder.ops:
-        for ref in dict.fromkeys(op.operands):
-            users.setdefault(ref.name, []).append(op)
+    users = _users(builder)
     renamed: dict[Ref, Ref] = {}
     result: list[Parameter] = []
     for parameter in parameters:
@@ -99,6 +93,15 @@ def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: f
         builder.ops = [op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in kept]
         builder.producers = {op.name: op for op in builder.ops}
     return tuple(result)
+
+
+def _users(builder: Builder) -> dict[str, list[Op]]:
+    """For each name that is read the operators that read it, each once for each of its values."""
+    users: dict[str, list[Op]] = {}
+    for op in builder.ops:
+        for ref in dict.fromkeys(op.operands):
+            users.setdefault(ref.name, []).append(op)
+    return users
 
 
 def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool:

@@ -8,7 +8,6 @@ have limits as well: a rank that died or a collective that hangs ends as a faile
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from autopar.measured import load_json
 from autopar.profile.detect import device_name
 from autopar.profile.files import write_json
 from autopar.profile.groups import GroupSet, group_sets
+from autopar.profile.measure import free_bytes
 
 SMALLEST_BYTES = 1024
 GROWTH = 4
@@ -185,11 +185,7 @@ class LinkJob:
         self.store.set(f"done{number}.{self.rank}", json.dumps(answer))
 
     def _hello(self, number: int) -> dict[str, Any]:
-        if self.device.type == "cuda":
-            room = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return {"node": self.node, "device": device_name(), "room": room}
+        return {"node": self.node, "device": device_name(), "room": free_bytes(self.device)}
 
     def _open(self, number: int, groups: list[list[int]]) -> None:
         """New groups: those in which something failed cannot be used again."""

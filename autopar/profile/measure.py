@@ -6,6 +6,7 @@ little. On a GPU it is the time between events on the stream.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -55,6 +56,13 @@ def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
         return float(start.elapsed_time(end)) / 1e3
 
     return on_cuda if device.type == "cuda" else on_cpu
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses; of a CPU the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def median_time_s(

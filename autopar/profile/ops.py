@@ -8,7 +8,6 @@ takes for a call of its own: in training one call serves the whole step.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from autopar.errors import UsageError
 from autopar.measured import load_json
 from autopar.ops import draw, on_meshes, resolve
 from autopar.profile.files import write_json
-from autopar.profile.measure import timer
+from autopar.profile.measure import free_bytes, timer
 
 REPEATS = 15
 MIN_BATCH_S = 1e-3
@@ -168,11 +167,7 @@ def _fitting(call: str, device: torch.device) -> _Tensors:
     specs: list[tuple[str, list[int], bool]] = []
     _collect((args, list(kwargs.values()), outputs), specs)
     needs = ROOM * sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape, _ in specs)
-    if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
-    else:
-        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needs > room:
+    if needs > (room := free_bytes(device)):
         raise MemoryError(f"needs about {needs:,} bytes, {room:,} are free")
     return _Tensors(call, device)
 

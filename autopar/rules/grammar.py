@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 
@@ -58,15 +58,6 @@ class Pattern:
     frozen: frozenset[str] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     random: bool = False
-
-    def thaw(self, label: str) -> Pattern:
-        """The same pattern with a frozen label let free, for tests of the rules."""
-        inside = all(label in labels for labels in self.outputs)
-        return replace(
-            self,
-            frozen=self.frozen - {label},
-            contracted=self.contracted if inside else self.contracted | {label},
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

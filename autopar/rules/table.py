@@ -249,55 +249,56 @@ def _lines() -> dict[str, str]:
     return lines
 
 
+_NAMES: dict[PatternMaker, str] = {
+    special.view: "view _unsafe_view reshape flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims unsqueeze",
+    special.permute: "transpose.int t permute",
+    special.expand: "expand",
+    special.repeat: "repeat",
+    special.one_hot: "one_hot",
+    special.repeat_interleave: "repeat_interleave.self_int",
+    special.take: "slice.Tensor select.int narrow",
+    special.divide: "split.Tensor split_with_sizes split.sizes chunk unbind.int tensor_split.sections",
+    special.cat: "cat",
+    special.stack: "stack",
+    special.pad: "pad constant_pad_nd",
+    special.paste: "slice_scatter select_scatter",
+    special.triangle: "tril triu",
+    special.index: "index.Tensor",
+    special.index_put: "index_put",
+    special.index_select: "index_select",
+    special.gather: "gather",
+    special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
+    special.factory: "full zeros ones empty.memory_format new_zeros new_ones new_full new_empty scalar_tensor",
+    special.random_factory: "rand randn randint randint.low normal.float_float",
+    special.random_order: "randperm",
+    special.recurrent: "lstm.input gru.input rnn_tanh.input rnn_relu.input",
+    special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace",
+    compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
+    compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
+    compute.matmul: "matmul mv dot",
+    compute.einsum: "einsum",
+    compute.attention: "scaled_dot_product_attention",
+    compute.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
+    compute.histogram: "histc",
+    compute.embedding: "embedding",
+    compute.embedding_bag: "autopar.embedding_bag",
+    compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
+    compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
+    compute.layer_norm: "layer_norm native_layer_norm rms_norm",
+    compute.group_norm: "group_norm",
+    images.instance_norm: "instance_norm",
+    images.shuffle: "pixel_shuffle pixel_unshuffle",
+    images.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
+    compute.cross_entropy: "cross_entropy_loss",
+}
+"""By function the operators whose calls it reads: of aten by what follows that word, of autopar in full."""
+
+
 def _functions() -> dict[str, PatternMaker]:
     """Rules that depend on literals of the call."""
-    views = "view _unsafe_view reshape flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims unsqueeze"
-    factories = "full zeros ones empty.memory_format new_zeros new_ones new_full new_empty scalar_tensor"
-    groups: dict[PatternMaker, str] = {
-        special.view: views,
-        special.permute: "transpose.int t permute",
-        special.expand: "expand",
-        special.repeat: "repeat",
-        special.one_hot: "one_hot",
-        special.repeat_interleave: "repeat_interleave.self_int",
-        special.take: "slice.Tensor select.int narrow",
-        special.divide: "split.Tensor split_with_sizes split.sizes chunk unbind.int tensor_split.sections",
-        special.cat: "cat",
-        special.stack: "stack",
-        special.pad: "pad constant_pad_nd",
-        special.paste: "slice_scatter select_scatter",
-        special.triangle: "tril triu",
-        special.index: "index.Tensor",
-        special.index_put: "index_put",
-        special.index_select: "index_select",
-        special.gather: "gather",
-        special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
-        special.factory: factories,
-        special.random_factory: "rand randn randint randint.low normal.float_float",
-        special.random_order: "randperm",
-        special.recurrent: "lstm.input gru.input rnn_tanh.input rnn_relu.input",
-        special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace",
-        compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
-        compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
-        compute.matmul: "matmul mv dot",
-        compute.einsum: "einsum",
-        compute.attention: "scaled_dot_product_attention",
-        compute.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
-        compute.histogram: "histc",
-        compute.embedding: "embedding",
-        compute.embedding_bag: "autopar.embedding_bag",
-        compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
-        compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
-        compute.layer_norm: "layer_norm native_layer_norm rms_norm",
-        compute.group_norm: "group_norm",
-        images.instance_norm: "instance_norm",
-        images.shuffle: "pixel_shuffle pixel_unshuffle",
-        images.transposed_convolution: "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
-        compute.cross_entropy: "cross_entropy_loss",
-    }
     found = {
         name if name.startswith("autopar.") else _full(name): make
-        for make, names in groups.items()
+        for make, names in _NAMES.items()
         for name in names.split()
     }
     found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost.block import BlockWork
+from autopar.cost.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.ir import Block, Graph, Ref
 from autopar.graph.padding import lengths, pad

@@ -1,8 +1,7 @@
-"""Stage cuts of one candidate in one layout: prices of its blocks, what fits, and what the leanest cut needs."""
+"""Stage cuts of one candidate in one layout: what fits, with how little recompute, and what the leanest cut needs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,23 +10,19 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.block_model import Beside
-from autopar.cost.model import BlockCost, CostModel, StageCost, Step
+from autopar.cost.model import StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.plan import RECOMPUTES, Recompute
 from autopar.schedule import live_peaks, peak_table
 from autopar.search.candidates import Candidate
-from autopar.search.choices import CutShape
+from autopar.search.cut_blocks import CutBlocks
 from autopar.search.fitting import MAX_CUTS, Fitting, busy_s, lightest, relaxable, relaxed
 from autopar.search.inter import Cut, CutBlock, StageCutter
 from autopar.search.mixed import Placed
 from autopar.search.options import Option
 from autopar.search.rows import RowMaker
 from autopar.search.turns import by_turns
-from autopar.search.ways import MOVED, BlockOption, Way, Ways, none_if_moved, useful, ways_of, with_moved
-
-MAX_KEPT = 1_000_000
-"""Choices of recompute of all cutters that are kept; past it they are made anew."""
+from autopar.search.ways import MOVED, Way, none_if_moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +34,11 @@ class Failure:
     is_slow: bool = False
 
 
-class Cuts:
+class Cuts(CutBlocks):
     """Stage cuts for one model and cluster; remembers what candidates share.
 
     Args:
-        rows: of the model, whose compact graph and modes of recompute they are for.
-        placed: what differs where ranks have different devices.
-        space_modes: modes of recompute that the space allows.
-        recompute, pinned: pinned modes and stages by block of the original graph.
-        moved: blocks of it whose activations live on the host.
+        rows, placed, space_modes, recompute, pinned, moved: see :class:`CutBlocks`.
         buckets: sizes of what is summed together, of which a plan takes the quickest.
     """
 
@@ -62,14 +53,9 @@ class Cuts:
         moved: frozenset[int] = frozenset(),
         buckets: tuple[int, ...] = (),
     ) -> None:
-        self.rows, self.placed = rows, placed
-        self.space_modes, self.recompute, self.pinned = space_modes, recompute, pinned
-        self.class_of, self.model = rows.class_of, rows.model
-        self.moved, self.buckets = moved, buckets
-        self._moved: dict[int, tuple[BlockCost, BlockCost]] = {}
-        self._shapes: dict[tuple[tuple[int, ...], tuple[Ways, ...]], CutShape] = {}
+        super().__init__(rows, placed, space_modes=space_modes, recompute=recompute, pinned=pinned, moved=moved)
+        self.buckets = buckets
         self._held: dict[tuple[str, int, int, int], list[int]] = {}
-        self._cut: dict[tuple[object, ...], list[StageCutter]] = {}
 
     def fits(
         self,
@@ -123,21 +109,20 @@ class Cuts:
         *, at_most_s: float, late_s: float, in_flight: Sequence[int],
     ) -> Fitting | Failure:  # fmt: skip
         """A cut with its memory, which may be too much; with less recompute where that fits, and whether it is too slow."""
-        room, refit = self.placed.limits(candidate), partial(self.fitting, candidate, option=option, step=step)
         pp, count, cutter = candidate.mesh.pp, candidate.num_micro_batches, cutters[0]
         orders = relaxable(cut, cutter, in_flight, pp) if candidate.virtual_stages > 1 else [[]] * pp
-        light = partial(busy_s, lightest(cut, orders, cutter), cutter, pp, count, by_rank=cutters)
+        least = lightest(cut, orders, cutter)
+        light = partial(busy_s, least, cutter, pp, count, by_rank=cutters)
         if not any(orders) and light() >= at_most_s:
             return Failure(is_slow=True)
-        late = partial(self._is_late, candidate, lightest(cut, orders, cutter), option, step)
-        if self.placed.has(candidate) and late(at_most_s):
+        if self.placed.has(candidate) and self._is_late(candidate, least, option, step, at_most_s):
             return Failure(is_slow=True)
-        found = refit(cut)
-        if _spare(found, room) < 0:
+        found = self.fitting(candidate, cut, option, step)
+        if _spare(found, self.placed.limits(candidate)) < 0:
             return found
-        if light(with_once=True) >= at_most_s or late(late_s):
+        if light(with_once=True) >= at_most_s:
             return Failure(is_slow=True)
-        return relaxed(found, orders, cutter, refit, room) if any(orders) else found
+        return self._lightened(candidate, option, step, cutter, found, orders, least, late_s)
 
     def lightened(
         self,
@@ -149,11 +134,21 @@ class Cuts:
         late_s: float,
     ) -> Fitting | Failure:
         """A cut that fits with less recompute where that fits too, or that it takes ``late_s`` at least."""
-        room, refit = self.placed.limits(candidate), partial(self.fitting, candidate, option=option, step=step)
         orders = relaxable(found.cut, cutters[0], self._limits(candidate)[1], candidate.mesh.pp)
-        if self._is_late(candidate, lightest(found.cut, orders, cutters[0]), option, step, late_s):
+        least = lightest(found.cut, orders, cutters[0])
+        return self._lightened(candidate, option, step, cutters[0], found, orders, least, late_s)
+
+    def _lightened(
+        self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter,
+        found: Fitting, orders: Sequence[Sequence[int]], least: Cut, late_s: float,
+    ) -> Fitting | Failure:  # fmt: skip
+        """:meth:`lightened` by blocks in these ``orders`` (:func:`relaxable`); ``least``: the cut with none of them recomputed."""
+        if self._is_late(candidate, least, option, step, late_s):
             return Failure(is_slow=True)
-        return relaxed(found, orders, cutters[0], refit, room) if any(orders) else found
+        if not any(orders):
+            return found
+        refit = partial(self.fitting, candidate, option=option, step=step)
+        return relaxed(found, orders, cutter, refit, self.placed.limits(candidate))
 
     def _lean(
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
@@ -286,119 +281,6 @@ class Cuts:
                         held[turn * pp + rank] = max(held[turn * pp + rank], count)
             self._held[key] = held
         return [limit / v for limit in self.placed.tensor_limits(candidate)] * v, self._held[key]
-
-    def cutters(
-        self, candidate: Candidate, option: Option, step: Step, modes: tuple[Recompute, ...] | None = None
-    ) -> list[StageCutter]:
-        """For each pipeline rank the blocks as its devices run them; the same one for equal devices.
-
-        Args:
-            modes: of recompute; None: all of the space.
-        """
-        key = (
-            id(option), candidate.order, step.mesh, step.zero_stage, step.num_micro_batches, step.offload,
-            candidate.moves, modes,
-        )  # fmt: skip
-        found = self._cut.get(key)
-        if found is None:
-            parts = self.placed.ordered(candidate).parts(candidate.mesh)
-            made: dict[int, StageCutter] = {}
-            for rank, part in enumerate(parts):
-                if id(part) not in made:
-                    blocks = self.blocks(option.of_rank(rank), step, part, moves=candidate.moves, space_modes=modes)
-                    made[id(part)] = self.cutter(blocks)
-            found = [made[id(part)] for part in parts]
-            if sum(len(own[0].time) for own in self._cut.values()) > MAX_KEPT:
-                self._cut.clear()
-            self._cut[key] = found  # asked again for other schedules
-        return found
-
-    def blocks(
-        self, option: Option, step: Step, model: CostModel, *, moves: bool = False,
-        space_modes: tuple[Recompute, ...] | None = None,
-    ) -> list[CutBlock]:  # fmt: skip
-        """Prices of the blocks for the cut; blocks pinned to a mode have one option.
-
-        Args:
-            moves: blocks may keep on the host what they need, and none recomputes selectively where it is not pinned.
-            space_modes: of all others; None: all of the space.
-        """
-        made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
-        blocks, beside = [], self._beside(option) if model.sends_always(step) else {}
-        for index, (k, cost) in enumerate(zip(self.class_of, self._costs(option), strict=True)):
-            pinned = self.recompute.get(index)
-            key = (option.keys[k], pinned, cost.offloads)
-            if key not in made:
-                modes: tuple[Way, ...] = (pinned,) if pinned else space_modes or self.space_modes
-                if moves and not cost.offloads:
-                    modes = with_moved(modes) if not pinned or pinned == "none" else modes
-                made[key] = self._cut_block(len(made), cost, modes, step, model, beside.get(option.keys[k], ()))
-            blocks.append(made[key])
-        return blocks
-
-    def _beside(self, option: Option) -> dict[int, list[Beside]]:
-        """The blocks that stand beside those of each key: what times say of them is never too much."""
-        costs, found = self.rows.private_costs(option), dict[int, list[Beside]]()
-        for k in range(len(costs)):
-            found.setdefault(option.keys[k], []).extend(self.rows.beside(costs, k))
-        return found
-
-    def _costs(self, option: Option) -> list[BlockCost]:
-        """Of each block of the original graph."""
-        costs = [option.costs[k] for k in self.class_of]
-        for index in self.moved:
-            costs[index] = self._on_host(costs[index])
-        return costs
-
-    def _on_host(self, cost: BlockCost) -> BlockCost:
-        """The block with what it keeps on the host."""
-        if id(cost) not in self._moved:  # the block is kept too, so that its id stays its own
-            self._moved[id(cost)] = (cost, replace(cost, offloads=True))
-        return self._moved[id(cost)][1]
-
-    def cutter(self, blocks: Sequence[CutBlock]) -> StageCutter:
-        """What cuts these blocks."""
-        counts = Counter(b.key for b in blocks)
-        one_of = {b.key: b.options for b in blocks}
-        # nothing is traded among blocks of which there is one: so that more prices have the same shape
-        ways = {k: ways_of(own) if counts[k] > 1 else Ways(len(own)) for k, own in one_of.items()}
-        key = (tuple(b.key for b in blocks), tuple(ways.values()))
-        if key not in self._shapes:
-            self._shapes[key] = CutShape(key[0], ways, fixed=self.pinned)
-        return StageCutter(blocks, shape=self._shapes[key])
-
-    def _cut_block(
-        self, key: int, cost: BlockCost, modes: tuple[Way, ...], step: Step, model: CostModel, beside: Sequence[Beside]
-    ) -> CutBlock:
-        options = []
-        private = self.rows.without_shared(cost)
-        adding_s = model.block_adding_s(private, step)
-        for mode in modes:
-            again, own = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
-            time = model.block_time_s(cost, step, recompute=again, beside=beside)
-            down_s = up_s = 0.0
-            if size := own.moved_bytes(again) if mode == MOVED else 0:
-                down_s = model.host.latency_s + size / model.host.to_host_bytes_per_s
-                up_s = model.host.latency_s + size / model.host.to_device_bytes_per_s
-            options.append(
-                BlockOption(
-                    mode=mode,
-                    time_s=time.forward_s + time.backward_s + adding_s,
-                    held_bytes=own.kept_bytes(again),
-                    transient_bytes=own.passing_bytes(again) + size,
-                    forward_s=time.forward_s,
-                    down_s=down_s,
-                    up_s=up_s,
-                )
-            )
-        once_s = model.block_once_s(private, step)
-        return CutBlock(
-            key=key,
-            options=useful(options),
-            static_bytes=model.block_static_bytes(cost, step),
-            once_s=once_s,
-            more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
-        )
 
 
 def _spare(found: Fitting, room: Sequence[int]) -> int:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.pipeline import StageTimes
 from autopar.search.bound_rows import Row
+from autopar.search.mode_counts import lower_corners, useful_counts
 from autopar.search.peaks import corner_peaks
 from autopar.search.whole_blocks import PLAIN, in_whole_blocks
 
@@ -234,7 +235,7 @@ class LinearProgram:
                 return False
             if points:
                 self._add(own_columns.astype(float), -np.inf, points[-1][0])
-            for (n, least_s), (more, most_s) in pairwise(_below(points)):
+            for (n, least_s), (more, most_s) in pairwise(lower_corners(points)):
                 slope_s = (most_s - least_s) / (more - n)
                 self._add(own_columns * (self.more_s - slope_s), least_s - slope_s * n - SLACK * most_s, np.inf)
             if len(points) == 1:
@@ -381,38 +382,3 @@ class LinearProgram:
 def _least_s(kind: Kind) -> float:
     """Forward and backward of one of these in the quickest mode."""
     return min(forward_s + backward_s for forward_s, backward_s in zip(kind.forward_s, kind.backward_s, strict=True))
-
-
-def useful_counts(most: int, more_s: Array, held: Array, passing: Array) -> NDArray[np.int64]:
-    """How many of up to ``most`` blocks are in each mode [choices, modes], as far as no other choice for as many is as good.
-
-    Args:
-        more_s, held, passing: of each mode; a stage has in passing at least the least of the modes that it has.
-    """
-    found = np.indices((most + 1,) * len(held)).reshape(len(held), -1).T
-    found = found[found.sum(axis=1) <= most]
-    blocks, time_s, kept = found.sum(axis=1), found @ more_s, (found @ held).astype(np.float64)
-    last = np.where(found > 0, passing, np.inf).min(axis=1)
-    # of more blocks always less than of fewer ones, so that the least so far is that of as many blocks
-    kept -= blocks * (float(kept.max()) + 1.0)
-    worth = np.zeros(len(found), dtype=bool)
-    for size in np.unique(last):
-        own = np.flatnonzero(last <= size)
-        own = own[np.lexsort((last[own], kept[own], time_s[own], blocks[own]))]
-        before = np.concatenate([[np.inf], np.minimum.accumulate(kept[own])[:-1]])
-        worth[own] |= (last[own] == size) & (kept[own] < before)
-    counts: NDArray[np.int64] = found[worth]
-    return counts
-
-
-def _below(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of points from left to right the corners of their lower convex hull."""
-    found: list[tuple[int, float]] = []
-    for x, y in points:
-        while len(found) > 1:
-            (x0, y0), (x1, y1) = found[-2:]
-            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
-                break
-            found.pop()
-        found.append((x, y))
-    return found

@@ -28,7 +28,6 @@ from autopar.search.ruled import SplitWeights
 TimeOf = Callable[[str, int], float]
 """Of a collective by its kind and bytes, see :func:`autopar.rules.conversions.collective_bytes`."""
 
-
 TYPES = (I, R, P, S(0))
 """One of each kind: which dim is split does not count, as if changing it took nothing."""
 

@@ -52,8 +52,8 @@ def fitted(
         spare = np.array([limit - own.total for limit, own in zip(limits, found.memory, strict=True)], dtype=float)
         if spare.min() >= 0:
             return found
-        held = _by_rank(stages, stages.bytes * np.array(sizes)) - _by_rank(stages, stages.freed * counts)
-        stages.room = np.where(spare < 0, held + MORE * spare, stages.room)
+        held = _by_rank(stages, stages.num_bytes * np.array(sizes)) - _by_rank(stages, stages.freed_bytes * counts)
+        stages.room_bytes = np.where(spare < 0, held + MORE * spare, stages.room_bytes)
     return None
 
 

@@ -69,10 +69,10 @@ class Program:
         self.is_impossible = False
         """Whether it was found that no blocks keep the laws: the step has no end."""
         own = (stages.rank == np.arange(pp)[:, None]).astype(float)
-        size = np.maximum(np.abs(stages.room), 1.0)[:, None]
+        size = np.maximum(np.abs(stages.room_bytes), 1.0)[:, None]
         # what is kept where all are as few as they can be, and by each more; no more recompute than there are
-        freed = np.tile(own, parts) * stages.freed
-        memory = self._laws(own * stages.bytes / size, -freed / size, -stages.room / size[:, 0])
+        freed = np.tile(own, parts) * stages.freed_bytes
+        memory = self._laws(own * stages.num_bytes / size, -freed / size, -stages.room_bytes / size[:, 0])
         fewer = self._laws(np.tile(-np.eye(n), (parts, 1)), np.eye(parts * n), np.zeros(parts * n))
         self.laws = np.concatenate([memory, fewer])
         self.names = -1 - np.arange(len(self.laws))
@@ -171,7 +171,7 @@ class Program:
         some = np.flatnonzero(weights)
         every = side_by_side([self.chains[i] for i in some])
         weighed = {name: weights[some] / total @ getattr(every, name) for name in _COUNTS}
-        byte_s *= self.scale_s / total / np.maximum(np.abs(stages.room), 1.0)
+        byte_s *= self.scale_s / total / np.maximum(np.abs(stages.room_bytes), 1.0)
         return Solution(self.least + values[:n] / share, values[n:] / share, Chain(**weighed, byte_s=byte_s))
 
 

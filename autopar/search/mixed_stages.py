@@ -45,7 +45,16 @@ class Stages:
     """A row by stages: what a block of the group adds to each, and what is there without any.
 
     Attributes:
-        again_s, freed: what a block that recomputes adds, and the bytes of its micro-batches that it frees. Where modes of
+        pp, m, count: pipeline ranks, micro-batches, blocks of the group on all stages.
+        rank: of each stage.
+        forward_s, backward_s, gather_s: what a block adds to an action of each stage: a forward, a backward, the first forward.
+        once_s: what it adds to what a stage's rank does once a step.
+        forward0_s, backward0_s, gather0_s, once0_s: these without any block; the last one of each rank.
+        least: blocks that each stage has at least.
+        num_bytes: of a block and the micro-batches that each stage holds at its peak.
+        room_bytes: of each rank for the blocks of its stages.
+        send_s, send_back_s: of each stage's messages to the next stage and to the one before.
+        again_s, freed_bytes: what a block that recomputes adds, and of its micro-batches what it frees. Where modes of
             recompute have two lines below them, there are two parts, one after the other: up to where the lines meet, and from
             there on, which takes longer for a byte.
         num_parts: of recompute.
@@ -86,15 +95,15 @@ class Stages:
             kept = min(block.held_bytes, block.held_again_bytes)
             limit[rank] -= block.static_bytes + done[stage] * kept
             alone[rank] = block.passing_bytes
-            if block is last and not own.alone:  # see autopar.search.bounds.passing_bytes
+            if block is last and not own.alone:  # see autopar.search.bound_rows.passing_bytes
                 beside[rank] = max(beside[rank] - kept, block.passing_bytes)
         self.least = np.maximum(self.least, own.least)
         sure = np.bincount(self.rank, weights=self.least, minlength=pp) > 0
-        self.room = limit - np.where(sure, beside, np.minimum(alone, beside))
-        self.bytes = static + done * full
+        self.room_bytes = limit - np.where(sure, beside, np.minimum(alone, beside))
+        self.num_bytes = static + done * full
         self.again_s, freed = _parts(again_s, full - again, *by_stage[9:11])
         self.num_parts = len(freed) // len(done)
-        self.freed = np.tile(done, self.num_parts) * freed
+        self.freed_bytes = np.tile(done, self.num_parts) * freed
         self.counts_again = all(
             own.is_one and _ends_parts(own.group, freed[place::pp]) for place, own in enumerate(row.ranks)
         )
@@ -107,14 +116,14 @@ class Stages:
         """Seconds that a block adds to a chain on each stage, that each part of its recompute adds, and those without blocks."""
         byte_s = chain.byte_s[..., self.rank]
         block = chain.forwards * self.forward_s + chain.backwards * self.backward_s + chain.gathers * self.gather_s
-        block += chain.ends[..., self.rank] * self.once_s + byte_s * self.bytes
+        block += chain.ends[..., self.rank] * self.once_s + byte_s * self.num_bytes
         backwards, prices = chain.backwards, byte_s
         if self.num_parts > 1:
             backwards, prices = (np.concatenate([own] * self.num_parts, axis=-1) for own in (backwards, prices))
-        again = backwards * self.again_s - prices * self.freed
+        again = backwards * self.again_s - prices * self.freed_bytes
         fixed = chain.forwards @ self.forward0_s + chain.backwards @ self.backward0_s
         fixed += chain.gathers @ self.gather0_s + chain.sends @ self.send_s + chain.sends_back @ self.send_back_s
-        fixed += chain.ends @ self.once0_s - chain.byte_s @ self.room
+        fixed += chain.ends @ self.once0_s - chain.byte_s @ self.room_bytes
         return block, again, fixed
 
     def least_s(self, chain: Chain) -> float:
@@ -128,7 +137,9 @@ class Stages:
 
     def holds(self, blocks: Array) -> bool:
         """Whether all ranks can hold so many blocks on each stage, none of them recomputed."""
-        return bool((np.bincount(self.rank, weights=self.bytes * blocks, minlength=self.pp) <= self.room).all())
+        return bool(
+            (np.bincount(self.rank, weights=self.num_bytes * blocks, minlength=self.pp) <= self.room_bytes).all()
+        )
 
     def longest(self, schedule: str, blocks: Array, again: Array) -> tuple[float, Chain]:
         """Seconds of the step of a cut, and its longest chain; ``again``: of how many blocks each part is recomputed."""

@@ -69,11 +69,11 @@ def recomputed(stages: Stages, sizes: NDArray[np.int64]) -> Array:
     """As :meth:`_Cut.again`, of any cuts."""
     pp, v = stages.pp, len(stages.rank) // stages.pp
     blocks = sizes.reshape(len(sizes), v, pp).astype(float)
-    held = (sizes * stages.bytes).reshape(len(sizes), v, pp).sum(axis=1) - stages.room
-    freed, again_s = stages.freed.reshape(-1, v, pp), stages.again_s.reshape(-1, v, pp)
+    held = (sizes * stages.num_bytes).reshape(len(sizes), v, pp).sum(axis=1) - stages.room_bytes
+    freed, again_s = stages.freed_bytes.reshape(-1, v, pp), stages.again_s.reshape(-1, v, pp)
     if len(freed) == 1:
         found, left = _taken(blocks, held, freed[0])
-        found[np.broadcast_to((left > 1e-6 * np.abs(stages.room))[:, None], found.shape)] = np.nan
+        found[np.broadcast_to((left > 1e-6 * np.abs(stages.room_bytes))[:, None], found.shape)] = np.nan
         return found.reshape(sizes.shape)
     # as few in full as hold enough with all others in part, or some more, which spare others: the least time of these
     best, best_s = np.full((len(sizes), 2 * v, pp), np.nan), np.full(held.shape, np.inf)
@@ -86,7 +86,7 @@ def recomputed(stages: Stages, sizes: NDArray[np.int64]) -> Array:
         some, left = _taken(blocks - full, held - (full * freed.sum(axis=0)).sum(axis=1), freed[0])
         some += full
         time_s = (some * again_s[0] + full * again_s[1]).sum(axis=1)
-        time_s[(left > 1e-6 * np.abs(stages.room)) | (wanted > 0)] = np.inf
+        time_s[(left > 1e-6 * np.abs(stages.room_bytes)) | (wanted > 0)] = np.inf
         own = np.concatenate([some, full], axis=1)
         best = np.where((time_s < best_s)[:, None], own, best)
         best_s = np.minimum(best_s, time_s)

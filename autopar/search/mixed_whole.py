@@ -66,7 +66,7 @@ class _Branches:
         self.sums = np.concatenate([own, np.eye(len(self.stages.rank))]).astype(float)
         parts = self.stages.num_parts
         again = np.concatenate([np.kron(np.eye(parts), own), np.eye(parts * len(self.stages.rank))])
-        self.again = again * (self.stages.freed > 0)  # what frees nothing may be any part of a block
+        self.again = again * (self.stages.freed_bytes > 0)  # what frees nothing may be any part of a block
         self.open: list[tuple[float, int, Program, Solution]] = []
         self.least_s, self.made = goal_s, 0
         self._take(Program(self.stages, self.chains, goal_s), 0.0)

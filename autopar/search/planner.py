@@ -27,7 +27,7 @@ from autopar.search.crew import Crew, LostProcessError
 from autopar.search.evaluate import Evaluation, Misfit, memory_of_devices
 from autopar.search.experts import seeds
 from autopar.search.ledger import Ledger
-from autopar.search.mixed import in_orders
+from autopar.search.mixed_orders import in_orders
 from autopar.search.offload import offloaded
 from autopar.search.outcome import Limits, Outcome, Progress, peak_bytes
 from autopar.search.outer import OuterSearch, on_device

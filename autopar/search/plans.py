@@ -9,7 +9,7 @@ from autopar.graph.ir import Graph, Op
 from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.rules.missing import Found
 from autopar.search.evaluate import Evaluation, Evaluator
-from autopar.search.mixed import mixed_notes, rank_groups
+from autopar.search.mixed_orders import mixed_notes, rank_groups
 from autopar.search.notes import host_note, interrupted_note, mixing_note, precision_note, recompute_note
 from autopar.search.options import expert_degree
 from autopar.search.outcome import Outcome

@@ -35,6 +35,9 @@ POPULATION = 16
 STARTUP = 4
 """Outcomes from which on TPE has a model: there are few questions, and bounds have chosen most of the others well."""
 
+NEAR = 1e-6
+"""Distance up to which values are those of a candidate."""
+
 Values = dict[str, Value | float]
 
 
@@ -169,10 +172,6 @@ class Sampler:
                 intermediate_values={} if is_whole else {0: known_s},
             )
         )
-
-
-NEAR = 1e-6
-"""Distance up to which values are those of a candidate."""
 
 
 def made(kind: Sampling, seed: int) -> BaseSampler:

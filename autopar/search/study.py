@@ -108,7 +108,7 @@ class Study:
     def expect(self, seeds: Mapping[int, str]) -> None:
         """Enqueue candidates, each once in a study: whoever comes to one takes that trial.
 
-        They are in the order in which they come to be taken no more than anything else is: see ``docs/adr/0019-samplers.md``.
+        Their order says nothing: a trial is taken when its candidate is asked for (``docs/adr/0019-samplers.md``).
         """
         self.read()
         with answering(self.url):

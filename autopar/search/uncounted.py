@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.block import fan_in_bytes
+from autopar.cost.block_work import fan_in_bytes
 from autopar.cost.model import CostModel
 from autopar.cost.storages import wiring_of
 from autopar.cost.work import VIEWS

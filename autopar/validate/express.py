@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost, BlockWork, block_work, price_block
+from autopar.cost.block import BlockCost
+from autopar.cost.block_price import price_block
+from autopar.cost.block_work import BlockWork, block_work
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.fusion import Kernels
 from autopar.cost.model import CostModel, StageCost, Step

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost.amounts import Work, total
-from autopar.cost.block import BlockWork
+from autopar.cost.block_work import BlockWork
 from autopar.cost.work import LINEAR
 from autopar.graph.ir import Graph, Op
 

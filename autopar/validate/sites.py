@@ -49,7 +49,7 @@ class Site:
         copied_logits: this loss copies its logits first (Megatron-DeepSpeed).
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
             computation.
-        overlapped_gradients: sums of an input's gradient over the tensor axis run beside the product of its weight's gradient.
+        overlapped_gradients: sums of an input's gradient over ``tp`` run beside the product of its weight's gradient.
         sequence_parallel: rows that do not say so split the sequence between products of ``tp``.
         adds_in_products: gradients of weights add to those of the micro-batches before in the products that make them.
         casts_gradients: gradients in half precision are cast by kernels of their own before they add to sums in single

@@ -21,6 +21,9 @@ from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.plan import BUCKET_BYTES, Plan
+from autopar.search.pins import Pins
+from autopar.search.space import Space
+from autopar.search.task import Task
 from tests.campaigns.product import Product, Small, every_plan
 from tests.campaigns.small import draw
 
@@ -159,6 +162,19 @@ def _search(small: Small, memory_bytes: int, space: str) -> Plan | None:
         )
     except InfeasibleError:
         return None
+
+
+def task_of(small: Small, memory_bytes: int | None, pins: Sequence[str], space: Space) -> Task:
+    """A problem as a search is asked it, where each device has so much memory; None: as much as its profile says."""
+    return Task(
+        graph=small.graph,
+        cluster=Cluster.parse(small.on(memory_bytes)),
+        global_batch_size=small.global_batch_size,
+        precision=PRECISIONS[small.precision],
+        optimizer=small.optimizer,
+        pins=Pins.parse(pins),
+        space=space,
+    )
 
 
 def _words(plan: Plan) -> str:

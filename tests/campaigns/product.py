@@ -18,7 +18,7 @@ from typing import Literal
 from autopar import rules
 from autopar.api import PRECISIONS
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockWork
+from autopar.cost.block_work import BlockWork
 from autopar.cost.data_parallel import is_mixed
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.errors import RuleError, UsageError

@@ -8,12 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.api import PRECISIONS
-from autopar.cluster import Cluster
-from autopar.search.pins import Pins
-from autopar.search.planner import Planner, Task
+from autopar.search.planner import Planner
 from autopar.search.space import load_space
-from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems
+from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
 from tests.campaigns.product import Choice, Point, best_of, every_plan, front_of
 from tests.campaigns.small import draw, tiny
 
@@ -65,17 +62,8 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
     small = draw(seed)
     whole = every_plan(small)
     memory_bytes = (whole.least_bytes + max(p.peak_bytes for front in whole.fronts.values() for p in front)) // 2
-    planner = Planner(
-        Task(
-            graph=small.graph,
-            cluster=Cluster.parse(small.on(memory_bytes)),
-            global_batch_size=small.global_batch_size,
-            precision=PRECISIONS[small.precision],
-            optimizer=small.optimizer,
-            pins=Pins.parse(["tp=1", *(() if small.is_whole else LEFT_OUT)]),
-            space=load_space("exhaustive"),
-        )
-    )
+    pins = ["tp=1", *(() if small.is_whole else LEFT_OUT)]
+    planner = Planner(task_of(small, memory_bytes, pins, load_space("exhaustive")))
     evaluator = planner.evaluator
     found = zip(
         planner.pool,

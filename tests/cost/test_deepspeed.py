@@ -8,7 +8,8 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost.amounts import Work
-from autopar.cost.block import BlockCost, BlockWork, block_work
+from autopar.cost.block import BlockCost
+from autopar.cost.block_work import BlockWork, block_work
 from autopar.cost.fusion import Kernels
 from autopar.cost.model import CostModel
 from autopar.cost.stages import copies_s

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.cost.amounts import Work
-from autopar.cost.block import BlockWork, block_work
+from autopar.cost.block_work import BlockWork, block_work
 from autopar.cost.fusion import EAGER, Kernels, fuse_ring
 from autopar.cost.work import LINEAR
 from autopar.graph import trace

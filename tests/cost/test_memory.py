@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.cluster import Cluster
-from autopar.cost.block import ParameterCost, block_cost
+from autopar.cost.block import ParameterCost
 from autopar.cost.collectives import CollectiveModel
 from autopar.cost.data_parallel import DataParallel
 from autopar.cost.memory import State, state_bytes
@@ -163,7 +163,8 @@ def test_a_layer_keeps_what_megatron_counts() -> None:
     b, s, h, a = 2, 128, 256, 4
     x = torch.zeros(b, s, h, dtype=torch.bfloat16, requires_grad=True)
     graph = trace(Stack(h, a).to(torch.bfloat16), (x,))
-    costs = [block_cost(graph, bl, Mesh(), CLUSTER.devices[0], CollectiveModel(CLUSTER)) for bl in graph.blocks]
+    model = CostModel(CLUSTER, FP32, "adamw")
+    costs = [model.block_cost(graph, bl, Mesh()) for bl in graph.blocks]
     layers = [cost for cost in costs if len(cost.parameters) == 16]
     assert len(layers) >= 2
     for cost in layers[1:]:

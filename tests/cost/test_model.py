@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +14,7 @@ from autopar.cost.block import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
 from autopar.device import Overheads
 from autopar.errors import UsageError
-from autopar.graph.ir import TensorSpec
 from autopar.host import HostLink
-from autopar.layout import I, P, R, S
 from autopar.mesh import Mesh
 from autopar.plan import BF16, FP32, Prediction, Recompute
 from tests.cost.blocks_by_hand import block, stage, step
@@ -312,22 +309,6 @@ def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
     model = CostModel(H100, FP32, "sgd")
     tie, loss = (model.collectives.time_s("all_reduce", size, mesh, ("pp",)) for size in (4 * 2**20, 4))
     assert with_tie == pytest.approx(tie + loss)
-
-
-def test_changes_of_type_cost_what_the_table_says() -> None:
-    model, mesh = CostModel(H100, BF16, "adamw"), Mesh(tp=8)
-    spec = TensorSpec(shape=(4, 4096, 8192), dtype=torch.bfloat16, requires_grad=True)
-    times = {
-        name: model.conversion_time_s(source, target, spec, "tp", mesh)
-        for name, (source, target) in {"f": (I, R), "g": (P, I), "sp": (P, S(1)), "same": (S(1), S(1))}.items()
-    }
-    f, g, sequence, same = (times[name] for name in ("f", "g", "sp", "same"))
-    assert f is not None and g is not None and sequence is not None and same is not None
-    assert (f.forward_s, g.backward_s, same.forward_s) == (0, 0, 0)
-    assert f.backward_s == g.forward_s > 0
-    assert sequence.forward_s > 0
-    assert sequence.backward_s > 0
-    assert model.conversion_time_s(R, I, spec, "tp", mesh) is None
 
 
 def test_impossible_stages_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from autopar import api
@@ -12,6 +14,12 @@ from tests.distributed.mixtures import Subject
 from tests.distributed.test_layouts import traced
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+
+def largest_of(rows: Sequence[Mapping[str, int]], pp_rank: int) -> dict[str, int]:
+    """Bytes of states on that rank of a pipeline rank which has most of each."""
+    ranks = [row for row in rows if row["pp_rank"] == pp_rank]
+    return {key: max(row[key] for row in ranks) for key in ("parameters", "gradients", "optimizer")}
 
 
 @pytest.mark.parametrize(
@@ -33,8 +41,7 @@ def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str) -> N
     batch = subject.make_batch(16, seed=0)
     rows = pool.run(jobs.held_bytes, subject, plan, graph, batch, timeout_s=60.0)
     for predicted in plan.predicted.memory:
-        ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
-        largest = {key: max(row[key] for row in ranks) for key in ("parameters", "gradients", "optimizer")}
+        largest = largest_of(rows, predicted.pp_rank)
         assert largest == {key: getattr(predicted, key) for key in largest}
 
 
@@ -52,8 +59,7 @@ def test_states_where_whole_gradients_accumulate(pool: WorkerPool, kind: str, pi
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split())
     rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
     for predicted in plan.predicted.memory:
-        ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
-        largest = {key: max(row[key] for row in ranks) for key in ("parameters", "gradients", "optimizer")}
+        largest = largest_of(rows, predicted.pp_rank)
         assert plan.mesh.dp_shard * largest.pop("gradients") == predicted.gradients
         assert largest == {key: getattr(predicted, key) for key in largest}
 
@@ -82,5 +88,5 @@ def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
     rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(8, seed=0), timeout_s=60.0)
     (predicted,) = plan.predicted.memory
-    largest = {key: max(row[key] for row in rows) for key in ("parameters", "gradients", "optimizer")}
+    largest = largest_of(rows, predicted.pp_rank)
     assert largest == {key: getattr(predicted, key) for key in largest}

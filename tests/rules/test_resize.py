@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
-from autopar.cost.block import block_work, price_block
+from autopar.cost.block_price import price_block
+from autopar.cost.block_work import block_work
 from autopar.cost.collectives import CollectiveModel
 from autopar.errors import RuleError
 from autopar.graph.ir import Graph

@@ -23,7 +23,8 @@ from autopar.search import whole_blocks
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation, Evaluator
-from autopar.search.linear import Every, Kind, LinearProgram, _below
+from autopar.search.linear import Every, Kind, LinearProgram
+from autopar.search.mode_counts import lower_corners
 from autopar.search.peaks import corner_peaks
 from autopar.search.pins import Pins
 from autopar.search.space import load_space
@@ -234,7 +235,7 @@ def test_no_plan_is_quicker_than_its_sharper_bound(room_bytes: int) -> None:
 
 
 def test_corners_of_a_hull() -> None:
-    assert _below([(0, 0.0), (1, 3.0), (2, 2.0), (3, 6.0)]) == [(0, 0.0), (2, 2.0), (3, 6.0)]
+    assert lower_corners([(0, 0.0), (1, 3.0), (2, 2.0), (3, 6.0)]) == [(0, 0.0), (2, 2.0), (3, 6.0)]
 
 
 @given(pp=st.sampled_from([2, 3, 4, 8]), v=st.integers(1, 5), rounds=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))

@@ -26,11 +26,11 @@ from autopar.search.candidates import Problem, candidates
 from autopar.search.evaluate import Evaluation
 from autopar.search.fitting import Fitting
 from autopar.search.inter import CutBlock, StageCutter
-from autopar.search.mixed import in_orders
 from autopar.search.mixed_bounds import PRECISION, impossible, mixed_bounds
 from autopar.search.mixed_chains import Chains
 from autopar.search.mixed_closing import Closing, key_of_candidate
 from autopar.search.mixed_cut import Program, RankTables, quickest_stops, spans
+from autopar.search.mixed_orders import in_orders
 from autopar.search.mixed_polish import polished
 from autopar.search.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.search.mixed_turns import sizes_of

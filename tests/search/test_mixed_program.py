@@ -22,9 +22,9 @@ def some_stages(rng: np.random.Generator, pp: int, v: int) -> Stages:
     stages.again_s = rng.uniform(0.0, 0.5, parts * n)
     stages.gather0_s, stages.once0_s = np.zeros(n), rng.uniform(0, 1, pp)
     stages.least = rng.integers(0, 2, n).astype(float)
-    stages.bytes = rng.uniform(1.0, 2.0, n)
-    stages.freed = np.tile(stages.bytes, parts) * rng.uniform(0.3, 0.9, parts * n) / parts
-    stages.room = stages.count * rng.uniform(0.8, 4.0, pp)
+    stages.num_bytes = rng.uniform(1.0, 2.0, n)
+    stages.freed_bytes = np.tile(stages.num_bytes, parts) * rng.uniform(0.3, 0.9, parts * n) / parts
+    stages.room_bytes = stages.count * rng.uniform(0.8, 4.0, pp)
     return stages
 
 
@@ -54,14 +54,14 @@ def least_step_s(stages: Stages, chains: list[Chain], laws: list[tuple[np.ndarra
     block, again, fixed = stages.each_s(side_by_side(chains))
     own = (stages.rank == np.arange(pp)[:, None]).astype(float)
     above = [np.hstack([block, again, -np.ones((len(chains), 1))])]
-    freed = np.tile(own, every // n) * stages.freed
-    above += [np.hstack([own * stages.bytes, -freed, np.zeros((pp, 1))])]
+    freed = np.tile(own, every // n) * stages.freed_bytes
+    above += [np.hstack([own * stages.num_bytes, -freed, np.zeros((pp, 1))])]
     above += [np.hstack([np.tile(-np.eye(n), (every // n, 1)), np.eye(every), np.zeros((every, 1))])]
     above += [np.concatenate([law, np.zeros(every + 1)])[None] for law, _ in laws]
     solved = linprog(
         np.eye(n + every + 1)[-1],
         A_ub=np.vstack(above),
-        b_ub=np.concatenate([-fixed, stages.room, np.zeros(every), [limit for _, limit in laws]]),
+        b_ub=np.concatenate([-fixed, stages.room_bytes, np.zeros(every), [limit for _, limit in laws]]),
         A_eq=np.concatenate([np.ones(n), np.zeros(every + 1)])[None],
         b_eq=[stages.count],
         bounds=[*((least, None) for least in stages.least), *[(0, None)] * (every + 1)],
@@ -89,9 +89,9 @@ def test_the_shortest_step_is_that_of_a_general_solver_and_the_weighed_chains_pr
         assert found is not None
         assert longest_s(stages, known, found.blocks, found.again) == pytest.approx(best_s, rel=CLOSE)
         assert found.blocks.sum() == pytest.approx(stages.count)
-        freed = (stages.freed * found.again).reshape(-1, len(stages.rank)).sum(axis=0)
-        assert (np.bincount(stages.rank, stages.bytes * found.blocks - freed)
-                <= stages.room * (1 + CLOSE)).all()  # fmt: skip
+        freed = (stages.freed_bytes * found.again).reshape(-1, len(stages.rank)).sum(axis=0)
+        assert (np.bincount(stages.rank, stages.num_bytes * found.blocks - freed)
+                <= stages.room_bytes * (1 + CLOSE)).all()  # fmt: skip
         for bound_s in (stages.least_s(found.weighed), program.least_s()):
             assert best_s * (1 - CLOSE) <= bound_s <= best_s * (1 + 1e-9)
 
@@ -102,7 +102,7 @@ def test_where_every_block_is_bound_to_a_stage_the_bound_is_close_below_that_cut
     stages = some_stages(rng, int(rng.integers(1, 5)), int(rng.integers(1, 4)))
     stages.least = rng.integers(1, 4, len(stages.rank)).astype(float)
     stages.count = int(stages.least.sum())
-    stages.room = stages.count * rng.uniform(2.0, 4.0, stages.pp)
+    stages.room_bytes = stages.count * rng.uniform(2.0, 4.0, stages.pp)
     chains = some_chains(rng, stages, 6)
     program = Program(stages, chains, 10.0)
     found, best_s = program.solve(), least_step_s(stages, chains, [])

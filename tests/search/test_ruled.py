@@ -36,6 +36,7 @@ from autopar.search.planner import Planner, Task
 from autopar.search.ruled import sources
 from autopar.search.space import Space, load_space
 from tests.campaigns import product
+from tests.campaigns.brute import task_of
 from tests.campaigns.product import Small, every_plan
 from tests.campaigns.small import draw
 from tests.lower.moe import mixture_graph
@@ -251,18 +252,7 @@ def test_first_bounds_are_below_every_plan(space: Space, cluster: str, is_even: 
 
 
 def searched(small: Small, space: Space, memory_bytes: int | None) -> Planner:
-    return Planner(
-        Task(
-            graph=small.graph,
-            cluster=Cluster.parse(small.on(memory_bytes)),
-            global_batch_size=small.global_batch_size,
-            precision=PRECISIONS[small.precision],
-            optimizer=small.optimizer,
-            pins=Pins.parse(("offload=none", "bucket_bytes=26214400")),
-            space=space,
-        ),
-        explains=False,
-    )
+    return Planner(task_of(small, memory_bytes, ("offload=none", "bucket_bytes=26214400"), space), explains=False)
 
 
 def test_what_searches_keep_with_a_graph_changes_no_plan(space: Space) -> None:
