@@ -84,12 +84,8 @@ class SharedCores:
             return stated_s
         if isinstance(row, MixedRow):
             return speed * stated_s
-        always_s = self._always_s(candidate, option)
-        stages, m = row.pp * row.virtual_stages, row.num_micro_batches
-        total_s = row.total_s + stages * row.every_s + self._host_s(candidate, option)
-        work_s = (m * total_s + row.gathers_s + row.stage_gathers_s[-1]) / row.pp
-        first_s = max(work_s, chain_s(speed * total_s, row.send_s + row.send_back_s, stages, m)) + row.least_once_s
-        return max(speed * stated_s, first_s) + always_s
+        more_s = self._host_s(candidate, option)
+        return at_share_s(row, stated_s, core_share=speed, host_s=more_s) + self._always_s(candidate, option)
 
     def rows_s(
         self,
@@ -127,6 +123,22 @@ class SharedCores:
             passed = (stages - 1) * (tensors + gradients)
             self._host[key] = option, 2 * stages * action_s + 2 * passed * message_s
         return self._host[key][1]
+
+
+def at_share_s(row: Row, stated_s: float, *, core_share: float, host_s: float) -> float:
+    """A bound of the step of a pipeline whose ranks share cores.
+
+    Args:
+        row: in stated times.
+        stated_s: its bound in them.
+        core_share: cores for each rank, below 1.
+        host_s: what the row does not count of the work of all stages for one micro-batch, at the least.
+    """
+    stages, m = row.pp * row.virtual_stages, row.num_micro_batches
+    total_s = row.total_s + stages * row.every_s + host_s
+    work_s = (m * total_s + row.gathers_s + row.stage_gathers_s[-1]) / row.pp
+    pipeline_s = max(work_s, chain_s(core_share * total_s, row.send_s + row.send_back_s, stages, m))
+    return max(core_share * stated_s, pipeline_s + row.least_once_s)
 
 
 def chain_s(total_s: float, messages_s: float, stages: int, num_micro_batches: int) -> float:
