@@ -1,9 +1,10 @@
 """Bounds of pipelines whose ranks share cores, by those of stated times.
 
 Times are stated as they are while all ranks work; where fewer do, each has more of the cores, up to one of its own
-(:func:`autopar.cost.pipeline.shared_time_s`). With s cores for each of p pipeline ranks a prediction is f * (end of a rank) + what
-follows there once a step, where the rank is the last one done by stated times, and f the time of the shared pipeline over
-the stated one: s <= f <= 1. The first rank's last action is the last of all. So a step takes at least
+(:func:`autopar.cost.pipeline.shared_time_s`): no action takes less than a part s of its time, where s is the cores for each of p
+pipeline ranks, or 1 / p if that is more. A prediction is f * (end of a rank) + what follows there once a step, where the rank is
+the last one done by stated times, and f the time of the shared pipeline over the stated one: s <= f <= 1. The first rank's
+last action is the last of all. So a step takes at least
 
 1. s times a bound of stated times, and all of what each rank does once a step whatever its blocks;
 2. the time of the shared pipeline and what follows on the first rank: if r is the rank of the prediction, E its end and A what
@@ -53,10 +54,12 @@ class SharedCores:
 
     def speed(self, candidate: Candidate) -> float:
         """The least part of their stated times that a pipeline's ranks take."""
-        return self.model.device.core_share if candidate.mesh.pp > 1 else 1.0
+        return least_part(self.model.device.core_share, candidate.mesh.pp)
 
     def least_speed(self, candidates: Sequence[Candidate]) -> float:
         """Of some candidates."""
+        if self.model.device.core_share == 1.0:
+            return 1.0
         return min(map(self.speed, candidates), default=1.0)
 
     def work_s(self, candidate: Candidate, stated_s: float, work_s: float) -> float:
@@ -85,7 +88,7 @@ class SharedCores:
         if isinstance(row, MixedRow):
             return speed * stated_s
         more_s = self._host_s(candidate, option)
-        return at_share_s(row, stated_s, core_share=speed, host_s=more_s) + self._always_s(candidate, option)
+        return at_speed_s(row, stated_s, speed=speed, host_s=more_s) + self._always_s(candidate, option)
 
     def rows_s(
         self,
@@ -95,6 +98,8 @@ class SharedCores:
         options: Sequence[Option] | None = None,
     ) -> list[float]:
         """:meth:`row_s` of several rows."""
+        if self.model.device.core_share == 1.0:
+            return [*stated_s]
         layouts: Sequence[Option | None] = options or [None] * len(rows)
         return [self.row_s(*own) for own in zip(candidates, stated_s, rows, layouts, strict=True)]
 
@@ -125,20 +130,30 @@ class SharedCores:
         return self._host[key][1]
 
 
-def at_share_s(row: Row, stated_s: float, *, core_share: float, host_s: float) -> float:
+def least_part(core_share: float, pp: int) -> float:
+    """The least part of its stated time that an action takes, while no other rank of the pipeline works.
+
+    Args:
+        core_share: cores for each rank; 1 where none shares any.
+        pp: pipeline ranks.
+    """
+    return max(core_share, 1 / pp) if pp > 1 else 1.0
+
+
+def at_speed_s(row: Row, stated_s: float, *, speed: float, host_s: float) -> float:
     """A bound of the step of a pipeline whose ranks share cores.
 
     Args:
         row: in stated times.
         stated_s: its bound in them.
-        core_share: cores for each rank, below 1.
+        speed: :func:`least_part`, below 1.
         host_s: what the row does not count of the work of all stages for one micro-batch, at the least.
     """
     stages, m = row.pp * row.virtual_stages, row.num_micro_batches
     total_s = row.total_s + stages * row.every_s + host_s
     work_s = (m * total_s + row.gathers_s + row.stage_gathers_s[-1]) / row.pp
-    pipeline_s = max(work_s, chain_s(core_share * total_s, row.send_s + row.send_back_s, stages, m))
-    return max(core_share * stated_s, pipeline_s + row.least_once_s)
+    pipeline_s = max(work_s, chain_s(speed * total_s, row.send_s + row.send_back_s, stages, m))
+    return max(speed * stated_s, pipeline_s + row.least_once_s)
 
 
 def chain_s(total_s: float, messages_s: float, stages: int, num_micro_batches: int) -> float:

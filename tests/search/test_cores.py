@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost.pipeline import StageTimes, shared_time_s, simulate
-from autopar.search.bound_rows import Row
+from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.bounds import bounds
-from autopar.search.cores import at_share_s, chain_s
+from autopar.search.cores import at_speed_s, chain_s, least_part
 from tests.search.test_bounds import least_of_all, rows
 
 _DEGREES = [
@@ -49,10 +49,29 @@ def test_no_cut_of_ranks_that_share_cores_is_quicker_than_the_bound(
     row, alone_s = one
     least_s = least_of_all(row, alone_s, lambda *own: of_shared_cores(core_share, host_s, *own))
     stated_s = float(bounds([row])[0])
-    bound_s = at_share_s(row, stated_s, core_share=core_share, host_s=host_s)
+    bound_s = at_speed_s(row, stated_s, speed=least_part(core_share, row.pp), host_s=host_s)
     assert bound_s <= least_s * (1 + 1e-9)
     if bound_s == math.inf:
         assert least_s == math.inf
+
+
+@pytest.mark.parametrize("core_share", [0.25, 0.5, 0.9])
+def test_a_bound_is_reached_by_one_micro_batch_after_which_there_is_nothing(core_share: float) -> None:
+    """Its actions follow each other, with a message between any two of them."""
+    price = BlockPrice(
+        time_s=3.0, forward_s=1.0, again_s=0.0, least_again_s=0.0, once_s=0.0, gather_s=0.0, static_bytes=0.0,
+        held_bytes=1.0, held_again_bytes=1.0, passing_bytes=0.0, lean_bytes=0.0,
+    )  # fmt: skip
+    row = Row(
+        first=price, last=price, group=price, count=2, alone=False, others=0, total_s=12.0, forward_s=4.0,
+        before_s=(0.0, 3.0), before_forward_s=(0.0, 1.0), after_backward_s=(2.0, 0.0), once_s=0.0, gathers_s=0.0,
+        stage_gathers_s=(0.0,) * 3, every_s=0.1, send_s=0.3, send_back_s=0.4, stage_bytes=0.0, limit_bytes=100.0,
+        most=math.inf, schedule="GPipe", pp=2, virtual_stages=1, num_micro_batches=1,
+    )  # fmt: skip
+    least_s = least_of_all(row, [0.0] * 4, lambda *own: of_shared_cores(core_share, 0.5, *own))
+    assert least_s == pytest.approx(max(core_share, 0.5) * (12.0 + 2 * 0.1 + 0.5) + 0.3 + 0.4)
+    bound_s = at_speed_s(row, float(bounds([row])[0]), speed=least_part(core_share, 2), host_s=0.5)
+    assert bound_s == pytest.approx(least_s)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
