@@ -4,12 +4,14 @@ Times are stated as they are while all ranks work; where fewer do, each has more
 (:func:`autopar.cost.pipeline.shared_time_s`): no action takes less than a part s of its time, where s is the cores for each of p
 pipeline ranks, or 1 / p if that is more. A prediction is f * (end of a rank) + what follows there once a step, where the rank is
 the last one done by stated times, and f the time of the shared pipeline over the stated one: s <= f <= 1. The first rank's
-last action is the last of all. So a step takes at least
+last action is the last of all. Let r be the rank of the prediction, E the ends and A what follows. A step takes
 
-1. s times a bound of stated times, and all of what each rank does once a step whatever its blocks;
-2. the time of the shared pipeline and what follows on the first rank: if r is the rank of the prediction, E its end and A what
-   follows, then f * E[r] + A[r] = (E[r] + A[r]) - (1 - f) * E[r] >= (E[0] + A[0]) - (1 - f) * E[0], as no sum is larger than
-   that of r, and no end than that of the first rank.
+1. no less than the shared pipeline and what follows on the first rank: f * E[r] + A[r] = (E[r] + A[r]) - (1 - f) * E[r] >= (E[0] +
+   A[0]) - (1 - f) * E[0], as no sum is larger than that of r, and no end than that of the first rank;
+2. no less than s * b + (1 - s) * A[0], with b a bound of stated times: E[r] + A[r] is no less than b, and (1 - f) * E[r] no more
+   than (1 / s - 1) times the shared pipeline, of which 1 says how much shorter than the step it is.
+
+To both is added what each rank does once a step whatever its blocks.
 
 The shared pipeline takes no less than
 
@@ -153,7 +155,7 @@ def at_speed_s(row: Row, stated_s: float, *, speed: float, host_s: float) -> flo
     total_s = row.total_s + stages * row.every_s + host_s
     work_s = (m * total_s + row.gathers_s + row.stage_gathers_s[-1]) / row.pp
     pipeline_s = max(work_s, chain_s(speed * total_s, row.send_s + row.send_back_s, stages, m))
-    return max(speed * stated_s, pipeline_s + row.least_once_s)
+    return max(speed * stated_s + (1 - speed) * row.least_once_s, pipeline_s + row.least_once_s)
 
 
 def chain_s(total_s: float, messages_s: float, stages: int, num_micro_batches: int) -> float:
