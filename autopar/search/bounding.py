@@ -1,35 +1,21 @@
-"""Lower bounds of candidates, from those that need no layout solved to those of their priced layouts."""
+"""Lower bounds of candidates, from those of the quickest layouts of their blocks to those of their priced layouts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 
-from autopar.cost.model import CostModel, Step
+from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
-from autopar.search.amounts import flops_per_sample, tokens_per_sample
 from autopar.search.bound_rows import Row
 from autopar.search.candidates import Candidate
-from autopar.search.cuts import Cuts
-from autopar.search.layouts import Layouts
-from autopar.search.least_rows import LeastRows
-from autopar.search.mixed import Placed
-from autopar.search.mixed_bounds import impossible, mixed_bounds
+from autopar.search.first_bounding import COARSE, FirstBounding
+from autopar.search.mixed_bounds import impossible
 from autopar.search.mixed_rows import MixedRow
-from autopar.search.offload import first_bound_s
-from autopar.search.options import Draft, Load, Option, Split, split_of
+from autopar.search.options import Draft, Load, Split, split_of
 from autopar.search.pins import Pins
-from autopar.search.rough import Rough
-from autopar.search.row_bounds import plain_bounds, row_bounds
-from autopar.search.rows import RowMaker
 from autopar.search.space import Space
-from autopar.weak import weakly
-
-COARSE = 1e-3
-"""Of bounds that say which candidates are looked at more closely, the precision."""
 
 NEAR = 0.04
 """Of second bounds where there is a time to be below: these say which layouts are solved first, most of which are excluded."""
@@ -37,177 +23,14 @@ NEAR = 0.04
 TESTED = 1e9
 """Of bounds of which only counts whether they are below a time."""
 
-ROUGH = 0.04
-"""Of those by which a first plan is looked for where ranks differ, when there is no time to be below yet."""
 
-
-class Bounding:
-    """Lower bounds of candidates for one model, cluster and batch; remembers what they share."""
+class Bounding(FirstBounding):
+    """Lower bounds of candidates in their layouts."""
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
-        self.graph, self.model, self.space = graph, model, space
-        self.global_batch_size = global_batch_size
-        self.layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
-        self.buckets = pins.buckets(space.bucket_bytes)
-        self.recompute, self.stages, self.moved = pins.recompute(graph), pins.stages(graph), pins.moved(graph)
-        modes = space.recompute if not self.moved else tuple(m for m in space.recompute if m != "selective")
-        self.flops_per_sample = flops_per_sample(self.layouts.compact, model)
-        self.tokens_per_sample = tokens_per_sample(graph)
-        self.limit_bytes = model.fitting_bytes
-        made = partial(
-            RowMaker, self.layouts.compact, model, pinned=self.recompute, limit_bytes=self.limit_bytes,
-            is_pinned=bool(self.stages), every=0 if space.equal_stages else space.every,
-        )  # fmt: skip
-        self.rows = made(modes=modes, moved=self.moved)
-        some = tuple(mode for mode in modes if mode != "selective") or modes
-        self.moving_rows = made(modes=some, moved=frozenset(range(len(graph.blocks))))
-        self.moving_rows.moves = True
-        """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
-        self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
-        self.rough = Rough(self.least_rows, self.layouts, weakly(self.step), is_even=space.equal_stages)
-        self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
-        self.cuts = Cuts(
-            self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
-            moved=self.moved, buckets=self.buckets,
-        )  # fmt: skip
-        self._ideal: dict[Candidate, Row | MixedRow] = {}
-        self._ideal_s: dict[Candidate, float] = {}
-        self._whole_steps: dict[Candidate, Step] = {}
-        self._host_s: dict[tuple[int, ...], float] = {}
-        """What stepping on the host takes longer, of all blocks whole."""
+        super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
         self._bounds: dict[tuple[Candidate, int], tuple[float, bool]] = {}
         """Of a candidate in a layout, and whether it is of its priced blocks."""
-
-    @property
-    def differs(self) -> bool:
-        """Whether pipeline ranks may have different devices."""
-        return self.model.is_mixed
-
-    @property
-    def by_rule(self) -> bool:
-        """Whether each candidate has one layout, by a rule, and ranks are alike; then work is divided as in the ideal."""
-        return self.layouts.by_rule and not self.differs and self.model.measured is None
-
-    def step(self, candidate: Candidate, option: Option) -> Step:
-        """How the cost model sees a candidate."""
-        return Step(
-            mesh=candidate.mesh,
-            schedule=candidate.schedule,
-            num_micro_batches=candidate.num_micro_batches,
-            zero_stage=candidate.zero_stage,
-            global_batch_size=self.global_batch_size,
-            flops_per_sample=self.flops_per_sample,
-            tokens_per_sample=self.tokens_per_sample,
-            prelude_s=option.prelude_s,
-            adds_gradients=True,
-            totals=option.totals,
-            bucket_bytes=self.buckets[0],
-            offload=candidate.offload,
-        )
-
-    def work_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """For each candidate of :attr:`by_rule` seconds of its work alone, without a row; infinite where it cannot fit."""
-        return [self._shared_s(c, *self.rough.work_s(c)) for c in candidates]
-
-    def data_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """As :meth:`work_bounds_s`, of what may fit, with the data axes."""
-        return [self._shared_s(c, *self.rough.data_s(c)) for c in candidates]
-
-    def moved_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> dict[Candidate, float]:
-        """As :meth:`data_bounds_s`, with the least of collectives on ``tp``, of those that this makes ``at_most_s`` or more."""
-        if not self.by_rule or math.isinf(at_most_s):
-            return {}
-        found = {c: self._shared_s(c, *self.rough.moved_s(c)) for c in candidates if c.mesh.tp > 1 and not c.on_host}
-        return {c: bound_s for c, bound_s in found.items() if at_most_s <= bound_s}
-
-    def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """For each candidate seconds below which no layout gives a plan, found without solving any."""
-        known = self._ideal_s
-        asked = [c for c in candidates if c not in known]
-        known.update(zip(asked, self._ideals_s(asked), strict=True))
-        return [known[c] for c in candidates]
-
-    def own_ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """As :meth:`ideal_bounds_s`, found for these alone: those that are found together depend on which within their precision."""
-        return self._ideals_s(candidates)
-
-    def first_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
-        """As :meth:`own_ideal_bounds_s`; of :attr:`by_rule` that of work and data axes, where it is ``at_most_s`` or more."""
-        if not self.by_rule:
-            return self.own_ideal_bounds_s(candidates)
-        found: dict[Candidate, float] = {}
-        for c in candidates:
-            if not c.on_host:
-                work_s = self.work_bounds_s([c])[0]
-                bound_s = work_s if at_most_s <= work_s else max(work_s, self.data_bounds_s([c])[0])
-                if at_most_s <= bound_s:
-                    found[c] = bound_s
-        others = [c for c in candidates if c not in found]
-        found |= zip(others, self.own_ideal_bounds_s(others), strict=True)
-        return [found[c] for c in candidates]
-
-    def _ideals_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        here = [c for c in candidates if not c.on_host]
-        placed = [c for c in here if self.placed.has(c)]
-        plain = [c for c in here if not self.placed.has(c) and not self._is_too_large(c)]
-        rows = [self._ideal_row(candidate) for candidate in plain]
-        bounds_s = self._at_speed(plain, row_bounds(rows, precision=COARSE), rows)
-        found = dict(zip(plain, bounds_s, strict=True))
-        found |= {c: self._shared_s(c, self._first_s(c), 0.0) for c in placed}
-        return [found[c] if c in found else self._offloaded_s(c) if c.on_host else math.inf for c in candidates]
-
-    def _first_s(self, candidate: Candidate) -> float:
-        """Where ranks differ."""
-        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        return self.placed.first_s(candidate, whole, self._whole_step(candidate, whole))
-
-    def know_ideal_bounds(self, bounds_s: Mapping[Candidate, float]) -> None:
-        """What :meth:`ideal_bounds_s` of another process gave."""
-        self._ideal_s.update(bounds_s)
-
-    def rows_of(self, candidate: Candidate) -> RowMaker:
-        """What makes the rows of a candidate where ranks are alike."""
-        return self.moving_rows if candidate.moves else self.rows
-
-    def least_rows_of(self, candidate: Candidate) -> LeastRows:
-        """What makes those below every layout."""
-        return self.least_moving_rows if candidate.moves else self.least_rows
-
-    def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether it cannot fit in any layout for sure, where ranks are alike."""
-        if self.placed.has(candidate):
-            return False
-        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        return self.least_rows_of(candidate).is_too_large(candidate, whole, self.step)
-
-    def _whole_step(self, candidate: Candidate, whole: Option) -> Step:
-        """A candidate's step in the layout of its micro-batch with neither ``cp`` nor ``tp``."""
-        found = self._whole_steps.get(candidate)
-        if found is None:
-            found = self._whole_steps[candidate] = self.step(candidate, whole)
-        return found
-
-    def _ideal_row(self, candidate: Candidate) -> Row | MixedRow:
-        if candidate not in self._ideal:
-            whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-            maker = self.placed if self.placed.has(candidate) else self.least_rows_of(candidate)
-            self._ideal[candidate] = maker.ideal(candidate, whole, self._whole_step(candidate, whole))
-        return self._ideal[candidate]
-
-    def _offloaded_s(self, candidate: Candidate) -> float:
-        """The first bound of a candidate with something on the host."""
-        twin, mesh = replace(candidate, offload=(), moves=False), candidate.mesh
-        ideal = self._ideal_row(twin)
-        assert isinstance(ideal, Row)
-        if not candidate.offload:
-            return self._shared_s(candidate, first_bound_s(candidate, ideal, 0.0), ideal.total_s)
-        key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
-        if key not in self._host_s:
-            whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
-            here, there = (self.rows.once_s(whole, self.step(c, whole)) for c in (twin, candidate))
-            self._host_s[key] = there - here
-        bound_s = first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)
-        return self._shared_s(candidate, bound_s, ideal.total_s)
 
     def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
         """For each candidate seconds below which no layout gives a plan: with collectives, each block at its quickest.
@@ -229,15 +52,14 @@ class Bounding:
             split = split_of(c.micro_batch_size, c.mesh)
             if split.tp == split.cp == 1 or self.layouts.by_rule:  # the ideal is the only layout, or it is bounded next
                 continue
-            whole = self.layouts.whole(c.micro_batch_size, c.mesh.ep_data)
+            whole = self._whole(c)
             quickest = self.layouts.quickest_s(split), self.layouts.least_s(split)
             rows.append(self.least_rows_of(c).least(c, row, whole, self.step(c, whole), *quickest))
             places.append(i)
-        at_most_s /= self._least_speed(candidates)
-        mixed = partial(mixed_bounds, at_most_s=at_most_s, only_test=True, precision=ROUGH)
         precision = COARSE if math.isinf(at_most_s) else NEAR
-        found = row_bounds(rows, at_most_s, precision=precision, mixed=mixed)
-        for i, bound in zip(places, self._at_speed([candidates[i] for i in places], found, rows), strict=True):
+        some = [candidates[i] for i in places]
+        found = self._row_bounds_s(some, rows, at_most_s, precision=precision, is_rough=True)
+        for i, bound in zip(places, found, strict=True):
             known[i] = bound
         return known
 
@@ -262,7 +84,6 @@ class Bounding:
                 self.layouts.solving.solve_ahead(split, own)
             except InfeasibleError:  # told with its reason when the candidate is evaluated
                 continue
-        at_most_s /= self._least_speed(candidates)
         every = [self._least_first(candidate) for candidate in candidates]
         self._test_least(candidates, every, at_most_s)
         self._tell_slow(
@@ -282,7 +103,7 @@ class Bounding:
                 asked += [(candidate, draft) for draft in (rest if at_once else rest[:1])]
             self._price(asked, at_most_s)
         return [
-            min((self._shared_s(c, self._bounds[c, id(draft)][0], draft.time_s) for draft in drafts), default=0.0)
+            min((self._bounds[c, id(draft)][0] for draft in drafts), default=0.0)
             for c, drafts in zip(candidates, every, strict=True)
         ]
 
@@ -296,39 +117,10 @@ class Bounding:
         """
         remembered = dict(self._bounds)
         self._price([(c, draft) for c in candidates for draft in self._drafts(c)], at_most_s)
-        found = [
-            min((self._shared_s(c, self._bounds[c, id(d)][0], d.time_s) for d in self._drafts(c)), default=0.0)
-            for c in candidates
-        ]
+        found = [min((self._bounds[c, id(d)][0] for d in self._drafts(c)), default=0.0) for c in candidates]
         if not remembers:
             self._bounds = remembered
         return found
-
-    def _speed(self, candidate: Candidate) -> float:
-        """The least part of their stated times that a pipeline's ranks take, where they share cores.
-
-        See ``autopar.cost.model``; bounds inside of this class are of stated times, those that it gives are not.
-        """
-        return self.model.device.core_share if candidate.mesh.pp > 1 else 1.0
-
-    def _least_speed(self, candidates: Sequence[Candidate]) -> float:
-        return min(map(self._speed, candidates), default=1.0)
-
-    def _shared_s(self, candidate: Candidate, bound_s: float, work_s: float) -> float:
-        """A bound of stated times as one of the step: cores need as long as for the work of all ranks at least.
-
-        ``work_s``: of one micro-batch through all stages, at the least.
-        """
-        speed = self._speed(candidate)
-        if speed == 1.0:
-            return bound_s
-        return max(speed * bound_s, candidate.num_micro_batches * work_s / candidate.mesh.pp)
-
-    def _at_speed(
-        self, candidates: Sequence[Candidate], found: Iterable[float], rows: Sequence[Row | MixedRow]
-    ) -> list[float]:
-        works = (row.total_s if isinstance(row, Row) else 0.0 for row in rows)
-        return [self._shared_s(*own) for own in zip(candidates, found, works, strict=True)]
 
     def _least_first(self, candidate: Candidate) -> list[Draft]:
         """Its layouts by their first bounds."""
@@ -349,7 +141,8 @@ class Bounding:
                     options = [self.layouts.option(draft) for draft in own]
                     rows.append(self.placed.least(candidate, options, self.step(candidate, options[0])))
                     asked.append((candidate, own))
-        for (candidate, own), is_slow in zip(asked, impossible(rows, at_most_s).tolist(), strict=True):
+        stated_s = at_most_s / self.cores.least_speed([candidate for candidate, _ in asked])
+        for (candidate, own), is_slow in zip(asked, impossible(rows, stated_s).tolist(), strict=True):
             if is_slow:  # so is each by its own row, now or asked for in less time: the certificate depends on that
                 self._bounds |= {(candidate, id(draft)): (at_most_s, False) for draft in own}
 
@@ -365,7 +158,9 @@ class Bounding:
             return
         makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
-        for (candidate, draft, _), bound in zip(asked, row_bounds(rows, at_most_s), strict=True):
+        some, options = [c for c, _, _ in asked], [option for _, _, option in asked]
+        found = self._row_bounds_s(some, rows, at_most_s, options=options)
+        for (candidate, draft, _), bound in zip(asked, found, strict=True):
             known, _ = self._bounds[candidate, id(draft)]
             self._bounds[candidate, id(draft)] = (max(bound, known), True)
 
@@ -387,7 +182,8 @@ class Bounding:
             return
         told = [own for own in self._open(pairs, at_most_s) if own[1].solution and not self.placed.has(own[0])]
         rows = [self._drafted_row(c, draft) for c, draft in told]
-        for (c, draft), bound in zip(told, plain_bounds(rows, at_most_s, TESTED), strict=True):
+        found = self._row_bounds_s([c for c, _ in told], rows, at_most_s, precision=TESTED)
+        for (c, draft), bound in zip(told, found, strict=True):
             if bound >= at_most_s:
                 self._bounds[c, id(draft)] = (bound, False)
 
@@ -395,7 +191,7 @@ class Bounding:
         """Of a layout before it is priced."""
         ideal = self._ideal_row(candidate)
         assert isinstance(ideal, Row)
-        whole, needs = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data), self.layouts.needs(draft)
+        whole, needs = self._whole(candidate), self.layouts.needs(draft)
         step = self.step(candidate, whole)
         return self.least_rows_of(candidate).drafted(candidate, ideal, draft, whole, step, needs)
 
@@ -413,11 +209,13 @@ class Bounding:
     def _draft_s(self, candidate: Candidate, draft: Draft) -> float:
         if not draft.time_s and not self.placed.has(candidate):
             return 0.0
-        whole = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        whole = self._whole(candidate)
         step = self._whole_step(candidate, whole)
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
-        return self.rows_of(candidate).draft_s(candidate, draft, whole, step)
+        return self.cores.work_s(
+            candidate, self.rows_of(candidate).draft_s(candidate, draft, whole, step), draft.time_s
+        )
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""

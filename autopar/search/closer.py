@@ -40,30 +40,34 @@ class Closer(Bounding):
     def settled_s(self, candidate: Candidate, best_s: float, *, precision: float = PRECISE) -> float:
         """The bound of a candidate, up to ``best_s``: the same whatever was found before or together."""
         found, drafts = best_s, self._drafts(candidate)
-        own = self._settled(candidate, drafts, best_s / self._speed(candidate), precision)
+        own = self._settled(candidate, drafts, best_s, precision)
         for draft, (bound_s, is_priced) in zip(drafts, own, strict=True):
             self._bounds[candidate, id(draft)] = bound_s, is_priced
-            found = min(found, self._shared_s(candidate, bound_s, draft.time_s))
+            found = min(found, bound_s)
         return found
 
     def _settled(
         self, candidate: Candidate, drafts: Sequence[Draft], best_s: float, precision: float
     ) -> list[tuple[float, bool]]:
-        """Of stated times in each layout, and whether that is of its priced blocks: not where it takes ``best_s`` without.
+        """In each layout, and whether that is of its priced blocks: not where it takes ``best_s`` without.
 
         All layouts of the candidate together, and nothing else: what rows are bounded with is always the same.
         """
         bounds_s, is_placed = [self._draft_s(candidate, draft) for draft in drafts], self.placed.has(candidate)
         told = [i for i, draft in enumerate(drafts) if bounds_s[i] < best_s and draft.solution and not is_placed]
         rows = [self._drafted_row(candidate, drafts[i]) for i in told]
-        for i, bound_s in zip(told, row_bounds(rows, best_s, precision=TESTED, settles=True), strict=True):
+        found = self._row_bounds_s([candidate] * len(told), rows, best_s, precision=TESTED, settles=True)
+        for i, bound_s in zip(told, found, strict=True):
             bounds_s[i] = max(bounds_s[i], bound_s if bound_s >= best_s else 0.0)
         is_priced = [bound_s < best_s for bound_s in bounds_s]
         maker = self.placed if is_placed else self.rows_of(candidate)
         left = [i for i, own in enumerate(is_priced) if own]
         options = [self.layouts.option(drafts[i]) for i in left]
         exact = [maker.exact(candidate, option, self.step(candidate, option)) for option in options]
-        for i, bound_s in zip(left, row_bounds(exact, best_s, precision=precision, settles=True), strict=True):
+        found = self._row_bounds_s(
+            [candidate] * len(left), exact, best_s, options=options, precision=precision, settles=True
+        )
+        for i, bound_s in zip(left, found, strict=True):
             bounds_s[i] = max(bounds_s[i], bound_s)
         return [*zip(bounds_s, is_priced, strict=True)]
 
@@ -78,7 +82,7 @@ class Closer(Bounding):
         drafts = sorted(self._drafts(candidate), key=lambda draft: self._bounds[candidate, id(draft)][0])
         bounds_s = [self._bounds[candidate, id(draft)][0] for draft in drafts]
         self._bounds = remembered
-        is_alike = not self.placed.has(candidate) and self._speed(candidate) == 1.0
+        is_alike = not self.placed.has(candidate) and self.cores.speed(candidate) == 1.0
         if not is_alike or self.stages or self.moved or candidate.moves or self.space.equal_stages:
             return known_s
         found = math.inf
@@ -113,17 +117,16 @@ class Closer(Bounding):
         Args:
             at_most_s: layouts are looked at until one is found that may take less.
         """
-        speed = self._speed(candidate)
-        drafts, at_most_s = self._least_first(candidate), at_most_s / speed
+        drafts = self._least_first(candidate)
         found = [self._bounds[candidate, id(draft)][0] for draft in drafts]
         for i, draft in enumerate(drafts):
             found[i] = self._closest_s(candidate, draft, at_most_s)
             if found[i] < at_most_s:
                 break
-        return speed * min(found, default=0.0)
+        return min(found, default=0.0)
 
     def _closest_s(self, candidate: Candidate, draft: Draft, at_most_s: float) -> float:
-        """Of stated times in one layout."""
+        """In one layout."""
         bound = self._bound(candidate, draft, at_most_s)[0]
         key = candidate, id(draft)
         found, asked_s = self._closest.get(key, (0.0, math.inf))
@@ -133,7 +136,8 @@ class Closer(Bounding):
             if candidate.mesh.pp == 1:
                 found = self._unstaged_s(option, step)
             else:
-                found = max(found, self.placed.chains.bound_s(self.placed.exact(candidate, option, step), at_most_s))
+                row, speed = self.placed.exact(candidate, option, step), self.cores.speed(candidate)
+                found = max(found, speed * self.placed.chains.bound_s(row, at_most_s / speed))
             self._closest[key] = found, at_most_s
         return max(bound, found)
 
@@ -143,15 +147,14 @@ class Closer(Bounding):
         Without stages the bound is the step itself, whatever memory it needs. Layouts that are known to take as long are left out.
         """
         rows: list[MixedRow] = []
-        counts, speed = [0] * len(candidates), self._least_speed(candidates)
+        counts, speed = [0] * len(candidates), self.cores.least_speed(candidates)
         for i, candidate in enumerate(candidates):
             if candidate.mesh.pp == 1:
                 continue
             drafts = self._drafts(candidate)
             self._open([(candidate, draft) for draft in drafts], 0.0)
             for draft in drafts:
-                known_s = self._bounds[candidate, id(draft)][0]
-                if self._shared_s(candidate, min(known_s, goal_s / speed), draft.time_s) < goal_s:
+                if self._bounds[candidate, id(draft)][0] < goal_s:
                     option = self.layouts.option(draft)
                     rows.append(self.placed.exact(candidate, option, self.step(candidate, option)))
                     counts[i] += 1

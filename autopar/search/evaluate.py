@@ -81,11 +81,11 @@ class Evaluator(Closer):
             return self._done[candidate]
         best: Evaluation | None = None
         failures: list[Failure] = []
-        speed = self._speed(candidate)
+        speed = self.cores.speed(candidate)
         try:
             left = [*self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
             while left:
-                least = min(at_most_s, best.prediction.step_time_s if best else at_most_s) / speed
+                least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
                 draft = self._next(candidate, left, least, is_first=not (best or failures))
                 left.remove(draft)
                 bound = self._closest_s(candidate, draft, least)
@@ -93,7 +93,7 @@ class Evaluator(Closer):
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
+                found = self._plan(candidate, self.layouts.option(draft), least / speed, fits=bound < float("inf"))
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -166,7 +166,7 @@ class Evaluator(Closer):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         few = self._best_of_few(candidate, option, step, at_most_s)
         if few is not None:
-            at_most_s = min(at_most_s, few.prediction.step_time_s / self._speed(candidate))
+            at_most_s = min(at_most_s, few.prediction.step_time_s / self.cores.speed(candidate))
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None or (few is not None and best[0].step_time_s >= few.prediction.step_time_s):
             return few or next((f for f in failures if f.is_slow), failures[0])
@@ -176,7 +176,7 @@ class Evaluator(Closer):
         self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> tuple[tuple[Prediction, Fitting] | None, list[Failure]]:
         """Of the cuts of a layout the quickest that fits, and that with other blocks recomputed; and why others do not."""
-        model, speed = self.placed.ordered(candidate), self._speed(candidate)
+        model, speed = self.placed.ordered(candidate), self.cores.speed(candidate)
         bound = partial(busy_s, pp=candidate.mesh.pp, num_micro_batches=candidate.num_micro_batches, with_once=True)
         best: tuple[Prediction, Fitting] | None = None
         plans: list[tuple[Sequence[StageCutter], Fitting]] = []
@@ -334,7 +334,7 @@ class Evaluator(Closer):
     ) -> Evaluation | Failure:
         """Every cut with every choice of recompute, by their bounds."""
         pp, model, room = candidate.mesh.pp, self.placed.ordered(candidate), self.placed.limits(candidate)
-        speed = self._speed(candidate)
+        speed = self.cores.speed(candidate)
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=candidate.num_micro_batches,
                         by_rank=cutters, with_once=True)  # fmt: skip
         every = [(bound(cut), cut) for cut in every_cut(cutters[0].blocks, pp * candidate.virtual_stages, self.stages)]

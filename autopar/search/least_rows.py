@@ -233,8 +233,8 @@ class LeastRows:
         total_s = sum(n * price.time_s for n, price in zip(counts, prices, strict=True))
         once_s = sum(n * price.once_s for n, price in zip(counts, prices, strict=True))
         gathers_s = sum(n * price.gather_s for n, price in zip(counts, prices, strict=True))
-        # as in _added_of: a table of times need not grow with bytes, ranks that share cores do other work meanwhile
-        is_known = step.mesh.pp == 1 and not self.model.collectives.is_measured and self.model.device.core_share == 1
+        # as in _added_of: a table of times need not grow with bytes
+        is_known = step.mesh.pp == 1 and not self.model.collectives.is_measured
         every_s = self.model.ends_s(parts[0], parts[-1], step) if is_known else 0.0
         return (prices[0], prices[-1], group), total_s, once_s, gathers_s, every_s
 
@@ -274,8 +274,6 @@ class LeastRows:
 
     def _added_of(self, costs: Sequence[BlockCost], k: int, step: Step) -> _Added:
         """Of block ``k`` of the compact graph."""
-        if self.model.device.core_share < 1:  # ranks share cores: bounds are also of the work that these do
-            return _Added(0.0, 0.0, False, 0.0)
         data, unit = self.model.data_parallel(step), self.model.data_unit(costs[k], step)
         passes = 1 if data.is_pipelined else 2
         moved_s = unit.gather_s * data.gathers_always  # in a pipeline of the backward alone

@@ -5,17 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from autopar.cluster import Cluster
 from autopar.search.planner import Planner
 from autopar.search.space import load_space
 from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
-from tests.campaigns.product import Choice, Point, best_of, every_plan, front_of
+from tests.campaigns.product import Choice, Point, Small, best_of, every_plan, front_of
 from tests.campaigns.small import draw, tiny
 
 SEEDS = (5, 7, 10, 13, 17)
 """Of problems without ``tp``, whose blocks are larger: cuts, recompute, ZeRO and schedules."""
+
+SHARED = [(2, 2, 1), (5, 4, 2), (44, 4, 1), (13, 4, 3)]
+"""Seeds, ranks and the cores that these share."""
+
+OVERHEADS = """
+[device.overheads]
+sharded_launch_s = 1.0e-5
+unit_s = 4.0e-3
+gather_s = 4.0e-3
+reduce_s = 5.0e-3
+gather_parameter_s = 1.0e-4
+reduce_parameter_s = 1.0e-4
+collective_s = 3.0e-3
+action_s = 2.0e-2
+message_s = 1.0e-2
+interleaved_action_s = 4.0e-2
+interleaved_message_s = 3.0e-2
+provenance = "for tests: large, so that a bound that counts one of them too often is seen"
+"""
+
+
+def sharing(checkout: Path, folder: Path, seed: int, ranks: int, cores: int) -> Small:
+    """A drawn problem on ranks of a CPU that share cores, with large overheads."""
+    profile = folder / "machine.toml"
+    profile.write_text((checkout / "profiles" / "cpu.toml").read_text() + OVERHEADS)
+    small = replace(draw(seed), cluster=f"{profile}:1x{ranks}?cores={cores}", precision="fp32", is_whole=False)
+    assert Cluster.parse(small.cluster).devices[0].core_share == cores / ranks
+    return small
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -59,7 +89,24 @@ def test_a_front_has_what_nothing_beats() -> None:
 @pytest.mark.parametrize("seed", [10, 13, 17])
 def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
     """Of each candidate, not of the best alone; and every outer choice that has a plan is a candidate or equal to one."""
-    small = draw(seed)
+    check_candidates(draw(seed))
+
+
+@pytest.mark.parametrize(("seed", "ranks", "cores"), SHARED)
+def test_no_plan_of_ranks_that_share_cores_is_quicker_than_bounds(
+    seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
+) -> None:
+    check_candidates(sharing(checkout, tmp_path, seed, ranks, cores))
+
+
+@pytest.mark.parametrize(("seed", "ranks", "cores"), SHARED[:2])
+def test_no_plan_of_ranks_that_share_cores_is_quicker_than_that_of_the_search(
+    seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
+) -> None:
+    check(limited(seed, sharing(checkout, tmp_path, seed, ranks, cores), limits=2, usual=False))
+
+
+def check_candidates(small: Small) -> None:
     whole = every_plan(small)
     memory_bytes = (whole.least_bytes + max(p.peak_bytes for front in whole.fronts.values() for p in front)) // 2
     pins = ["tp=1", *(() if small.is_whole else LEFT_OUT)]
@@ -70,6 +117,7 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
         evaluator.ideal_bounds_s(planner.pool),
         evaluator.least_bounds_s(planner.pool),
         evaluator.bounds_s(planner.pool),
+        [evaluator.settled_s(candidate, math.inf) for candidate in planner.pool],
         strict=True,
     )
     seen = set()

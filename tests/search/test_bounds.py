@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, product
 
@@ -124,7 +124,23 @@ def mode(price: BlockPrice, again: int) -> tuple[float, float]:
     return share * price.again_s, price.held_bytes - share * (price.held_bytes - price.held_again_bytes)
 
 
-def step_s(row: Row, edges: Sequence[tuple[int, int]], again: Sequence[int], alone_s: Sequence[float]) -> float:
+Timed = Callable[[Row, Sequence[StageTimes], Sequence[float]], float]
+"""The step of stages, by what follows on each rank."""
+
+
+def of_own_cores(row: Row, stages: Sequence[StageTimes], once: Sequence[float]) -> float:
+    """Each rank runs at its stated speed."""
+    found = simulate(row.schedule, row.pp, row.num_micro_batches, stages)
+    return max(finish + after for finish, after in zip(found.finish_s, once, strict=True))
+
+
+def step_s(
+    row: Row,
+    edges: Sequence[tuple[int, int]],
+    again: Sequence[int],
+    alone_s: Sequence[float],
+    timed: Timed = of_own_cores,
+) -> float:
     """The simulated step of one cut; infinite where it does not fit."""
     blocks, pp, m = [row.first, *[row.group] * row.count, row.last], row.pp, row.num_micro_batches
     stages, once, kept, static, passing = [], [0.0] * pp, [], [0.0] * pp, [0.0] * pp
@@ -152,11 +168,10 @@ def step_s(row: Row, edges: Sequence[tuple[int, int]], again: Sequence[int], alo
         held = max(sum(n * size for n, size in zip(counts, kept[rank::pp], strict=True)) for counts in peaks)
         if static[rank] + passing[rank] + held > row.limit_bytes:
             return float("inf")
-    found = simulate(row.schedule, pp, m, stages)
-    return max(finish + after for finish, after in zip(found.finish_s, once, strict=True))
+    return timed(row, stages, once)
 
 
-def least_of_all(row: Row, alone_s: Sequence[float]) -> float:
+def least_of_all(row: Row, alone_s: Sequence[float], timed: Timed = of_own_cores) -> float:
     """The quickest step over every cut that the row allows and every choice of recompute that fits."""
     n, stages = row.count + 2, row.pp * row.virtual_stages
     best = float("inf")
@@ -165,8 +180,8 @@ def least_of_all(row: Row, alone_s: Sequence[float]) -> float:
         if max(min(stop, n - 1) - max(start, 1) for start, stop in edges) > row.most:
             continue
         for again in product((0, 1, 2) if row.count <= 4 else (0, 1), repeat=row.count):
-            best = min(best, step_s(row, edges, (0, *again, 0), alone_s))
-            best = min(best, step_s(row, edges, (1, *again, 1), alone_s))
+            best = min(best, step_s(row, edges, (0, *again, 0), alone_s, timed))
+            best = min(best, step_s(row, edges, (1, *again, 1), alone_s, timed))
     return best
 
 
