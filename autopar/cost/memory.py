@@ -247,9 +247,12 @@ def _stepping_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, tempora
 
 
 def _freed_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, num_micro_batches: int) -> int:
-    """What gradients are smaller by while parameters are stepped: FSDP has shards in place of the whole ones that accumulated."""
+    """What gradients are smaller by while parameters are stepped: FSDP has shards in place of the whole ones that accumulated.
+
+    Shards in a longer dtype may be larger than the whole ones of one or two ranks; that is left out.
+    """
     if not (data.uses_fsdp and data.accumulates(num_micro_batches)):
         return 0
     reduced, storage = itemsize(data.precision.reduce), itemsize(data.precision.storage)
     flat = [unit for stage in units for unit in stage]
-    return sum(u.trained_numel * reduced - (u.trained_shard_numel - u.spread_numel) * storage for u in flat)
+    return max(sum(u.trained_numel * reduced - (u.trained_shard_numel - u.spread_numel) * storage for u in flat), 0)
