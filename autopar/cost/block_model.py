@@ -228,7 +228,7 @@ class BlockModel:
     def _of_step(self, step: Step) -> OfStep:
         """What is known of a step that is asked for again and again."""
         if self._last is None or self._last.step is not step:
-            how = step.all_reduces, step.late_reductions, step.quantized_gathers, step.broadcasts
+            how = step.all_reduces, step.late_reductions, step.quantized_gathers, step.broadcasts, step.reduces_last
             key = step.mesh, step.zero_stage, how
             if key not in self._datas:
                 self._datas[key] = DataParallel(
@@ -239,6 +239,7 @@ class BlockModel:
                     step.all_reduces,
                     step.quantized_gathers,
                     step.broadcasts,
+                    step.reduces_last,
                 )
             self._last = OfStep(step=step, data=self._datas[key])
         return self._last

@@ -15,6 +15,7 @@ from autopar.cost.fusion import (
     fuse_loss,
     fuse_projections,
     fuse_ring,
+    halve_loss,
     inner,
     joined_projections,
 )
@@ -176,6 +177,8 @@ def _as_run(graph: Graph, op: Op, operands: Specs, done: Work, kernels: Kernels)
     """The work of one operator by other kernels of its own."""
     if kernels.loss:
         done = fuse_loss(op, operands[0].num_bytes if operands else 0, done)
+    elif kernels.half_loss:
+        done = halve_loss(op, operands[0].num_bytes if operands else 0, done)
     if kernels.ring:
         done = fuse_ring(op, operands, done)
     if kernels.dropout:

@@ -93,6 +93,7 @@ class DataParallel:
         all_reduces: gradients are summed whole on every rank of dp_shard, of which each then steps its part.
         quantized_gathers: parameters are gathered in one byte an element.
         broadcasts: whole parameters come from the rank that stepped them, each by a collective of its own, in place.
+        reduces_last: gradients of several micro-batches are reduced at the last one, at every ZeRO stage.
     """
 
     mesh: Mesh
@@ -102,6 +103,7 @@ class DataParallel:
     all_reduces: bool = False
     quantized_gathers: bool = False
     broadcasts: bool = False
+    reduces_last: bool = False
 
     uses_fsdp: bool = field(init=False, compare=False)
     """Whether FSDP holds the parameters: it shards or casts them."""
@@ -115,7 +117,7 @@ class DataParallel:
     def __post_init__(self) -> None:
         uses_fsdp = self.mesh.dp_shard > 1 or is_mixed(self.precision)
         gathers = uses_fsdp and self.zero_stage == 3
-        reduces = uses_fsdp and self.zero_stage >= 2 and not self.is_pipelined
+        reduces = uses_fsdp and self.zero_stage >= 2 and not (self.is_pipelined or self.reduces_last)
         found = {"uses_fsdp": uses_fsdp, "gathers_always": gathers, "reduces_always": reduces}
         for name, value in (found | {"sends_always": gathers or reduces}).items():
             object.__setattr__(self, name, value)  # asked for again and again
@@ -124,7 +126,7 @@ class DataParallel:
         """Whether whole gradients are kept from one micro-batch to the next."""
         if not self.uses_fsdp:
             return True
-        return self.is_pipelined or (self.zero_stage < 2 and num_micro_batches > 1)
+        return self.is_pipelined or ((self.zero_stage < 2 or self.reduces_last) and num_micro_batches > 1)
 
     def unit(self, parameters: Sequence[ParameterCost], collectives: CollectiveModel, device: Device) -> Unit:
         """What a block with these parameters costs on the data axes."""
@@ -230,7 +232,7 @@ class DataParallel:
 
         With a pipeline under FSDP reductions wait until the schedule's end: see :meth:`tail_s`.
         """
-        reduces = self.uses_fsdp and not self.is_pipelined and (is_last or self.zero_stage >= 2)
+        reduces = self.reduces_always or (self.uses_fsdp and not self.is_pipelined and is_last)
         hooks = sum(unit.hooks_s for unit in units)
         if not reduces and not self.gathers_always:
             return hooks

@@ -28,6 +28,7 @@ class Kernels:
     Attributes:
         elementwise: chains of elementwise operators run as one kernel each (compiled, or written by hand).
         loss: so does the cross entropy.
+        half_loss: cross entropy computes in the dtype of the logits, where they are whole, with no cast of them.
         projections: linear layers of one input run as one product (query, key and value; gate and up).
         ring: attention in a ring is fused.
         dropout: dropout is torch's kernel, which makes its noise itself.
@@ -38,6 +39,7 @@ class Kernels:
 
     elementwise: bool = False
     loss: bool = False
+    half_loss: bool = False
     projections: bool = False
     ring: bool = False
     dropout: bool = False
@@ -163,6 +165,16 @@ def fuse_loss(op: Op, logits_bytes: int, done: Work) -> Work:
     return replace(
         done, num_bytes=logits_bytes, backward_bytes=2 * logits_bytes, launches=1, backward_launches=1, saved=(0,),
         saved_bytes=0, workspace_bytes=0, backward_workspace_bytes=0,
+    )  # fmt: skip
+
+
+def halve_loss(op: Op, logits_bytes: int, done: Work) -> Work:
+    """Cross entropy of torch on logits that nothing casts: log-softmax (kept) and its gradient are as large as they are."""
+    if op.target not in LOSSES or op.target == "autopar.cross_entropy_vocabulary":
+        return done
+    return replace(
+        done, num_bytes=2 * logits_bytes, backward_bytes=4 * logits_bytes, launches=2, backward_launches=2,
+        saved_bytes=logits_bytes, workspace_bytes=0, backward_workspace_bytes=logits_bytes,
     )  # fmt: skip
 
 

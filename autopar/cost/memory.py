@@ -3,7 +3,7 @@
 | what        | ZeRO 0, one dtype | ZeRO 0 mixed, 1, 2                 | ZeRO 3                |
 |-------------|-------------------|------------------------------------|-----------------------|
 | parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing, in a pipeline all |
-| gradients   | whole             | whole while they accumulate, else shard + one block in passing | likewise |
+| gradients   | whole             | whole while they accumulate, then shard; else shard + one block in passing | likewise |
 | optimizer   | whole             | shard                              | shard                 |
 
 Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2
@@ -148,7 +148,9 @@ def rank_memory(
     if tuple(keys) not in known.sizes:
         known.sizes[tuple(keys)] = _copied_bytes(stages, data, step.bucket_bytes)
     temporaries = 0 if step.offloads_optimizer else optimizer.temporaries
-    after = _after_backward(units, data, temporaries, device, known.sizes[tuple(keys)])
+    copied = _summed_bytes(units, data, known.sizes[tuple(keys)])
+    stepping = _stepping_bytes(units, data, temporaries, device) - _freed_bytes(units, data, num_micro_batches)
+    after = max(copied, stepping)
     transient = max(transient, after - activations)
     optimizer_bytes = sum(s.optimizer for s in state)
     tensors = parameters + gradients + optimizer_bytes + activations + transient
@@ -235,14 +237,28 @@ def _copied_bytes(stages: Sequence[StageCost], data: DataParallel, bucket_bytes:
     return sum(bucket.copied_bytes for bucket in found)
 
 
-def _after_backward(
-    units: Sequence[Sequence[Unit]], data: DataParallel, temporaries: int, device: Device, copied_bytes: int
-) -> int:
-    """Copies of gradients in buckets, or the optimizer's temporaries: of all parameters at once on a GPU alone."""
-    flat = [unit for stage in units for unit in stage]
+def _summed_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, copied_bytes: int) -> int:
+    """Copies of gradients while they are summed: those in buckets, and those of FSDP's largest unit."""
+    if not data.uses_fsdp:
+        return copied_bytes
+    largest = max((unit.trained_numel for stage in units for unit in stage), default=0)
+    return copied_bytes + largest * itemsize(data.precision.reduce)
+
+
+def _stepping_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, temporaries: int, device: Device) -> int:
+    """The optimizer's temporaries: of all parameters at once on a GPU alone."""
     storage = itemsize(data.precision.storage)
-    if data.uses_fsdp:
-        copied_bytes += max((unit.trained_numel for unit in flat), default=0) * itemsize(data.precision.reduce)
-    sizes = [unit.trained_shard_numel * storage * temporaries for unit in flat]
-    step = sum(sizes) if device.kind == "cuda" else max(sizes, default=0)
-    return max(copied_bytes, step)
+    sizes = [unit.trained_shard_numel * storage * temporaries for stage in units for unit in stage]
+    return sum(sizes) if device.kind == "cuda" else max(sizes, default=0)
+
+
+def _freed_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, num_micro_batches: int) -> int:
+    """What gradients are smaller by while parameters are stepped: FSDP has shards in place of the whole ones that accumulated.
+
+    Shards in a longer dtype may be larger than the whole ones of one or two ranks; that is left out.
+    """
+    if not (data.uses_fsdp and data.accumulates(num_micro_batches)):
+        return 0
+    reduced, storage = itemsize(data.precision.reduce), itemsize(data.precision.storage)
+    flat = [unit for stage in units for unit in stage]
+    return max(sum(u.trained_numel * reduced - (u.trained_shard_numel - u.spread_numel) * storage for u in flat), 0)

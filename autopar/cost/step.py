@@ -32,6 +32,8 @@ class Step:
             :mod:`autopar.cost.stages`).
         late_reductions: gradients are summed over the data axes after the last backward, nothing beside them (Megatron until
             2022); the runtime of autopar sums them beside it.
+        reduces_last: at ZeRO 2 and 3 too whole gradients are kept from micro-batch to micro-batch, and reduced at the last one
+            alone (FSDP2's ``set_requires_gradient_sync(False)``); the runtime of autopar reduces those of each.
         quantized_gathers: parameters are gathered in the byte an element that fp8 products take (torchtitan's and Megatron's
             float8 gathers); the runtime of autopar gathers the compute dtype.
         totals: bytes of each count of the global batch that the loss divides by.
@@ -72,6 +74,7 @@ class Step:
     all_reduces: bool = False
     broadcasts: bool = False
     late_reductions: bool = False
+    reduces_last: bool = False
     quantized_gathers: bool = False
     totals: tuple[int, ...] = ()
     clips: bool = False

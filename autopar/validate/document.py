@@ -258,7 +258,7 @@ def document(session: Session, outcome: Outcome, *, leave_one_out: bool) -> str:
     lines = [
         "# Validation",
         "Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/validation.md`; do not edit.",
-        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md), later [blind2.md](blind2.md), [blind3.md](blind3.md) and [blind4.md](blind4.md).",
+        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md), later [blind2.md](blind2.md), [blind3.md](blind3.md), [blind4.md](blind4.md) and [blind5.md](blind5.md).",
         "## Predicted and measured",
         words,
         markdown(outcome.scores),

@@ -16,7 +16,7 @@ from autopar.cost.block import BlockCost
 from autopar.cost.block_price import price_block
 from autopar.cost.block_work import BlockWork, block_work
 from autopar.cost.collectives import CollectiveModel
-from autopar.cost.fusion import Kernels
+from autopar.cost.fusion import LOSSES, Kernels
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.work import LINEAR
 from autopar.device import Kind
@@ -88,6 +88,7 @@ class Expressed:
             sizes_of(run, site),
             layout,
             kernels_of(site, run),
+            site.whole_vocabulary,
             site.regathers,
             site.recomputes_products,
             site.recomputes_attention,
@@ -109,9 +110,9 @@ class Expressed:
         return [_structure(layouts, split, option, run, kind, site) for option in found.values()]
 
     def _layouts_of(self, run: Run) -> Layouts:
-        sizes = sizes_of(run, self.site_of(run))
+        sizes, whole_vocabulary = sizes_of(run, self.site_of(run)), self.site_of(run).whole_vocabulary
         split_rows = _splits_rows(run, self.site_of(run))
-        key = (sizes, run.device, None if run.tp == 1 else split_rows)
+        key = (sizes, run.device, None if run.tp == 1 else (split_rows, whole_vocabulary))
         if key not in self._layouts:
             inside = run.devices_per_node if run.devices_per_node % (run.tp * run.cp) == 0 else run.tp * run.cp
             whole = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
@@ -123,7 +124,7 @@ class Expressed:
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
                 space=space,
-                narrow=partial(as_megatron, run.seq, split_rows),
+                narrow=partial(as_megatron, run.seq, split_rows, whole_vocabulary=whole_vocabulary),
             )
         return self._layouts[key]
 
@@ -152,14 +153,29 @@ def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
     )
 
 
+def precision_of(run: Run, site: Site = PLAIN) -> Precision:
+    """The dtypes of a run."""
+    found = PRECISIONS[run.precision]
+    return replace(found, storage=found.compute) if site.plain_storage else found
+
+
 TABLE = Ref("p_embedding_weight")
 """The vocabulary of the models of ``families.py``."""
+
+HEAD = Ref("p_head_weight")
 
 DROPOUT = "autopar.dropout"
 NORMS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
-def as_megatron(sequence: int, split_rows: bool | None, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+def as_megatron(
+    sequence: int,
+    split_rows: bool | None,
+    op: Op,
+    offered: tuple[Strategy, ...],
+    *,
+    whole_vocabulary: bool = False,
+) -> tuple[Strategy, ...]:
     """Keeps the strategies on ``tp`` that Megatron and torchtitan have; the planner's own are more.
 
     Weights of linear layers and the vocabulary are split; the planner may hold one whole and split rows of samples or of
@@ -171,7 +187,12 @@ def as_megatron(sequence: int, split_rows: bool | None, op: Op, offered: tuple[S
             is split along batch or sequence, and dropout has all of [batch, sequence, hidden]; None: as is fastest.
         op: the operator.
         offered: its strategies.
+        whole_vocabulary: embedding and loss are not split, nor is the head with ``split_rows`` False.
     """
+    if whole_vocabulary and (
+        op.target in LOSSES or TABLE in op.operands or (HEAD in op.operands and split_rows is False)
+    ):
+        return tuple(s for s in offered if not any(t.is_split for t in (*s.inputs, *s.outputs)))
     if op.target in LINEAR or TABLE in op.operands:
         weight = 1 if op.target in LINEAR else op.operands.index(TABLE)
         offered = tuple(s for s in offered if s.inputs[weight].is_split)
@@ -220,6 +241,7 @@ def kernels_of(site: Site, run: Run) -> Kernels:
     return Kernels(
         elementwise=site.fused_elementwise,
         loss=site.fused_loss,
+        half_loss=site.half_loss,
         projections=site.fused_projections,
         ring=site.fused_ring,
         dropout=site.dropout,
@@ -279,7 +301,7 @@ def regathered(op: Op) -> bool:
 
 def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
     """The prediction of a run on a cluster: the fastest of its structures, as much slower as its site says."""
-    model = CostModel(cluster, PRECISIONS[run.precision], "adamw")
+    model = CostModel(cluster, precision_of(run, site), "adamw")
     found = min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
     return slower(found, 1.0 + site.slowdown)
 
@@ -304,7 +326,7 @@ def step_time_s(
     run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site, collectives: CollectiveModel
 ) -> float:
     """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
-    model = CostModel(cluster, PRECISIONS[run.precision], "adamw", collectives)
+    model = CostModel(cluster, precision_of(run, site), "adamw", collectives)
     least = min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
     return least * (1.0 + site.slowdown)
 
@@ -356,6 +378,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         adds_gradients=not site.adds_in_products,
         casts_gradients=site.casts_gradients and run.precision == "bf16_fp32_grad_accum",
         late_reductions=site.late_reductions,
+        reduces_last=site.reduces_last,
         quantized_gathers=site.quantized_gathers and run.precision == "fp8",
         all_reduces=site.all_reduces_sums,
         broadcasts=site.broadcasts_parameters,

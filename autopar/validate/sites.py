@@ -39,6 +39,8 @@ class Site:
         copied_sends: such messages, or whole ones, are those of DeepSpeed's pipeline, which copies and fills besides.
         fused_elementwise: chains of elementwise operators run as one kernel each.
         fused_loss: so does cross entropy.
+        half_loss: cross entropy computes in the dtype of the logits, which nothing casts.
+        whole_vocabulary: embedding and loss are whole on every rank of ``tp``, and so is the head where the sequence is not split.
         fused_projections: linear layers of one input run as one product.
         fused_ring: attention over a split sequence is a ring of fused kernels.
         autocast: norms compute in single precision, with a cast before and after.
@@ -63,6 +65,9 @@ class Site:
         all_reduces_sums: gradients are summed whole on every data rank, of which each then steps its part (DeepSpeed).
         broadcasts_parameters: each data rank steps whole parameters and sends them to all others, one after the other.
         late_reductions: gradients are summed over data ranks after the last backward (Megatron until 2022).
+        reduces_last: gradients of several micro-batches are reduced at the last one, also where parameters are sharded (FSDP2's
+            ``set_requires_gradient_sync``).
+        plain_storage: parameters and optimizer states lie in the dtype of products, with no copy in single precision.
         quantized_gathers: runs in fp8 gather parameters in one byte an element.
         fixed_segments: the caching allocator cannot join its segments (PyTorch before 2.1).
         deterministic: kernels add up in one order, and Transformer Engine fills what it allocates before it writes to it
@@ -87,6 +92,8 @@ class Site:
     copied_sends: bool = False
     fused_elementwise: bool = False
     fused_loss: bool = False
+    half_loss: bool = False
+    whole_vocabulary: bool = False
     fused_projections: bool = False
     fused_ring: bool = False
     autocast: bool = False
@@ -110,6 +117,8 @@ class Site:
     broadcasts_parameters: bool = False
     fixed_segments: bool = False
     late_reductions: bool = False
+    reduces_last: bool = False
+    plain_storage: bool = False
     quantized_gathers: bool = False
     deterministic: bool = False
     ring_collectives: bool = False

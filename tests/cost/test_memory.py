@@ -209,6 +209,16 @@ def test_gathered_blocks_are_in_passing() -> None:
     assert found.parameters == 4 * N * 4 // 8
 
 
+def test_whole_gradients_are_gone_when_parameters_are_stepped() -> None:
+    """FSDP's shards take their place, so that the optimizer's temporaries are not beside them."""
+    model = CostModel(CLUSTER, BF16, "adamw")
+    layers = stage(*(block(f"l{i}") for i in range(16)))
+    once, often = (model.memory([layers], step(Mesh(dp_shard=2), zero=1, count=count))[0] for count in (1, 4))
+    assert (once.gradients, often.gradients) == (16 * 4 * N // 2, 16 * 4 * N)
+    assert once.transient == pytest.approx(16 * 4 * N // 2, rel=0.01)  # temporaries of the shards
+    assert often.transient == pytest.approx(4 * N, rel=0.01)  # the largest buffer that is reduced
+
+
 def test_tied_weights_are_held_once_a_stage() -> None:
     tied = ParameterCost(name="embed", shape=(1024, 1024), num_bytes=4 * N, shared=True)
     first, last = block("embed", parameters=(tied,)), block("head", parameters=(tied,))
