@@ -111,7 +111,7 @@ class _Assembler:
     # --- modules
 
     def stage(self, program: StageProgram) -> StageModule:
-        module = StageModule(program, self.program.loss, self.world.meshes)
+        module = StageModule(program, self.program, self.world.meshes)
         for region in module.modules():
             if isinstance(region, Holder):
                 region.bind(self.weights.model, self.world.device)

@@ -13,9 +13,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from autopar.errors import PlanError
-from autopar.graph.ir import Input, Ref
-from autopar.lower.emit import str_name
-from autopar.lower.program import Program, StageProgram
+from autopar.graph.ir import Input
+from autopar.lower.program import Program
 from autopar.plan import Plan
 from autopar.run_log import COMPUTE, PIPELINE
 from autopar.runtime.data_parallel import before_backward
@@ -87,12 +86,10 @@ class Pipeline:
         self._stages, self._program, self._monitor = stages, program, monitor
         plan = program.plan
         _check(plan)
-        by_index = {stage.index: stage for stage in program.stages}
-        specs = _Specs(program)
         group = world.device_mesh.get_group("pp")
         self._group, self._device = group, world.device
         self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
-        self._received = {module.index: specs.tensors(by_index[module.index].receives) for module in stages}
+        self._received = {module.index: tuple(p.example() for p in module.ends.receives) for module in stages}
         wrapped = [
             _Stage(
                 monitor,
@@ -100,8 +97,8 @@ class Pipeline:
                 module.index,
                 len(program.stages),
                 world.device,
-                input_args=specs.tensors(by_index[module.index].receives),
-                output_args=specs.outputs(by_index[module.index]),
+                input_args=self._received[module.index],
+                output_args=tuple(p.example() for p in module.ends.gives),
                 group=group,
             )
             for module in stages
@@ -231,23 +228,3 @@ def _check(plan: Plan) -> None:
 def _loss_itself(output: Tensor, _: Tensor) -> Tensor:
     """The last stage's graph ends in the loss."""
     return output
-
-
-class _Specs:
-    """Tensors that stages pass on, on meta, by name."""
-
-    def __init__(self, program: Program) -> None:
-        self._loss = program.loss
-        self._specs = {str_name(Ref(op.name, i)): spec for op in program.graph.ops for i, spec in enumerate(op.outputs)}
-
-    def tensors(self, names: Sequence[str]) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.empty(self._specs[name].shape, dtype=self._specs[name].dtype, device="meta").requires_grad_(
-                self._specs[name].requires_grad
-                and (self._specs[name].dtype.is_floating_point or self._specs[name].dtype.is_complex)
-            )
-            for name in names
-        )
-
-    def outputs(self, stage: StageProgram) -> tuple[Tensor, ...]:
-        return self.tensors((self._loss,) if stage.is_last else stage.sends)

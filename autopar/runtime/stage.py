@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autopar.lower.emit import SEED
-from autopar.lower.program import BlockProgram, PreludeProgram, StageProgram
+from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
 from autopar.ops import on_meshes
 from autopar.runtime.host_saved import Mover
+from autopar.runtime.passing import ends_of, enter, leave
 from autopar.runtime.quiet import without_dropout
 from autopar.runtime.selective import Tape, with_tape
 
@@ -86,10 +87,12 @@ class StageModule(nn.Module):
         seed: of the step; every micro-batch draws from a stream of its own.
     """
 
-    def __init__(self, program: StageProgram, loss: str, meshes: Sequence[DeviceMesh]) -> None:
+    def __init__(self, program: StageProgram, whole: Program, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
         self.index, self.is_last = program.index, program.is_last
-        self.receives, self.sends, self.loss = program.receives, program.sends, loss
+        self.receives, self.sends, self.loss = program.receives, program.sends, whole.loss
+        self.ends = ends_of(whole, program)
+        self._is_whole = len(whole.stages) == 1
         self.blocks = nn.ModuleList(BlockModule(block, meshes) for block in program.blocks)
         self.mover = Mover() if any(block.offload for block in program.blocks) else None
         for block, block_program in zip(self.blocks, program.blocks, strict=True):
@@ -112,15 +115,16 @@ class StageModule(nn.Module):
         """One micro-batch.
 
         Args:
-            received: one tensor for each of ``receives``.
+            received: one tensor for each of ``receives``, as the stage before gave it.
             batch: the micro-batch's inputs by name (with or without :data:`INPUT`), its number under
                 :data:`MICRO_BATCH`.
 
         Returns:
-            The loss on the last stage (this rank's part of the global sum), else the tuple of ``sends``.
+            The loss on the last stage (this rank's part of the global sum), else the tuple of ``sends``, as they are sent.
         """
+        taken, link = enter(self.ends, received)
         values: dict[str, Any] = {name.removeprefix(INPUT): value for name, value in batch.items()}
-        values.update(zip(self.receives, received, strict=True))
+        values.update(zip(self.receives, taken, strict=True))
         values.update(self.state)
         values.update(self.totals)
         for name in self.shared_names:
@@ -139,10 +143,10 @@ class StageModule(nn.Module):
                 made = block(*[values[name] for name in block.inputs])
                 values.update(zip(block.outputs, made, strict=True))
         self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
-        if self.is_last:
-            loss: Tensor = values[self.loss]
-            return loss
-        return tuple(values[name].contiguous() for name in self.sends)  # as they are sent
+        if self._is_whole:
+            return cast("Tensor", values[self.loss])
+        given = leave(self.ends, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
+        return given[0] if self.is_last else given
 
     def holders(self) -> dict[str, nn.Module]:
         """For each parameter name the module that has it registered under that name."""

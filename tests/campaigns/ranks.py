@@ -126,7 +126,7 @@ def _module(stage: StageProgram, program: Program, parts: Mapping[str, Tensor]) 
         replace(block, module=_Body(block.module, {name: leaves[name] for name in block.parameters}))  # type: ignore[arg-type]
         for block in stage.blocks
     )
-    module = StageModule(replace(stage, blocks=blocks), program.loss, these_meshes())
+    module = StageModule(replace(stage, blocks=blocks), program, these_meshes())
     module._parameters.update({name: leaves[name] for name in stage.shared_parameters})
     if data_parallel.uses_fsdp(program.plan):
         _shard(module, program, leaves)

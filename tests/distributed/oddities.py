@@ -121,6 +121,41 @@ class Spectral(nn.Module):
         return F.cross_entropy(torch.fft.ifft(self.layers(torch.fft.fft(x))).real, y)
 
 
+class Passing(u.Around):
+    """Four layers; what the first makes of its result only the last reads: numbers of columns, a mask, values without a
+    gradient, values of which it reads the sign alone, and some whose dims of length 1 have the strides of others."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        layers = cast("nn.ModuleList", self.inner)
+        x = x + layers[0](x).tanh()
+        column, mask, still, wave = x.argmax(-1), x > 0.0, x.detach().sin(), x.cos()
+        turned = (2.0 * x).unflatten(-1, (1, 8)).transpose(-2, -1)
+        for layer in layers[1:]:
+            x = x + layer(x).tanh()
+        x = x + self.table(column) * still + torch.where(mask, x, 0.5 * x) * turned.flatten(-2)
+        return F.cross_entropy(self.last(x * (wave > 0.0)), y)
+
+
+class Unread(u.Around):
+    """Four layers, of which the last one reads what the one before made, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        *before, last = cast("nn.ModuleList", self.inner)
+        for layer in before:
+            x = x + layer(x).tanh()
+        x = x.detach()
+        return F.cross_entropy(self.last(x + last(x).tanh()), y)
+
+
 class Sinks(nn.Module):
     """Attention written out, whose softmax has a column more than there are keys."""
 
@@ -152,12 +187,14 @@ class SinksSubject:
 
 _MODELS = {"pairs": partial(u.Pairs, "contrastive"), "routers": Layers, "rolls": Rolling, "shared": Shared}
 _MODELS |= {"resting": Resting, "checkpointed": Checkpointed, "spectral": Spectral}
+_MODELS |= {"passing": Passing, "unread": Unread}
 
 
 @dataclass(frozen=True)
 class UnusualSubject:
     """``kind``: pairs (a contrastive loss with a scalar parameter), routers, rolls, shared (weights of two layers), resting (parts in
-    ``eval()``), checkpointed, or spectral (complex numbers)."""
+    ``eval()``), checkpointed, spectral (complex numbers), passing (all kinds of values between layers), or unread (no gradient goes
+    back to the first layers)."""
 
     kind: str
 

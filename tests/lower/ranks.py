@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
@@ -111,7 +112,10 @@ def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
     world = dist.distributed_c10d._world
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    store, run = dist.HashStore(), next(_RUNS)
+    with (
+        FakeTensorMode()
+    ):  # torch 2.11 for CUDA, without a GPU, keeps its stand-in for one in the thread that needs it first
+        store, run = dist.HashStore(), next(_RUNS)
     results: list[Any] = [None] * mesh.world_size
     errors: list[BaseException] = []
 
