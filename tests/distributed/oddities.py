@@ -156,6 +156,16 @@ class Unread(u.Around):
         return F.cross_entropy(self.last(x + last(x).tanh()), y)
 
 
+class Frozen(u.Around):
+    """Four layers, of which the first two stay as they are, and so does what stands before them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
+        inner = cast("nn.Sequential", self.inner)
+        for part in (self.first, inner[0], inner[1]):
+            part.requires_grad_(requires_grad=False)
+
+
 class Sinks(nn.Module):
     """Attention written out, whose softmax has a column more than there are keys."""
 
@@ -187,14 +197,14 @@ class SinksSubject:
 
 _MODELS = {"pairs": partial(u.Pairs, "contrastive"), "routers": Layers, "rolls": Rolling, "shared": Shared}
 _MODELS |= {"resting": Resting, "checkpointed": Checkpointed, "spectral": Spectral}
-_MODELS |= {"passing": Passing, "unread": Unread}
+_MODELS |= {"passing": Passing, "unread": Unread, "frozen": Frozen}
 
 
 @dataclass(frozen=True)
 class UnusualSubject:
     """``kind``: pairs (a contrastive loss with a scalar parameter), routers, rolls, shared (weights of two layers), resting (parts in
-    ``eval()``), checkpointed, spectral (complex numbers), passing (all kinds of values between layers), or unread (no gradient goes
-    back to the first layers)."""
+    ``eval()``), checkpointed, spectral (complex numbers), passing (all kinds of values between layers), unread (no gradient goes
+    back to the first layers), or frozen (the first layers)."""
 
     kind: str
 

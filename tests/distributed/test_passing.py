@@ -57,7 +57,8 @@ def test_whatever_stages_pass_on_training_equals_one_device(pool: WorkerPool, la
     verify(UnusualSubject("passing"), lowered.plan, traced("passing"), steps=2, pool=pool, timeout_s=60.0).check()
 
 
+@pytest.mark.parametrize("kind", ["unread", "frozen"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_before_one_that_gives_no_gradient_back_train_on(pool: WorkerPool, layout: str) -> None:
-    lowered = program("unread", layout)
-    verify(UnusualSubject("unread"), lowered.plan, traced("unread"), steps=2, pool=pool, timeout_s=60.0).check()
+def test_stages_train_beside_some_without_a_gradient(pool: WorkerPool, layout: str, kind: str) -> None:
+    lowered = program(kind, layout)
+    verify(UnusualSubject(kind), lowered.plan, traced(kind), steps=2, pool=pool, timeout_s=60.0).check()
