@@ -271,18 +271,24 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 def _in_threads(rank: Any, size: int) -> None:
-    """Runs ``rank(index, group)`` on threads that form a gloo group."""
+    """Runs ``rank(index, group)`` on threads that form a gloo group.
+
+    No rank begins before all are connected: one that is done closes its connections, which others would still wait for.
+    """
     store = _C10D.HashStore()
     errors: list[BaseException] = []
+    connected = threading.Barrier(size)
     serial = next(_SERIAL)
 
     def body(index: int) -> None:
         name = f"autopar-verify-{serial}-{index}"
         try:
             group = _gloo(store, index, size, name)
+            connected.wait(timeout=60.0)
             rank(index, group)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             errors.append(error)
+            connected.abort()
         finally:
             _C10D._unregister_process_group(name)
 

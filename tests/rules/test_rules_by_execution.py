@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from autopar.graph.ir import TensorSpec
 from autopar.rules import default_table
 from autopar.rules.grammar import Pattern, enumerate_strategies
 from autopar.rules.table import RuleTable, torch_rules
-from autopar.rules.verify import call, verify_rule
+from autopar.rules.verify import _gloo, _in_threads, call, verify_rule
 from tests.rules.rule_examples import (
     OUTSIDE,
     Example,
@@ -49,6 +51,22 @@ def test_every_strategy_gives_what_one_device_gives(family: str, size: int) -> N
     failures = [line for e in examples for line in verify_rule(e.op, e.operands, size=size, seed=size)]
     assert len(examples) > 7
     assert failures == []
+
+
+def test_no_rank_begins_before_all_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick one closed its connections while others still made theirs (`Connection closed by peer`)."""
+    made: list[int] = []
+    seen: list[int] = []
+
+    def slowly(store: Any, rank: int, size: int, name: str) -> Any:
+        group = _gloo(store, rank, size, name)
+        time.sleep(0.1 * rank)
+        made.append(rank)
+        return group
+
+    monkeypatch.setattr("autopar.rules.verify._gloo", slowly)
+    _in_threads(lambda index, group: seen.append(len(made)), 3)
+    assert seen == [3, 3, 3]
 
 
 def test_every_rule_has_an_example() -> None:
