@@ -63,7 +63,9 @@ class _InOneDtype(TorchFunctionMode):
             args = (*self._cast(args[:count], self._dtype), *args[count:])
             given = self._cast(given, self._dtype) if count == _ALL else given
         elif func in self._into and self._is_mixed((args, given)):
-            args, given = (args[0], *self._cast(args[1:], args[0].dtype)), self._cast(given, args[0].dtype)
+            target = args[0] if args else given["input"]
+            args = tuple(v if v is target else self._cast(v, target.dtype) for v in args)
+            given = {key: v if v is target else self._cast(v, target.dtype) for key, v in given.items()}
         return func(*args, **given)
 
     def _is_mixed(self, values: Any) -> bool:

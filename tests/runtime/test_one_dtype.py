@@ -32,6 +32,7 @@ OPS: dict[str, Op] = {
     "conv": lambda x, row, _: F.conv1d(x[:, None], row[None, None, :3], padding=1)[:, 0],
     "prelu": lambda x, row, _: F.prelu(x, row[:1]),
     "index_add": lambda x, _, square: x.index_add(0, torch.arange(2), square[:2]),
+    "index_add by name": lambda x, _, square: torch.index_add(input=x, dim=0, index=torch.arange(2), source=square[:2]),
     "from zeros": lambda x, _, square: torch.zeros(2, 8).index_add(0, torch.arange(2), x) @ square,
 }
 
