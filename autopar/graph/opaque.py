@@ -119,10 +119,10 @@ class Regions:
             if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
                 return args[0](*args[2:])
             if threading.get_ident() != owner or cls.__module__.split(".")[0] in ("torch", "autopar", "spmd_types"):
-                return usual.__func__(cls, *args, **kwargs)
+                return usual.__get__(None, cls)(*args, **kwargs)
             found, inputs = self._function(cls, args, kwargs)
             if found is None:
-                return usual.__func__(cls, *args, **kwargs)
+                return usual.__get__(None, cls)(*args, **kwargs)
             return _emit(found[0], inputs, ({}, {}), found[1])
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
