@@ -512,7 +512,8 @@ def step_muon(matrices: list[Tensor], run: Callable[[Batch], object], batches: S
     for batch in batches:
         optimizer.zero_grad()
         run(batch)
-        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
+        method = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
+        with method, mock.patch.object(torch, "bfloat16", torch.float32):  # the dtype by name in torch 2.15
             optimizer.step()
 
 
