@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,32 +63,30 @@ def test_every_blind_row_has_a_device_and_was_predicted_before(words: Words) -> 
         assert r["step_time_s"] == (run.step_time_s and pytest.approx(run.step_time_s, rel=1e-3))
 
 
+def check_new(table: Sequence[Run], others: Sequence[Run], *, least: int) -> None:
+    """Neither a source nor a row of a table is in the others."""
+    assert len(table) >= least
+    assert len({run.publisher for run in table}) >= 5
+    assert {run.publisher for run in table}.isdisjoint(run.publisher for run in others)
+    assert {_facts(run) for run in table}.isdisjoint(_facts(run) for run in others)
+
+
 def test_the_second_table_has_new_sources_and_no_row_of_the_first(
     blind: tuple[Run, ...], again: tuple[Run, ...]
 ) -> None:
-    assert len(again) >= 25
-    assert len({run.publisher for run in again}) >= 5
-    assert {run.publisher for run in again}.isdisjoint(run.publisher for run in blind)
-    assert {_facts(run) for run in again}.isdisjoint(_facts(run) for run in blind)
+    check_new(again, blind, least=25)
 
 
 def test_the_third_table_has_new_sources_and_no_row_of_the_others(
     blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...]
 ) -> None:
-    assert len(last) >= 40
-    assert len({run.publisher for run in last}) >= 5
-    assert {run.publisher for run in last}.isdisjoint(run.publisher for run in (*blind, *again))
-    assert {_facts(run) for run in last}.isdisjoint(_facts(run) for run in (*blind, *again))
+    check_new(last, (*blind, *again), least=40)
 
 
 def test_the_fourth_table_has_new_sources_and_no_row_of_the_others(
     blind: tuple[Run, ...], again: tuple[Run, ...], last: tuple[Run, ...], newest: tuple[Run, ...]
 ) -> None:
-    others = (*blind, *again, *last)
-    assert len(newest) >= 30
-    assert len({run.publisher for run in newest}) >= 5
-    assert {run.publisher for run in newest}.isdisjoint(run.publisher for run in others)
-    assert {_facts(run) for run in newest}.isdisjoint(_facts(run) for run in others)
+    check_new(newest, (*blind, *again, *last), least=30)
 
 
 def test_the_fifth_table_has_new_sources_and_no_row_of_the_others(
@@ -97,11 +96,7 @@ def test_the_fifth_table_has_new_sources_and_no_row_of_the_others(
     newest: tuple[Run, ...],
     fifth: tuple[Run, ...],
 ) -> None:
-    others = (*blind, *again, *last, *newest)
-    assert len(fifth) >= 30
-    assert len({run.publisher for run in fifth}) >= 5
-    assert {run.publisher for run in fifth}.isdisjoint(run.publisher for run in others)
-    assert {_facts(run) for run in fifth}.isdisjoint(_facts(run) for run in others)
+    check_new(fifth, (*blind, *again, *last, *newest), least=30)
 
 
 @pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
