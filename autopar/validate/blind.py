@@ -59,7 +59,7 @@ _MISSED = """
   gradients. By its code they are worth 0.2 % here and 1.3 of BigScience's A100s, and are in the model since ([validation.md](validation.md)); none explains the rest.
 - FSDP through slow network cards (IBM's A100s with 400 Gbit/s a node): 21 to 25 % too slow when compiled. Collectives
   that the network holds up take memory bandwidth and multiprocessors for less of their time than those inside a node;
-  `interference` counts their whole time.
+  `interference` counts their whole time, as charging less makes as many other runs too fast ([validation.md](validation.md)).
 - torchtitan's 405B (tensor parallelism of 8, shards over 16 nodes): 17 % too slow, and 28 % in fp8, where its
   collectives of the tensor axis are fp8 too.
 - Tensor parallelism over nodes (OneFlow, 16 and 32 V100s on one card a node): 50 and 60 % of the measured time. What
