@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,9 @@ from autopar.cost.collectives import CollectiveModel
 from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
-from autopar.cost.pipeline import PipelineTimes, StageTimes, finishes_s, shared_time_s, simulate
+from autopar.cost.pipeline import PipelineTimes, StageTimes, finishes_s, simulate
 from autopar.cost.places import peak_flops, places_of
+from autopar.cost.shared_cores import shared
 from autopar.cost.stages import StageSums, moving, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, tied
@@ -200,7 +200,7 @@ class CostModel(BlockModel):
         if of_step.once_s is None:
             of_step.once_s = self._once_s(data, step)
         once = of_step.once_s
-        best: tuple[float, Breakdown, int] | None = None
+        every: list[Breakdown] = []
         ties = tied(stages, data)
         keys = [stage_key(stage) for stage in stages]
         for rank in range(step.mesh.pp):
@@ -211,15 +211,12 @@ class CostModel(BlockModel):
             sent["data"] += self.ties_s(ties, step, rank)
             sent["data"] += once
             sent["pipeline"] = count * sum(stage.schedule_s for stage in times[rank :: step.mesh.pp])
-            found = parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
-            if best is None or found.total_s > best[0]:
-                best = (found.total_s, found, rank)
-        assert best is not None
-        if step.mesh.pp == 1 or self.device.core_share == 1.0:
-            return best[1], sums
-        time_s = shared_time_s(step.schedule, step.mesh.pp, count, times, self.device.core_share)
-        inside_s = sum(_data_inside_s(own, step) for own in sums[best[2] :: step.mesh.pp])
-        return _shared(best[1], min(time_s / pipeline.time_s, 1.0), inside_s), sums
+            every.append(parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent))
+        if step.mesh.pp > 1 and self.device.core_share < 1.0:
+            # messages between processes of one node are work of its cores
+            is_work = self.cluster.num_nodes == 1
+            every = shared(every, pipeline, times, step, core_share=self.device.core_share, is_work=is_work)
+        return max(every, key=lambda found: found.total_s), sums
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -349,23 +346,3 @@ class CostModel(BlockModel):
         """Sums of gradients in one backward: with those of earlier micro-batches, and of several uses of a parameter."""
         earlier = data.adding_s(units, step.num_micro_batches, device, casts=step.casts_gradients)
         return earlier + shared_sums_s(stage.blocks, itemsize(self.precision.compute), device)
-
-
-def _data_inside_s(sums: StageSums, step: Step) -> float:
-    """What the data axes add to the forwards and backwards of a stage: a part of the pipeline's own time."""
-    first = 0.0 if step.gathers_after_step else sums.data_first_s
-    return step.num_micro_batches * (sums.data_forward_s + sums.data_backward_s) + first
-
-
-def _shared(parts: Breakdown, factor: float, data_inside_s: float) -> Breakdown:
-    """The parts of a step whose pipeline takes ``factor`` of the time that it takes if all ranks work all the time."""
-    return replace(
-        parts,
-        compute_s=parts.compute_s * factor,
-        recompute_s=parts.recompute_s * factor,
-        tensor_parallel_s=parts.tensor_parallel_s * factor,
-        context_parallel_s=parts.context_parallel_s * factor,
-        data_parallel_s=parts.data_parallel_s - (1.0 - factor) * data_inside_s,
-        pipeline_s=parts.pipeline_s * factor,
-        bubble_s=parts.bubble_s * factor,
-    )
