@@ -168,7 +168,7 @@ class CostModel(BlockModel):
 
     def longest_chains(self, stages: Sequence[StageCost], step: Step, most: int = 1) -> list[Chain]:
         """The longest chains of actions of a step; see :func:`autopar.cost.critical.longest_chains`."""
-        times, after_s = self._stage_times(stages, step), [0.0] * step.mesh.pp
+        times, after_s = self.times_of(stages, step), [0.0] * step.mesh.pp
         return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
 
     def finishes_s(
@@ -179,10 +179,11 @@ class CostModel(BlockModel):
         Returns:
             Seconds [cuts, ranks], without what follows once a step.
         """
-        times = [self._stage_times(stages, step) for stages in every]
+        times = [self.times_of(stages, step) for stages in every]
         return finishes_s(step.schedule, step.mesh.pp, num_micro_batches, times)
 
-    def _stage_times(self, stages: Sequence[StageCost], step: Step) -> list[StageTimes]:
+    def times_of(self, stages: Sequence[StageCost], step: Step) -> list[StageTimes]:
+        """What the pipeline simulates of each stage: of the stage, its place and the block before it alone."""
         parts = self.parts(step.mesh)
         sums = self._all_sums(stages, self._all_units(stages, step, parts), self._data(step), step)
         devices = [part.device for part in parts]
