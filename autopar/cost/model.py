@@ -191,13 +191,38 @@ class CostModel(BlockModel):
 
     def _timed(self, stages: Sequence[StageCost], step: Step) -> tuple[Breakdown, list[StageSums]]:
         self._virtual_stages(stages, step)
-        data, count, parts = self._data(step), step.num_micro_batches, self.parts(step.mesh)
+        parts = self.parts(step.mesh)
         units = self._all_units(stages, step, parts)
-        sums = self._all_sums(stages, units, data, step)
+        sums = self._all_sums(stages, units, self._data(step), step)
         devices = [part.device for part in parts]
         times = stage_times(stages, sums, step, self.collectives, devices, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
-        of_step = self._of_step(step)
+        every = self._by_rank(stages, step, units, sums, times, pipeline)
+        if step.mesh.pp > 1 and self.device.core_share < 1.0:
+            # messages between processes of one node are work of its cores
+            is_work = self.cluster.num_nodes == 1
+            every = shared(every, pipeline, times, step, core_share=self.device.core_share, is_work=is_work)
+        return max(every, key=lambda found: found.total_s), sums
+
+    def follows_s(self, stages: Sequence[StageCost], step: Step) -> list[float]:
+        """What follows the last action of each rank once a step, in seconds."""
+        units = self._all_units(stages, step, self.parts(step.mesh))
+        sums, times = self._all_sums(stages, units, self._data(step), step), self.times_of(stages, step)
+        pp, count = step.mesh.pp, step.num_micro_batches
+        busy_s = tuple(
+            sum(count * (own.forward_s + own.backward_s) + own.first_forward_s for own in times[rank::pp])
+            for rank in range(pp)
+        )
+        alone = PipelineTimes(finish_s=busy_s, busy_s=busy_s, exposed_send_s=(0.0,) * pp)
+        every = self._by_rank(stages, step, units, sums, times, alone)
+        return [max(found.total_s - own_s, 0.0) for found, own_s in zip(every, busy_s, strict=True)]
+
+    def _by_rank(
+        self, stages: Sequence[StageCost], step: Step, units: Sequence[Sequence[Unit]], sums: Sequence[StageSums],
+        times: Sequence[StageTimes], pipeline: PipelineTimes,
+    ) -> list[Breakdown]:  # fmt: skip
+        """Where the step goes if a rank is the last one to finish, for each rank."""
+        data, count, parts, of_step = self._data(step), step.num_micro_batches, self.parts(step.mesh), self._of_step(step)
         if of_step.once_s is None:
             of_step.once_s = self._once_s(data, step)
         once = of_step.once_s
@@ -213,11 +238,7 @@ class CostModel(BlockModel):
             sent["data"] += once
             sent["pipeline"] = count * sum(stage.schedule_s for stage in times[rank :: step.mesh.pp])
             every.append(parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent))
-        if step.mesh.pp > 1 and self.device.core_share < 1.0:
-            # messages between processes of one node are work of its cores
-            is_work = self.cluster.num_nodes == 1
-            every = shared(every, pipeline, times, step, core_share=self.device.core_share, is_work=is_work)
-        return max(every, key=lambda found: found.total_s), sums
+        return every
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step

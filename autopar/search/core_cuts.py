@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,8 +24,8 @@ from autopar.search.core_bounds import least_ends_s
 from autopar.search.cores import SharedCores
 from autopar.search.cuts import Cuts, Failure
 from autopar.search.equal_blocks import EqualBlocks
-from autopar.search.fitting import Fitting, once_s
-from autopar.search.inter import Cut, StageCutter
+from autopar.search.fitting import Fitting
+from autopar.search.inter import StageCutter
 from autopar.search.options import Option
 from autopar.search.uneven import exactly
 from autopar.search.ways import Way
@@ -141,22 +142,26 @@ class CoreCuts:
                     yield moved
 
     def _bounds_s(self, candidate: Candidate, option: Option, step: Step, every: Sequence[Stops]) -> list[float]:
-        """Of each cut, with the quickest mode of every block."""
+        """Of each cut, with the quickest mode of every block, and with any size of buckets."""
         model, pp = self.cores.model, candidate.mesh.pp
-        cutters = self.cuts.cutters(candidate, option, step)
-        modes = _quickest_modes(cutters[0])
+        modes = _quickest_modes(self.cuts.cutters(candidate, option, step)[0])
         known: dict[tuple[int, int, int], StageTimes] = {}
+        follows: dict[Stops, float] = {}
+        steps = [replace(step, bucket_bytes=size) for size in self.cuts.buckets or (step.bucket_bytes,)]
         pipelines: list[list[StageTimes]] = []
         after: list[list[float]] = []
-        always_s = model.scalars_s(step)
         for stops in every:
-            spans = [(s, *edge) for s, edge in enumerate(zip((0, *stops), stops, strict=False))]
-            if any(span not in known for span in spans):
-                times = model.times_of(self.cuts.stages(stops, modes, option, pp), step)
-                known |= zip(spans, times, strict=True)
+            edges = [*zip((0, *stops), stops, strict=False)]
+            spans = [(s, *edge) for s, edge in enumerate(edges)]
+            by_rank = [(rank, *(place for edge in edges[rank::pp] for place in edge)) for rank in range(pp)]
+            if any(span not in known for span in spans) or any(own not in follows for own in by_rank):
+                made = self.cuts.stages(stops, modes, option, pp)
+                known |= zip(spans, model.times_of(made, step), strict=True)
+                told = [model.follows_s(made, own) for own in steps]
+                for own, *some in zip(by_rank, *told, strict=True):
+                    follows[own] = min(follows.get(own, math.inf), *some)
             pipelines.append([known[span] for span in spans])
-            own_s = once_s(Cut(stops=stops, modes=modes, time_s=0.0), cutters)
-            after.append([max(rank_s + always_s, 0.0) for rank_s in own_s])
+            after.append([follows[own] for own in by_rank])
         return least_ends_s(
             (candidate.schedule, pp, candidate.virtual_stages, candidate.num_micro_batches),
             np.array([durations_of(times) for times in pipelines]).T,
