@@ -14,9 +14,9 @@ from autopar.cost.collectives import CollectiveModel
 from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
-from autopar.cost.pipeline import PipelineTimes, StageTimes, finishes_s, simulate
+from autopar.cost.pipeline import After, PipelineTimes, StageTimes, finishes_s, simulate
 from autopar.cost.places import peak_flops, places_of
-from autopar.cost.shared_cores import shared
+from autopar.cost.shared_cores import after_of, shared
 from autopar.cost.stages import StageSums, moving, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, tied
@@ -199,13 +199,17 @@ class CostModel(BlockModel):
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         every = self._by_rank(stages, step, units, sums, times, pipeline)
         if step.mesh.pp > 1 and self.device.core_share < 1.0:
-            # messages between processes of one node are work of its cores
-            is_work = self.cluster.num_nodes == 1
-            every = shared(every, pipeline, times, step, core_share=self.device.core_share, is_work=is_work)
+            core_share, is_work = self.device.core_share, self.sums_are_work
+            every = shared(every, pipeline, times, step, core_share=core_share, is_work=is_work)
         return max(every, key=lambda found: found.total_s), sums
 
-    def follows_s(self, stages: Sequence[StageCost], step: Step) -> list[float]:
-        """What follows the last action of each rank once a step, in seconds."""
+    @property
+    def sums_are_work(self) -> bool:
+        """Whether messages between ranks that share cores are work of these: processes of one node."""
+        return self.cluster.num_nodes == 1
+
+    def after(self, stages: Sequence[StageCost], step: Step) -> list[After]:
+        """What follows the last action of each rank once a step, where ranks share cores."""
         units = self._all_units(stages, step, self.parts(step.mesh))
         sums, times = self._all_sums(stages, units, self._data(step), step), self.times_of(stages, step)
         pp, count = step.mesh.pp, step.num_micro_batches
@@ -215,14 +219,20 @@ class CostModel(BlockModel):
         )
         alone = PipelineTimes(finish_s=busy_s, busy_s=busy_s, exposed_send_s=(0.0,) * pp)
         every = self._by_rank(stages, step, units, sums, times, alone)
-        return [max(found.total_s - own_s, 0.0) for found, own_s in zip(every, busy_s, strict=True)]
+        pairs = zip(every, busy_s, strict=True)
+        return [after_of(found, own_s, is_work=self.sums_are_work) for found, own_s in pairs]
 
     def _by_rank(
         self, stages: Sequence[StageCost], step: Step, units: Sequence[Sequence[Unit]], sums: Sequence[StageSums],
         times: Sequence[StageTimes], pipeline: PipelineTimes,
     ) -> list[Breakdown]:  # fmt: skip
         """Where the step goes if a rank is the last one to finish, for each rank."""
-        data, count, parts, of_step = self._data(step), step.num_micro_batches, self.parts(step.mesh), self._of_step(step)
+        data, count, parts, of_step = (
+            self._data(step),
+            step.num_micro_batches,
+            self.parts(step.mesh),
+            self._of_step(step),
+        )
         if of_step.once_s is None:
             of_step.once_s = self._once_s(data, step)
         once = of_step.once_s

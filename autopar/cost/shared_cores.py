@@ -32,13 +32,18 @@ def shared(
         core_share: cores for each rank, below 1.
         is_work: whether sums of gradients take the cores; else a rank waits for them, and the optimizer alone is work.
     """
-    after = []
-    for found, finish_s in zip(every, pipeline.finish_s, strict=True):
-        follows_s = max(found.total_s - finish_s, 0.0)
-        work_s = follows_s if is_work else min(found.optimizer_s, follows_s)
-        after.append(After(wait_s=follows_s - work_s, work_s=work_s))
+    after = [
+        after_of(found, finish_s, is_work=is_work) for found, finish_s in zip(every, pipeline.finish_s, strict=True)
+    ]
     ends_s = shared_ends_s(step.schedule, step.mesh.pp, step.num_micro_batches, times, after, core_share)
     return [_times(found, end_s / found.total_s) for found, end_s in zip(every, ends_s, strict=True)]
+
+
+def after_of(found: Breakdown, finish_s: float, *, is_work: bool) -> After:
+    """What follows the last action of a rank, by its breakdown and the end of that action in it; ``is_work``: see :func:`shared`."""
+    follows_s = max(found.total_s - finish_s, 0.0)
+    work_s = follows_s if is_work else min(found.optimizer_s, follows_s)
+    return After(wait_s=follows_s - work_s, work_s=work_s)
 
 
 def _times(parts: Breakdown, factor: float) -> Breakdown:

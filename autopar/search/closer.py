@@ -103,7 +103,7 @@ class Closer(Bounding):
 
     def _of_cuts_s(self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float) -> float:
         step = self.step(candidate, option)
-        return max(bound_s, self.core_cuts.bound_s(candidate, option, step) * (1 - ROUNDING))
+        return max(bound_s, self.core_cuts.bound_s(candidate, option, step))
 
     def _unstaged_bound_s(
         self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float

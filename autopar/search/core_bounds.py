@@ -11,7 +11,7 @@ Whatever stands before what, in any order of what ranks may do:
 - the last action of all, which is the first rank's, ends no sooner than W, the work of all actions, is done, where rank r has none
   left for a time v[r] before that end: the last gradients go down from it, by a chain. No rank's u and v overlap, as the chain of its
   first and last action has both. So p times the end is no less than W and what is lost in fill and drain;
-- what follows on the ranks once a step is work too: all of it, W and what is lost in the fill over p are another bound.
+- what follows on the ranks once a step, after a wait, is work too: with W and what is lost in the fill it takes p times the step.
 
 Each is larger, or as large, where any stage takes longer: bounds of the quickest stages hold whatever recomputes.
 """
@@ -51,10 +51,9 @@ def least_ends_s(
     degrees: tuple[str, int, int, int],
     durations_s: Array,
     sends_s: Array,
+    wait_s: Array,
     after_s: Array,
     core_share: float,
-    *,
-    is_work: bool,
 ) -> Array:
     """Seconds that a step takes at least [pipelines].
 
@@ -62,11 +61,10 @@ def least_ends_s(
         degrees: schedule, pipeline ranks, virtual stages and micro-batches.
         durations_s: of each stage's forward, backward and first forward [3 * stages, pipelines].
         sends_s: of each stage's message to the next one and of that back, and one zero [2 * stages + 1, pipelines].
-        after_s: what follows on each rank [ranks, pipelines].
+        wait_s, after_s: what each rank waits for after its actions, and the work that follows [ranks, pipelines].
         core_share: cores for each rank, below 1.
-        is_work: whether all of ``after_s`` is work; else it may be a wait.
     """
-    name, pp, virtual_stages, count = degrees
+    _, pp, virtual_stages, count = degrees
     actions, part = compiled(*degrees), least_part(core_share, pp)
     quick_s = part * durations_s
     backward_s, first_s = quick_s[1::3][:pp], quick_s[2::3][:pp]  # of each rank's first stage
@@ -85,10 +83,10 @@ def least_ends_s(
     work_s = _all_work_s(pp * virtual_stages, count, durations_s)
     last_s = ends_s[list(actions.last)]
     last_s[0] = np.maximum(last_s[0], (work_s + lost_s + idle_s) / pp)
-    found = (last_s + part * after_s).max(axis=0)
-    if is_work:
-        found = np.maximum(found, (work_s + after_s.sum(axis=0) + lost_s) / pp)
-    return np.asarray(found)
+    found: Array = np.maximum(
+        (last_s + wait_s + part * after_s).max(axis=0), (work_s + after_s.sum(axis=0) + lost_s) / pp
+    )
+    return found
 
 
 def _sums(own_s: Array) -> Array:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import Step
-from autopar.cost.pipeline import StageTimes, durations_of, sends_of
+from autopar.cost.pipeline import After, StageTimes, durations_of, sends_of, shared_ends_s
 from autopar.search.candidates import Candidate
 from autopar.search.core_bounds import least_ends_s
 from autopar.search.cores import SharedCores
@@ -30,14 +30,32 @@ from autopar.search.options import Option
 from autopar.search.uneven import exactly
 from autopar.search.ways import Way
 
-MANY = 4096
-"""Cuts of a candidate up to which all are bounded."""
+MANY = 1 << 18
+"""Actions of all cuts of a candidate up to which these are bounded."""
+
+AHEAD = 16
+"""Times as many first parts of cuts as there may be cuts, some of which the last stages rule out."""
 
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
 
 MaybeWay = Sequence[NDArray[np.bool_]] | None
 Stops = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounded:
+    """A cut with the quickest mode of every block.
+
+    Attributes:
+        least_s: the bound of a step with these stops, whatever its blocks recompute.
+        times, after: of the stages and the ranks; what follows with the size of buckets that is quickest for each rank.
+    """
+
+    least_s: float
+    stops: Stops
+    times: tuple[StageTimes, ...]
+    after: tuple[After, ...]
 
 
 class CoreCuts:
@@ -52,17 +70,19 @@ class CoreCuts:
 
     def __init__(self, cuts: Cuts, cores: SharedCores, blocks: EqualBlocks, *, is_even: bool) -> None:
         self.cuts, self.cores, self.blocks, self.is_even = cuts, cores, blocks, is_even
-        self._known: dict[tuple[Candidate, int], tuple[Option, list[tuple[float, Stops]] | None]] = {}
+        self._known: dict[tuple[Candidate, int], tuple[Option, list[Bounded] | None]] = {}
 
     def has(self, candidate: Candidate) -> bool:
         """Whether ranks share cores, and nothing is kept on the host."""
         shares = self.cores.are_shared and self.cores.speed(candidate) != 1.0
-        return shares and not (self.cuts.placed.has(candidate) or candidate.on_host or candidate.moves or self.cuts.moved)
+        return shares and not (
+            self.cuts.placed.has(candidate) or candidate.on_host or candidate.moves or self.cuts.moved
+        )
 
     def bound_s(self, candidate: Candidate, option: Option, step: Step) -> float:
         """The least bound of all cuts; 0 where there are too many."""
         every = self._every(candidate, option, step)
-        return every[0][0] if every else 0.0
+        return every[0].least_s if every else 0.0
 
     def tries(
         self,
@@ -79,8 +99,8 @@ class CoreCuts:
         speed, model = self.cores.speed(candidate), self.cores.model
         found: dict[Stops, float] = {}
 
-        def noted(way: MaybeWay, late_s: float, *, least_s: float = 0.0) -> Fitting | Failure:
-            if least_s >= late_s * speed:
+        def noted(way: MaybeWay, late_s: float, *, cut: Bounded | None = None) -> Fitting | Failure:
+            if cut is not None and late_s * speed <= self._quickest_s(candidate, cut):
                 return Failure(is_slow=True)
             plan = fits(way, late_s * speed)
             if isinstance(plan, Fitting):
@@ -92,10 +112,11 @@ class CoreCuts:
         if not found:
             return
         every, blocks = self._every(candidate, option, step), len(self.blocks.class_of)
-        for least_s, stops in every or ():
-            if least_s * (1 - ROUNDING) >= min(found.values()):
+        for cut in every or ():
+            if cut.least_s >= min(found.values()):
                 return
-            yield partial(noted, exactly(stops, blocks), least_s=least_s * (1 - ROUNDING))
+            if cut.stops not in found:
+                yield partial(noted, exactly(cut.stops, blocks), cut=cut)
         tried, best = {*found}, math.inf
         while every is None and min(found.values()) < best:
             best = min(found.values())
@@ -105,14 +126,20 @@ class CoreCuts:
                     tried.add(stops)
                     yield partial(noted, exactly(stops, blocks))
 
-    def _every(self, candidate: Candidate, option: Option, step: Step) -> list[tuple[float, Stops]] | None:
+    def _quickest_s(self, candidate: Candidate, cut: Bounded) -> float:
+        """The step of a cut with the quickest mode of every block."""
+        degrees = candidate.schedule, candidate.mesh.pp, candidate.num_micro_batches
+        ends_s = shared_ends_s(*degrees, cut.times, cut.after, self.cores.model.device.core_share)
+        return max(ends_s) * (1 - ROUNDING)
+
+    def _every(self, candidate: Candidate, option: Option, step: Step) -> list[Bounded] | None:
         """All cuts by their bounds; None where there are too many."""
         key = candidate, id(option)
         if key not in self._known:  # the layout is kept, so that its id stays its own
             stages = candidate.mesh.pp * candidate.virtual_stages
-            found = _all_stops(len(self.blocks.class_of), stages, self._may(candidate, option))
-            bounds_s = None if found is None else self._bounds_s(candidate, option, step, found)
-            every = None if found is None or bounds_s is None else sorted(zip(bounds_s, found, strict=True))
+            most = MANY // (2 * stages * candidate.num_micro_batches)
+            found = _all_stops(len(self.blocks.class_of), stages, self._may(candidate, option), most)
+            every = None if found is None else self._bounded(candidate, option, step, found)
             self._known[key] = option, every
         return self._known[key][1]
 
@@ -141,35 +168,47 @@ class CoreCuts:
                 if all(start < stop and may(s, start, stop) for s, (start, stop) in enumerate(edges)):
                     yield moved
 
-    def _bounds_s(self, candidate: Candidate, option: Option, step: Step, every: Sequence[Stops]) -> list[float]:
-        """Of each cut, with the quickest mode of every block, and with any size of buckets."""
+    def _bounded(self, candidate: Candidate, option: Option, step: Step, every: Sequence[Stops]) -> list[Bounded]:
+        """These cuts, that of the least bound first."""
         model, pp = self.cores.model, candidate.mesh.pp
         modes = _quickest_modes(self.cuts.cutters(candidate, option, step)[0])
         known: dict[tuple[int, int, int], StageTimes] = {}
-        follows: dict[Stops, float] = {}
+        follows: dict[Stops, After] = {}
+        # what ranks sum of parameters of blocks on several of them depends on the stages of all
+        inner = {*self.blocks.class_of[1:-1]}
+        is_own = not any(p.shared for k in inner for p in option.costs[k].parameters)
         steps = [replace(step, bucket_bytes=size) for size in self.cuts.buckets or (step.bucket_bytes,)]
         pipelines: list[list[StageTimes]] = []
-        after: list[list[float]] = []
+        after: list[list[After]] = []
         for stops in every:
             edges = [*zip((0, *stops), stops, strict=False)]
             spans = [(s, *edge) for s, edge in enumerate(edges)]
             by_rank = [(rank, *(place for edge in edges[rank::pp] for place in edge)) for rank in range(pp)]
-            if any(span not in known for span in spans) or any(own not in follows for own in by_rank):
+            if not is_own or any(span not in known for span in spans) or any(own not in follows for own in by_rank):
                 made = self.cuts.stages(stops, modes, option, pp)
                 known |= zip(spans, model.times_of(made, step), strict=True)
-                told = [model.follows_s(made, own) for own in steps]
-                for own, *some in zip(by_rank, *told, strict=True):
-                    follows[own] = min(follows.get(own, math.inf), *some)
+                told = [model.after(made, own) for own in steps]
+                follows |= {own: _least(some) for own, *some in zip(by_rank, *told, strict=True)}
             pipelines.append([known[span] for span in spans])
             after.append([follows[own] for own in by_rank])
-        return least_ends_s(
+        bounds_s = least_ends_s(
             (candidate.schedule, pp, candidate.virtual_stages, candidate.num_micro_batches),
             np.array([durations_of(times) for times in pipelines]).T,
             np.array([sends_of(times) for times in pipelines]).T,
-            np.array(after).T,
+            np.array([[rank.wait_s for rank in own] for own in after]).T,
+            np.array([[rank.work_s for rank in own] for own in after]).T,
             model.device.core_share,
-            is_work=model.cluster.num_nodes == 1,
-        ).tolist()  # type: ignore[no-any-return]
+        )
+        found = [
+            Bounded(least_s=least_s * (1 - ROUNDING), stops=stops, times=tuple(times), after=tuple(own))
+            for least_s, stops, times, own in zip(bounds_s.tolist(), every, pipelines, after, strict=True)
+        ]
+        return sorted(found, key=lambda cut: (cut.least_s, cut.stops))
+
+
+def _least(some: Sequence[After]) -> After:
+    """What follows on a rank at the least, with each size of buckets."""
+    return After(wait_s=min(own.wait_s for own in some), work_s=min(own.work_s for own in some))
 
 
 def _quickest_modes(cutter: StageCutter) -> tuple[Way, ...]:
@@ -177,10 +216,8 @@ def _quickest_modes(cutter: StageCutter) -> tuple[Way, ...]:
     return tuple(min(block.options, key=lambda option: option.time_s).mode for block in cutter.blocks)
 
 
-def _all_stops(blocks: int, stages: int, may: Callable[[int, int, int], bool]) -> list[Stops] | None:
-    """Where stages may end; None where there are more than :data:`MANY`."""
-    if math.comb(blocks - 1, stages - 1) > 64 * MANY:
-        return None
+def _all_stops(blocks: int, stages: int, may: Callable[[int, int, int], bool], most: int) -> list[Stops] | None:
+    """Where stages may end; None where there are more than ``most``."""
     found: list[Stops] = [()]
     for stage in range(stages):
         left = stages - 1 - stage
@@ -191,6 +228,6 @@ def _all_stops(blocks: int, stages: int, may: Callable[[int, int, int], bool]) -
             for stop in stops
             if stop > (start := before[-1] if before else 0) and may(stage, start, stop)
         ]
-        if len(found) > 16 * MANY:
+        if len(found) > AHEAD * most:
             return None
-    return found if len(found) <= MANY else None
+    return found if len(found) <= most else None

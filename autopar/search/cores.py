@@ -117,7 +117,7 @@ class SharedCores:
             speed=speed,
             host_s=self._host_s(candidate, option),
             always_s=self._always_s(candidate, option),
-            is_work=self.model.cluster.num_nodes == 1,
+            is_work=self.model.sums_are_work,
         )
 
     def _always_s(self, candidate: Candidate, option: Option | None) -> float:
