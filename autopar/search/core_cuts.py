@@ -3,8 +3,8 @@
 What one rank leaves of the cores another takes: a step is no sum and largest stage, by which stages are cut elsewhere
 (:mod:`autopar.search.inter`). With more than half as many cores as pipeline ranks a long stage costs little where the others are
 done. So all cuts that the space allows are bounded side by side (:mod:`autopar.search.core_bounds`), and predicted from the least
-bound on until the next one is no quicker than the best. Where there are too many, blocks move from stage to stage as long as the step
-gets shorter.
+bound on until the next one is no quicker than the best. Where there are too many, blocks move from stage to stage beside it as
+long as the step gets shorter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from autopar.cost.pipeline import After, StageTimes, durations_of, sends_of, sha
 from autopar.search.candidates import Candidate
 from autopar.search.core_bounds import least_ends_s
 from autopar.search.cores import SharedCores
-from autopar.search.cuts import Cuts, Failure
+from autopar.search.cuts import Cuts, Failure, evenly
 from autopar.search.equal_blocks import EqualBlocks
 from autopar.search.fitting import Fitting
-from autopar.search.inter import StageCutter
 from autopar.search.options import Option
 from autopar.search.uneven import exactly
 from autopar.search.ways import Way
@@ -94,37 +93,32 @@ class CoreCuts:
     ) -> Iterator[Callable[[float], Fitting | Failure]]:
         """For each cut what gives it as far as it takes less than a time (stated, as if all ranks worked): see :meth:`Cuts.fits`.
 
-        Those that balance the stages first. Where none of these fits, none is looked for.
+        Those that balance the stages first. Where these need more memory than there is, no others are looked for.
         """
-        speed, model = self.cores.speed(candidate), self.cores.model
+        speed, model, blocks = self.cores.speed(candidate), self.cores.model, len(self.blocks.class_of)
         found: dict[Stops, float] = {}
+        may_fit = False
 
         def noted(way: MaybeWay, late_s: float, *, cut: Bounded | None = None) -> Fitting | Failure:
-            if cut is not None and late_s * speed <= self._quickest_s(candidate, cut):
+            nonlocal may_fit
+            if cut is not None and late_s * speed <= max(cut.least_s, self._quickest_s(candidate, cut)):
                 return Failure(is_slow=True)
             plan = fits(way, late_s * speed)
+            may_fit |= isinstance(plan, Fitting) or plan.is_slow
             if isinstance(plan, Fitting):
                 found[plan.cut.stops] = model.breakdown(plan.made, step).total_s
             return plan
 
         for way in ways:
             yield partial(noted, way)
-        if not found:
-            return
-        every, blocks = self._every(candidate, option, step), len(self.blocks.class_of)
+        every = self._every(candidate, option, step) if may_fit else []
         for cut in every or ():
-            if cut.least_s >= min(found.values()):
+            if cut.least_s >= min(found.values(), default=math.inf):
                 return
             if cut.stops not in found:
                 yield partial(noted, exactly(cut.stops, blocks), cut=cut)
-        tried, best = {*found}, math.inf
-        while every is None and min(found.values()) < best:
-            best = min(found.values())
-            place = min(found, key=lambda stops: found[stops])
-            for stops in self._beside(candidate, option, place):
-                if stops not in tried:
-                    tried.add(stops)
-                    yield partial(noted, exactly(stops, blocks))
+        if every is None:
+            yield partial(noted, exactly(self._near(candidate, option, step), blocks))
 
     def _quickest_s(self, candidate: Candidate, cut: Bounded) -> float:
         """The step of a cut with the quickest mode of every block."""
@@ -158,6 +152,30 @@ class CoreCuts:
 
         return may
 
+    def _near(self, candidate: Candidate, option: Option, step: Step) -> Stops:
+        """Where stages end that begin with equal numbers of blocks, once no block on the next stage shortens the step.
+
+        With the quickest mode of every block: the same stops whatever else is known.
+        """
+        pp, modes = candidate.mesh.pp, self._modes(candidate, option, step)
+
+        def priced(stops: Stops) -> float:
+            return self.cores.model.breakdown(self.cuts.stages(stops, modes, option, pp), step).total_s
+
+        best = evenly(len(modes), pp * candidate.virtual_stages)
+        known = {best: priced(best)}
+        while True:
+            known |= {stops: priced(stops) for stops in self._beside(candidate, option, best) if stops not in known}
+            least = min(known, key=lambda stops: (known[stops], stops))
+            if known[least] >= known[best]:
+                return best
+            best = least
+
+    def _modes(self, candidate: Candidate, option: Option, step: Step) -> tuple[Way, ...]:
+        """Of each block the one that takes the least time."""
+        cutter = self.cuts.cutters(candidate, option, step)[0]
+        return tuple(min(block.options, key=lambda option: option.time_s).mode for block in cutter.blocks)
+
     def _beside(self, candidate: Candidate, option: Option, stops: Stops) -> Iterator[Stops]:
         """Cuts with a block of one stage on one beside it."""
         may = self._may(candidate, option)
@@ -171,7 +189,7 @@ class CoreCuts:
     def _bounded(self, candidate: Candidate, option: Option, step: Step, every: Sequence[Stops]) -> list[Bounded]:
         """These cuts, that of the least bound first."""
         model, pp = self.cores.model, candidate.mesh.pp
-        modes = _quickest_modes(self.cuts.cutters(candidate, option, step)[0])
+        modes = self._modes(candidate, option, step)
         known: dict[tuple[int, int, int], StageTimes] = {}
         follows: dict[Stops, After] = {}
         # what ranks sum of parameters of blocks on several of them depends on the stages of all
@@ -209,11 +227,6 @@ class CoreCuts:
 def _least(some: Sequence[After]) -> After:
     """What follows on a rank at the least, with each size of buckets."""
     return After(wait_s=min(own.wait_s for own in some), work_s=min(own.work_s for own in some))
-
-
-def _quickest_modes(cutter: StageCutter) -> tuple[Way, ...]:
-    """Of each block the one that takes the least time."""
-    return tuple(min(block.options, key=lambda option: option.time_s).mode for block in cutter.blocks)
 
 
 def _all_stops(blocks: int, stages: int, may: Callable[[int, int, int], bool], most: int) -> list[Stops] | None:

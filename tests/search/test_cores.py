@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from autopar.api import PRECISIONS
 from autopar.cluster import Cluster
 from autopar.cost.pipeline import After, StageTimes, durations_of, sends_of, shared_ends_s
+from autopar.search import core_cuts
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.bounds import bounds
+from autopar.search.candidates import Candidate
 from autopar.search.core_bounds import least_ends_s
 from autopar.search.cores import at_part, at_speed_s, chain_s, least_part
 from autopar.search.evaluate import Evaluation
+from autopar.search.options import Option
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner
 from autopar.search.space import load_space
@@ -141,32 +144,58 @@ def test_the_bound_of_two_ranks_on_one_core_is_their_work(count: int) -> None:
     assert bound_of_stages(("GPipe", 2, 1, count), stages, follows, 0.5) == pytest.approx(expected)
 
 
+def planner_of(ranks: int, cores: int) -> Planner:
+    return Planner(
+        Task(
+            graph=mlp(layers=7, batch=12, width=64, hidden=256),
+            cluster=Cluster.parse(f"cpu:1x{ranks}?cores={cores}"),
+            global_batch_size=12,
+            precision=PRECISIONS["fp32"],
+            optimizer="adamw",
+            pins=Pins.parse(["tp=1", "bucket_bytes=26214400"]),
+            space=replace(load_space("default"), every=0),
+        )
+    )
+
+
+def every_cut_s(planner: Planner, candidate: Candidate, option: Option) -> dict[tuple[int, ...], float]:
+    """Steps by where stages end, where nothing recomputes; memory is no matter."""
+    evaluator, blocks, pp = planner.evaluator, len(planner.task.graph.blocks), candidate.mesh.pp
+    found = {}
+    for inner in combinations(range(1, blocks), pp - 1):
+        stages = evaluator.cuts.stages((*inner, blocks), ("none",) * blocks, option, pp)
+        found[*inner, blocks] = planner.model.breakdown(stages, evaluator.step(candidate, option)).total_s
+    return found
+
+
+def pipelines(planner: Planner) -> list[Candidate]:
+    found = [c for c in planner.pool if c.mesh.pp > 1 and c.virtual_stages == 1]
+    assert len(found) > 2
+    return found
+
+
 @pytest.mark.parametrize(("ranks", "cores"), [(4, 2), (3, 2)])
 def test_the_cut_of_ranks_that_share_cores_is_the_best_of_all(ranks: int, cores: int) -> None:
-    """Of each pipeline, against every cut of its layouts; memory is no matter."""
-    task = Task(
-        graph=mlp(layers=7, batch=12, width=64, hidden=256),
-        cluster=Cluster.parse(f"cpu:1x{ranks}?cores={cores}"),
-        global_batch_size=12,
-        precision=PRECISIONS["fp32"],
-        optimizer="adamw",
-        pins=Pins.parse(["tp=1", "bucket_bytes=26214400"]),
-        space=replace(load_space("default"), every=0),
-    )
-    planner = Planner(task)
-    evaluator, blocks, tried = planner.evaluator, len(task.graph.blocks), 0
-    for candidate in planner.pool:
-        mesh = candidate.mesh
-        if mesh.pp == 1 or candidate.virtual_stages > 1:
-            continue
-        found = evaluator.evaluate(candidate)
+    """Of each pipeline, against every cut of its layout; likewise where it must be faster than a plan that is known."""
+    planner, other = planner_of(ranks, cores), planner_of(ranks, cores)
+    for candidate in pipelines(planner):
+        evaluator, found = planner.evaluator, planner.evaluator.evaluate(candidate)
         assert isinstance(found, Evaluation)
-        every = []
-        for inner in combinations(range(1, blocks), mesh.pp - 1):
-            stages = evaluator.cuts.stages((*inner, blocks), ("none",) * blocks, found.option, mesh.pp)
-            every.append(planner.model.breakdown(stages, evaluator.step(candidate, found.option)).total_s)
-        assert found.prediction.step_time_s == pytest.approx(min(every), rel=1e-9), candidate
-        assert evaluator.lower_bound_s(candidate) <= min(every) * (1 + 1e-9)
-        assert evaluator.sharper_bound_s(candidate, math.inf) <= min(every) * (1 + 1e-9)
-        tried += 1
-    assert tried > 2
+        least_s = min(every_cut_s(planner, candidate, found.option).values())
+        assert found.prediction.step_time_s == pytest.approx(least_s, rel=1e-9), candidate
+        assert evaluator.lower_bound_s(candidate) <= least_s * (1 + 1e-9)
+        assert evaluator.sharper_bound_s(candidate, math.inf) <= least_s * (1 + 1e-9)
+        again = other.evaluator.evaluate(candidate, at_most_s=least_s * (1 + 1e-7))
+        assert isinstance(again, Evaluation)
+        assert again.stops == found.stops
+
+
+def test_of_many_cuts_none_with_a_block_on_the_next_stage_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_cuts, "MANY", 0)
+    planner = planner_of(4, 2)
+    for candidate in pipelines(planner):
+        found = planner.evaluator.evaluate(candidate)
+        assert isinstance(found, Evaluation)
+        for stops, time_s in every_cut_s(planner, candidate, found.option).items():
+            if sum(abs(a - b) for a, b in zip(stops, found.stops, strict=True)) == 1:
+                assert time_s >= found.prediction.step_time_s * (1 - 1e-9)
