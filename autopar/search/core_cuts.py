@@ -1,8 +1,8 @@
 """Stage cuts of pipelines whose ranks share cores: every cut, by its bound.
 
 What one rank leaves of the cores another takes: a step is no sum and largest stage, by which stages are cut elsewhere
-(:mod:`autopar.search.inter`). With more than half as many cores as pipeline ranks a long stage costs little where the others are
-done. So all cuts that the space allows are bounded side by side (:mod:`autopar.search.core_bounds`), and predicted from the least
+(:mod:`autopar.search.inter`). A long stage costs little while the others have nothing to do and leave it the cores they
+would take. So all cuts that the space allows are bounded side by side (:mod:`autopar.search.core_bounds`), and predicted from the least
 bound on until the next one is no quicker than the best. Where there are too many, blocks move from stage to stage beside it as
 long as the step gets shorter.
 """
