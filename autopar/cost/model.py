@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,9 @@ from autopar.cost.collectives import CollectiveModel
 from autopar.cost.critical import Chain, longest_chains
 from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
-from autopar.cost.pipeline import PipelineTimes, StageTimes, finishes_s, shared_time_s, simulate
+from autopar.cost.pipeline import After, PipelineTimes, StageTimes, finishes_s, simulate
 from autopar.cost.places import peak_flops, places_of
+from autopar.cost.shared_cores import after_of, shared
 from autopar.cost.stages import StageSums, moving, stage_key, stage_sums, stage_times
 from autopar.cost.step import Step
 from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, tied
@@ -168,7 +168,7 @@ class CostModel(BlockModel):
 
     def longest_chains(self, stages: Sequence[StageCost], step: Step, most: int = 1) -> list[Chain]:
         """The longest chains of actions of a step; see :func:`autopar.cost.critical.longest_chains`."""
-        times, after_s = self._stage_times(stages, step), [0.0] * step.mesh.pp
+        times, after_s = self.times_of(stages, step), [0.0] * step.mesh.pp
         return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
 
     def finishes_s(
@@ -179,10 +179,11 @@ class CostModel(BlockModel):
         Returns:
             Seconds [cuts, ranks], without what follows once a step.
         """
-        times = [self._stage_times(stages, step) for stages in every]
+        times = [self.times_of(stages, step) for stages in every]
         return finishes_s(step.schedule, step.mesh.pp, num_micro_batches, times)
 
-    def _stage_times(self, stages: Sequence[StageCost], step: Step) -> list[StageTimes]:
+    def times_of(self, stages: Sequence[StageCost], step: Step) -> list[StageTimes]:
+        """What the pipeline simulates of each stage: of the stage, its place and the block before it alone."""
         parts = self.parts(step.mesh)
         sums = self._all_sums(stages, self._all_units(stages, step, parts), self._data(step), step)
         devices = [part.device for part in parts]
@@ -190,17 +191,52 @@ class CostModel(BlockModel):
 
     def _timed(self, stages: Sequence[StageCost], step: Step) -> tuple[Breakdown, list[StageSums]]:
         self._virtual_stages(stages, step)
-        data, count, parts = self._data(step), step.num_micro_batches, self.parts(step.mesh)
+        parts = self.parts(step.mesh)
         units = self._all_units(stages, step, parts)
-        sums = self._all_sums(stages, units, data, step)
+        sums = self._all_sums(stages, units, self._data(step), step)
         devices = [part.device for part in parts]
         times = stage_times(stages, sums, step, self.collectives, devices, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
-        of_step = self._of_step(step)
+        every = self._by_rank(stages, step, units, sums, times, pipeline)
+        if step.mesh.pp > 1 and self.device.core_share < 1.0:
+            core_share, is_work = self.device.core_share, self.sums_are_work
+            every = shared(every, pipeline, times, step, core_share=core_share, is_work=is_work)
+        return max(every, key=lambda found: found.total_s), sums
+
+    @property
+    def sums_are_work(self) -> bool:
+        """Whether messages between ranks that share cores are work of these: processes of one node."""
+        return self.cluster.num_nodes == 1
+
+    def after(self, stages: Sequence[StageCost], step: Step) -> list[After]:
+        """What follows the last action of each rank once a step, where ranks share cores."""
+        units = self._all_units(stages, step, self.parts(step.mesh))
+        sums, times = self._all_sums(stages, units, self._data(step), step), self.times_of(stages, step)
+        pp, count = step.mesh.pp, step.num_micro_batches
+        busy_s = tuple(
+            sum(count * (own.forward_s + own.backward_s) + own.first_forward_s for own in times[rank::pp])
+            for rank in range(pp)
+        )
+        alone = PipelineTimes(finish_s=busy_s, busy_s=busy_s, exposed_send_s=(0.0,) * pp)
+        every = self._by_rank(stages, step, units, sums, times, alone)
+        pairs = zip(every, busy_s, strict=True)
+        return [after_of(found, own_s, is_work=self.sums_are_work) for found, own_s in pairs]
+
+    def _by_rank(
+        self, stages: Sequence[StageCost], step: Step, units: Sequence[Sequence[Unit]], sums: Sequence[StageSums],
+        times: Sequence[StageTimes], pipeline: PipelineTimes,
+    ) -> list[Breakdown]:  # fmt: skip
+        """Where the step goes if a rank is the last one to finish, for each rank."""
+        data, count, parts, of_step = (
+            self._data(step),
+            step.num_micro_batches,
+            self.parts(step.mesh),
+            self._of_step(step),
+        )
         if of_step.once_s is None:
             of_step.once_s = self._once_s(data, step)
         once = of_step.once_s
-        best: tuple[float, Breakdown, int] | None = None
+        every: list[Breakdown] = []
         ties = tied(stages, data)
         keys = [stage_key(stage) for stage in stages]
         for rank in range(step.mesh.pp):
@@ -211,15 +247,8 @@ class CostModel(BlockModel):
             sent["data"] += self.ties_s(ties, step, rank)
             sent["data"] += once
             sent["pipeline"] = count * sum(stage.schedule_s for stage in times[rank :: step.mesh.pp])
-            found = parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent)
-            if best is None or found.total_s > best[0]:
-                best = (found.total_s, found, rank)
-        assert best is not None
-        if step.mesh.pp == 1 or self.device.core_share == 1.0:
-            return best[1], sums
-        time_s = shared_time_s(step.schedule, step.mesh.pp, count, times, self.device.core_share)
-        inside_s = sum(_data_inside_s(own, step) for own in sums[best[2] :: step.mesh.pp])
-        return _shared(best[1], min(time_s / pipeline.time_s, 1.0), inside_s), sums
+            every.append(parts[rank]._rank_breakdown(rank, sums, units, pipeline, data, step, sent))
+        return every
 
     def _prediction(
         self, parts: Breakdown, sums: Sequence[StageSums], memory: tuple[Memory, ...], step: Step
@@ -349,23 +378,3 @@ class CostModel(BlockModel):
         """Sums of gradients in one backward: with those of earlier micro-batches, and of several uses of a parameter."""
         earlier = data.adding_s(units, step.num_micro_batches, device, casts=step.casts_gradients)
         return earlier + shared_sums_s(stage.blocks, itemsize(self.precision.compute), device)
-
-
-def _data_inside_s(sums: StageSums, step: Step) -> float:
-    """What the data axes add to the forwards and backwards of a stage: a part of the pipeline's own time."""
-    first = 0.0 if step.gathers_after_step else sums.data_first_s
-    return step.num_micro_batches * (sums.data_forward_s + sums.data_backward_s) + first
-
-
-def _shared(parts: Breakdown, factor: float, data_inside_s: float) -> Breakdown:
-    """The parts of a step whose pipeline takes ``factor`` of the time that it takes if all ranks work all the time."""
-    return replace(
-        parts,
-        compute_s=parts.compute_s * factor,
-        recompute_s=parts.recompute_s * factor,
-        tensor_parallel_s=parts.tensor_parallel_s * factor,
-        context_parallel_s=parts.context_parallel_s * factor,
-        data_parallel_s=parts.data_parallel_s - (1.0 - factor) * data_inside_s,
-        pipeline_s=parts.pipeline_s * factor,
-        bubble_s=parts.bubble_s * factor,
-    )

@@ -48,6 +48,14 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class After:
+    """What follows the last action of a rank once a step: seconds that it waits, and then seconds of work."""
+
+    wait_s: float
+    work_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
     """One step without what comes after its last backward, for each pipeline rank.
 
@@ -294,22 +302,36 @@ def finishes_s(name: str, pp: int, num_micro_batches: int, every: Sequence[Seque
     return found
 
 
-def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], core_share: float) -> float:
-    """When the last rank has finished where ranks share cores: who works while others wait has more than its share of them.
+def shared_ends_s(
+    name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], after: Sequence[After], core_share: float
+) -> tuple[float, ...]:
+    """When each rank is done where ranks share cores: who works while others wait has more than its share of them.
 
-    All ranks that work at a moment divide the cores among them evenly, none has more than a core of its own. Messages are
-    under way for as long as ever.
+    All ranks that work at a moment divide the cores among them evenly, none has more than a core of its own. Messages, and what a
+    rank waits for once a step, are under way for as long as ever.
 
     Args:
         stages: as :func:`simulate` takes them, with times as they are while all ranks work.
+        after: of each rank, what follows its last action; likewise.
         core_share: cores for each rank, below 1.
     """
+    return _shared_ends_s(name, pp, num_micro_batches, tuple(stages), tuple(after), core_share)
+
+
+@lru_cache(maxsize=16)
+def _shared_ends_s(
+    name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...], after: tuple[After, ...],
+    core_share: float,
+) -> tuple[float, ...]:  # fmt: skip
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
-    durations, sends = durations_of(stages), sends_of(stages)
-    waiting: list[list[int]] = [[] for _ in range(pp)]  # actions of each rank, the next one last
-    for action in reversed(range(len(actions.rank))):
+    durations, sends, count = durations_of(stages), sends_of(stages), len(actions.rank)
+    needs = (*actions.need, *actions.last)  # what follows on a rank is an action behind all others
+    took = [*(durations[k] for k in actions.duration), *(own.work_s for own in after)]
+    under_way = [*(sends[k] for k in actions.message), *(own.wait_s for own in after)]
+    waiting = [[count + rank] for rank in range(pp)]  # actions of each rank, the next one last
+    for action in reversed(range(count)):
         waiting[actions.rank[action]].append(action)
-    ends = [-1.0] * (len(actions.rank) + 1)  # one more for what actions need that need nothing
+    ends = [-1.0] * (len(took) + 1)  # one more for what actions need that need nothing
     ends[-1] = 0.0
     left: dict[int, float] = {}  # work of the ranks that work
     now = 0.0
@@ -319,11 +341,11 @@ def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[S
             if rank in left or not waiting[rank]:
                 continue
             action = waiting[rank][-1]
-            if ends[actions.need[action]] < 0.0:
+            if ends[needs[action]] < 0.0:
                 continue
-            ready = ends[actions.need[action]] + sends[actions.message[action]]
+            ready = ends[needs[action]] + under_way[action]
             if ready <= now:
-                left[rank] = durations[actions.duration[action]]
+                left[rank] = took[action]
             else:
                 arrives = min(arrives, ready)
         speed = min(pp / len(left), 1.0 / core_share) if left else 1.0
@@ -333,7 +355,7 @@ def shared_time_s(name: str, pp: int, num_micro_batches: int, stages: Sequence[S
         now = until
         for rank in done:
             ends[waiting[rank].pop()] = now
-    return now
+    return tuple(ends[count:-1])
 
 
 def durations_of(stages: Sequence[StageTimes]) -> list[float]:

@@ -12,6 +12,7 @@ from autopar.plan import Recompute
 from autopar.search.bounding import TESTED, Bounding
 from autopar.search.bounds import PRECISION as PRECISE
 from autopar.search.candidates import Candidate
+from autopar.search.core_cuts import CoreCuts
 from autopar.search.mixed_bounds import mixed_bounds
 from autopar.search.mixed_closing import Opened
 from autopar.search.mixed_rows import MixedRow
@@ -34,6 +35,7 @@ class Closer(Bounding):
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
         super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+        self.core_cuts = CoreCuts(self.cuts, self.cores, self.rows, is_even=space.equal_stages)
         self._closest: dict[tuple[Candidate, int], tuple[float, float]] = {}
         """Closest bounds, and the time that they were asked to be above."""
 
@@ -74,21 +76,21 @@ class Closer(Bounding):
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
         """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
 
-        By a linear program, or with all of the step where there is one stage. As it is known where ranks differ or share cores,
-        or where pins or the space say what stages hold. Likewise not remembered.
+        By a linear program, with all of the step where there is one stage, or by every cut where ranks share cores. As it is known
+        where ranks differ, or where pins or the space say what stages hold. Likewise not remembered.
         """
         remembered = dict(self._bounds)
         known_s = self.known_bounds_s([candidate], goal_s, remembers=True)[0]
         drafts = sorted(self._drafts(candidate), key=lambda draft: self._bounds[candidate, id(draft)][0])
         bounds_s = [self._bounds[candidate, id(draft)][0] for draft in drafts]
         self._bounds = remembered
-        is_alike = not self.placed.has(candidate) and self.cores.speed(candidate) == 1.0
-        if not is_alike or self.stages or self.moved or candidate.moves or self.space.equal_stages:
+        if self.placed.has(candidate) or self.stages or self.moved or candidate.moves or self.space.equal_stages:
             return known_s
         found = math.inf
+        sharper = self._unstaged_bound_s if candidate.mesh.pp == 1 else self._program_s
+        sharper = self._of_cuts_s if self.cores.speed(candidate) != 1.0 else sharper
         for draft, bound_s in zip(drafts, bounds_s, strict=True):
             if bound_s < min(goal_s, found):
-                sharper = self._unstaged_bound_s if candidate.mesh.pp == 1 else self._program_s
                 bound_s = sharper(candidate, self.layouts.option(draft), bound_s, goal_s, min(goal_s, found))
             found = min(found, bound_s)
         return max(found, known_s)
@@ -98,6 +100,10 @@ class Closer(Bounding):
         for share in AGAIN:
             bound_s = max(bound_s, row_bounds([made.row], share * goal_s)[0])
         return made.bound_s(bound_s, goal_s) if bound_s < most_s else bound_s
+
+    def _of_cuts_s(self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float) -> float:
+        step = self.step(candidate, option)
+        return max(bound_s, self.core_cuts.bound_s(candidate, option, step))
 
     def _unstaged_bound_s(
         self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float

@@ -163,7 +163,7 @@ class Cuts(CutBlocks):
         cut = self._cut_once(candidate, option, step, cutters, in_flight, [float("inf")] * stages, allowed)
         if cut is None:
             return []
-        even = _evenly(n, stages)
+        even = evenly(n, stages)
         edges = enumerate(zip((0, *even), even, strict=False))
         may = not self.pinned and (allowed is None or all(allowed[s][start, stop] for s, (start, stop) in edges))
         found = []
@@ -243,7 +243,7 @@ class Cuts(CutBlocks):
     def leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
         """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
         n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
-        stops = _evenly(n, stages)
+        stops = evenly(n, stages)
         modes = tuple(min(block.options, key=lambda o: o.held_bytes).mode for block in cutter.blocks)
         made = self.stages(stops, modes, option, candidate.mesh.pp)
         return max(m.total for m in self.placed.ordered(candidate).memory(made, step))
@@ -288,6 +288,6 @@ def _spare(found: Fitting, room: Sequence[int]) -> int:
     return min(limit - m.total for limit, m in zip(room, found.memory, strict=True))
 
 
-def _evenly(blocks: int, stages: int) -> tuple[int, ...]:
+def evenly(blocks: int, stages: int) -> tuple[int, ...]:
     """Where stages of as equal numbers of blocks as can be end."""
     return tuple(round((s + 1) * blocks / stages) for s in range(stages))

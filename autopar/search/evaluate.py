@@ -254,7 +254,7 @@ class Evaluator(Closer):
     ) -> Iterator[tuple[Sequence[StageCutter], Callable[[float], Fitting | Failure]]]:
         """What a candidate's stages are cut by, each with what gives the cut of one of :meth:`_ways` up to a time.
 
-        Where ranks differ, cuts are sought by hand. Those of virtual stages say what recomputes; where such a one does not fit,
+        Where ranks differ, cuts are sought by hand; where they share cores, among all. Those of virtual stages say what recomputes; where such a one does not fit,
         those without selective recompute are tried too.
         """
         is_mixed = self.placed.has(candidate)
@@ -265,6 +265,11 @@ class Evaluator(Closer):
                 yield cutters, partial(self.cuts.lightened, candidate, option, step, cutters, found)
                 return
         fits = partial(self.cuts.fits, candidate, option, step)
+        if self.core_cuts.has(candidate):
+            ways = self._ways(candidate, option, step, self.placed)
+            tries = self.core_cuts.tries(candidate, option, step, ways, partial(fits, cutters, at_most_s))
+            yield from ((cutters, own) for own in tries)
+            return
         for way in self._ways(candidate, option, step, self.placed):
             yield cutters, partial(fits, cutters, at_most_s, way)
         plain = self.placed.plain

@@ -193,8 +193,11 @@ class FirstBounding:
             is_rough: those whose devices differ are coarse, and only tested where there is a time to be below.
         """
         stated_s = at_most_s / self.cores.least_speed(candidates)
-        mixed = partial(mixed_bounds, at_most_s=stated_s, only_test=True, precision=ROUGH) if is_rough else None
-        found = row_bounds(rows, stated_s, precision=precision, settles=settles, mixed=mixed)
+        mixed = partial(mixed_bounds, at_most_s=stated_s)
+        if is_rough:
+            mixed = partial(mixed, only_test=True, precision=ROUGH)
+        quickest = self.cores.quickest(candidates, rows)
+        found = row_bounds(quickest, at_most_s, precision=precision, settles=settles, mixed=mixed)
         return self.cores.rows_s(candidates, found, rows, options)
 
     def _whole(self, candidate: Candidate) -> Option:

@@ -96,7 +96,7 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
 def test_no_plan_of_ranks_that_share_cores_is_quicker_than_bounds(
     seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
 ) -> None:
-    check_candidates(sharing(checkout, tmp_path, seed, ranks, cores))
+    check_candidates(sharing(checkout, tmp_path, seed, ranks, cores), by_cuts=True)
 
 
 @pytest.mark.parametrize(("seed", "ranks", "cores"), SHARED[:2])
@@ -106,7 +106,8 @@ def test_no_plan_of_ranks_that_share_cores_is_quicker_than_that_of_the_search(
     check(limited(seed, sharing(checkout, tmp_path, seed, ranks, cores), limits=2, usual=False))
 
 
-def check_candidates(small: Small) -> None:
+def check_candidates(small: Small, *, by_cuts: bool = False) -> None:
+    """``by_cuts``: the bounds of every cut too."""
     whole = every_plan(small)
     memory_bytes = (whole.least_bytes + max(p.peak_bytes for front in whole.fronts.values() for p in front)) // 2
     pins = ["tp=1", *(() if small.is_whole else LEFT_OUT)]
@@ -118,6 +119,7 @@ def check_candidates(small: Small) -> None:
         evaluator.least_bounds_s(planner.pool),
         evaluator.bounds_s(planner.pool),
         [evaluator.settled_s(candidate, math.inf) for candidate in planner.pool],
+        [evaluator.sharper_bound_s(candidate, math.inf) if by_cuts else 0.0 for candidate in planner.pool],
         strict=True,
     )
     seen = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -10,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.pipeline import ROUNDS, StageTimes, _continued, compiled, finishes_s, shared_time_s, simulate, whole
+from autopar.cost.pipeline import (
+    ROUNDS,
+    After,
+    StageTimes,
+    _continued,
+    compiled,
+    finishes_s,
+    shared_ends_s,
+    simulate,
+    whole,
+)
 from autopar.schedule import dependencies, schedule_actions, schedule_numbers
 
 F, B = 1.0, 2.0
@@ -254,6 +265,26 @@ def test_ranks_on_shared_cores_take_as_long_as_cores_and_dependencies_allow(
     found = shared_time_s(name, pp, count, slowed, 0.5)
     least = max(own.time_s, sum(own.busy_s) / (pp / 2))
     assert least * (1 - 1e-9) <= found <= simulate(name, pp, count, slowed).time_s * (1 + 1e-9)
+
+
+def shared_time_s(
+    name: str, pp: int, count: int, stages: Sequence[StageTimes], core_share: float, after: Sequence[After] = ()
+) -> float:
+    """When the last rank is done."""
+    return max(shared_ends_s(name, pp, count, stages, after or [After(wait_s=0.0, work_s=0.0)] * pp, core_share))
+
+
+def test_what_follows_on_ranks_takes_the_cores_that_others_leave() -> None:
+    """Two ranks on one core: the last rank has 2 F + B seconds of work behind it when the first one begins its backward."""
+    stages = [StageTimes(forward_s=2 * F, backward_s=2 * B)] * 2
+    nothing, much = After(wait_s=0.0, work_s=0.0), After(wait_s=0.0, work_s=2 * B)
+    ends_s = shared_ends_s("GPipe", 2, 1, stages, [nothing, much], 0.5)
+    # the backward of the first rank and what follows on the last share the core, as long as both are there
+    assert ends_s == pytest.approx((2 * F + 3 * B, 2 * F + 3 * B))
+    assert shared_ends_s("GPipe", 2, 1, stages, [much, nothing], 0.5) == pytest.approx((2 * F + 3 * B, 2 * F + B))
+    # a wait takes no core
+    wait = After(wait_s=B, work_s=2 * B)
+    assert shared_ends_s("GPipe", 2, 1, stages, [nothing, wait], 0.5) == pytest.approx((2 * F + 2 * B, 2 * F + 3 * B))
 
 
 def test_one_micro_batch_has_a_core_of_its_own_wherever_it_is() -> None:

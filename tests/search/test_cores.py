@@ -5,15 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from autopar.cost.pipeline import StageTimes, shared_time_s, simulate
+from autopar.api import PRECISIONS
+from autopar.cluster import Cluster
+from autopar.cost.pipeline import After, StageTimes, durations_of, sends_of, shared_ends_s
+from autopar.search import core_cuts
 from autopar.search.bound_rows import BlockPrice, Row
 from autopar.search.bounds import bounds
-from autopar.search.cores import at_speed_s, chain_s, least_part
+from autopar.search.candidates import Candidate
+from autopar.search.core_bounds import least_ends_s
+from autopar.search.cores import at_part, at_speed_s, chain_s, least_part
+from autopar.search.evaluate import Evaluation
+from autopar.search.options import Option
+from autopar.search.pins import Pins
+from autopar.search.planner import Planner
+from autopar.search.space import load_space
+from autopar.search.task import Task
+from tests.search.graphs import mlp
 from tests.search.test_bounds import least_of_all, rows
 
 _DEGREES = [
@@ -34,11 +49,13 @@ def of_shared_cores(
     """A step as ``CostModel.breakdown`` says; ``host_s``: of one micro-batch on all stages."""
     own_s = host_s / (2 * len(stages))
     stages = [replace(s, forward_s=s.forward_s + own_s, backward_s=s.backward_s + own_s) for s in stages]
-    degrees = row.schedule, row.pp, row.num_micro_batches
-    found = simulate(*degrees, stages)
-    rank = max(range(row.pp), key=lambda r: found.finish_s[r] + once[r])
-    factor = min(shared_time_s(*degrees, stages, core_share) / found.time_s, 1.0)
-    return factor * found.finish_s[rank] + once[rank]
+    after = [After(wait_s=0.0, work_s=own_s) for own_s in once]
+    return max(shared_ends_s(row.schedule, row.pp, row.num_micro_batches, stages, after, core_share))
+
+
+def bound_of(row: Row, core_share: float, host_s: float) -> float:
+    speed = least_part(core_share, row.pp)
+    return at_speed_s(row, float(bounds([at_part(row, speed)])[0]), speed=speed, host_s=host_s)
 
 
 @settings(max_examples=20, deadline=None)
@@ -48,8 +65,7 @@ def test_no_cut_of_ranks_that_share_cores_is_quicker_than_the_bound(
 ) -> None:
     row, alone_s = one
     least_s = least_of_all(row, alone_s, lambda *own: of_shared_cores(core_share, host_s, *own))
-    stated_s = float(bounds([row])[0])
-    bound_s = at_speed_s(row, stated_s, speed=least_part(core_share, row.pp), host_s=host_s)
+    bound_s = bound_of(row, core_share, host_s)
     assert bound_s <= least_s * (1 + 1e-9)
     if bound_s == math.inf:
         assert least_s == math.inf
@@ -70,8 +86,7 @@ def test_a_bound_is_reached_by_one_micro_batch_after_which_there_is_nothing(core
     )  # fmt: skip
     least_s = least_of_all(row, [0.0] * 4, lambda *own: of_shared_cores(core_share, 0.5, *own))
     assert least_s == pytest.approx(max(core_share, 0.5) * (12.0 + 2 * 0.1 + 0.5) + 0.3 + 0.4)
-    bound_s = at_speed_s(row, float(bounds([row])[0]), speed=least_part(core_share, 2), host_s=0.5)
-    assert bound_s == pytest.approx(least_s)
+    assert bound_of(row, core_share, 0.5) == pytest.approx(least_s)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
@@ -82,3 +97,105 @@ def test_a_chain_is_as_long_as_the_longest_of_stages_that_fill_it(stages: int, n
     for r in range(stages):
         own.append((length_s - sum(own) - r * messages_s) / m)
     assert chain_s(sum(own), messages_s, stages, m) == pytest.approx(length_s)
+
+
+_seconds = st.sampled_from([0.0, 0.3, 1.0, 2.5])
+_stages = st.builds(
+    StageTimes, forward_s=_seconds, backward_s=_seconds, send_forward_s=_seconds, send_backward_s=_seconds, first_forward_s=_seconds
+)  # fmt: skip
+_after = st.builds(After, wait_s=_seconds, work_s=_seconds)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from([*_DEGREES, ("GPipe", 4, 1, 2)]), st.sampled_from([0.25, 0.5, 0.6, 0.9]))
+def test_no_pipeline_with_these_stages_or_longer_ones_is_quicker_than_its_bound(
+    data: st.DataObject, degrees: tuple[str, int, int, int], core_share: float
+) -> None:
+    name, pp, virtual_stages, count = degrees
+    own = data.draw(st.lists(_stages, min_size=pp * virtual_stages, max_size=pp * virtual_stages))
+    own = [replace(own[0], send_backward_s=0.0), *own[1:-1], replace(own[-1], send_forward_s=0.0)]
+    after = data.draw(st.lists(_after, min_size=pp, max_size=pp))
+    bound_s = bound_of_stages(degrees, own, after, core_share)
+    place, more_s = data.draw(st.integers(0, len(own) - 1)), data.draw(_seconds)  # as a block does that recomputes
+    longer = [replace(s, backward_s=s.backward_s + more_s * (i == place)) for i, s in enumerate(own)]
+    for stages in (own, longer):
+        assert bound_s <= max(shared_ends_s(name, pp, count, stages, after, core_share)) * (1 + 1e-9)
+
+
+def bound_of_stages(
+    degrees: tuple[str, int, int, int], stages: Sequence[StageTimes], after: Sequence[After], core_share: float
+) -> float:
+    def column(values: Sequence[float]) -> NDArray[np.float64]:
+        return np.array([values]).T
+
+    waits, works = column([own.wait_s for own in after]), column([own.work_s for own in after])
+    return float(
+        least_ends_s(degrees, column(durations_of(stages)), column(sends_of(stages)), waits, works, core_share)[0]
+    )
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_bound_of_two_ranks_on_one_core_is_their_work(count: int) -> None:
+    """One of the two always works, and the core is never idle."""
+    stages, after = [StageTimes(forward_s=1.0, backward_s=2.0), StageTimes(forward_s=3.0, backward_s=5.0)], [2.0, 7.0]
+    follows = [After(wait_s=0.0, work_s=own_s) for own_s in after]
+    expected = (count * 11.0 + 9.0) / 2
+    assert max(shared_ends_s("GPipe", 2, count, stages, follows, 0.5)) == pytest.approx(expected)
+    assert bound_of_stages(("GPipe", 2, 1, count), stages, follows, 0.5) == pytest.approx(expected)
+
+
+def planner_of(ranks: int, cores: int) -> Planner:
+    return Planner(
+        Task(
+            graph=mlp(layers=7, batch=12, width=64, hidden=256),
+            cluster=Cluster.parse(f"cpu:1x{ranks}?cores={cores}"),
+            global_batch_size=12,
+            precision=PRECISIONS["fp32"],
+            optimizer="adamw",
+            pins=Pins.parse(["tp=1", "bucket_bytes=26214400"]),
+            space=replace(load_space("default"), every=0),
+        )
+    )
+
+
+def every_cut_s(planner: Planner, candidate: Candidate, option: Option) -> dict[tuple[int, ...], float]:
+    """Steps by where stages end, where nothing recomputes; memory is no matter."""
+    evaluator, blocks, pp = planner.evaluator, len(planner.task.graph.blocks), candidate.mesh.pp
+    found = {}
+    for inner in combinations(range(1, blocks), pp - 1):
+        stages = evaluator.cuts.stages((*inner, blocks), ("none",) * blocks, option, pp)
+        found[*inner, blocks] = planner.model.breakdown(stages, evaluator.step(candidate, option)).total_s
+    return found
+
+
+def pipelines(planner: Planner) -> list[Candidate]:
+    found = [c for c in planner.pool if c.mesh.pp > 1 and c.virtual_stages == 1]
+    assert len(found) > 2
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [(4, 2), (3, 2)])
+def test_the_cut_of_ranks_that_share_cores_is_the_best_of_all(ranks: int, cores: int) -> None:
+    """Of each pipeline, against every cut of its layout; likewise where it must be faster than a plan that is known."""
+    planner, other = planner_of(ranks, cores), planner_of(ranks, cores)
+    for candidate in pipelines(planner):
+        evaluator, found = planner.evaluator, planner.evaluator.evaluate(candidate)
+        assert isinstance(found, Evaluation)
+        least_s = min(every_cut_s(planner, candidate, found.option).values())
+        assert found.prediction.step_time_s == pytest.approx(least_s, rel=1e-9), candidate
+        assert evaluator.lower_bound_s(candidate) <= least_s * (1 + 1e-9)
+        assert evaluator.sharper_bound_s(candidate, math.inf) <= least_s * (1 + 1e-9)
+        again = other.evaluator.evaluate(candidate, at_most_s=least_s * (1 + 1e-7))
+        assert isinstance(again, Evaluation)
+        assert again.stops == found.stops
+
+
+def test_of_many_cuts_none_with_a_block_on_the_next_stage_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_cuts, "MANY", 0)
+    planner = planner_of(4, 2)
+    for candidate in pipelines(planner):
+        found = planner.evaluator.evaluate(candidate)
+        assert isinstance(found, Evaluation)
+        for stops, time_s in every_cut_s(planner, candidate, found.option).items():
+            if sum(abs(a - b) for a, b in zip(stops, found.stops, strict=True)) == 1:
+                assert time_s >= found.prediction.step_time_s * (1 - 1e-9)
