@@ -69,7 +69,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         cluster: a :class:`Cluster` or what :meth:`Cluster.parse` reads (``h100-sxm5-80gb:4x8``).
         global_batch_size: samples of one optimizer step.
         pins: constraints, as ``tp<=4`` (see ``autopar.search.pins``).
-        precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp64``: all in float64.
+        precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp16``: in float16 likewise, and the
+            loss is scaled (``Parallel.grad_scaler``); ``fp64``: all in float64; ``fp8`` is planned, and not run.
         optimizer: ``adamw``, ``adam``, ``momentum``, ``sgd`` or ``adafactor``; ``adamw:bytes=2`` declares the bytes of
             states for each element (8-bit optimizers).
         space: what may be chosen: a name or a TOML file.

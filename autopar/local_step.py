@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class LocalSteps:
         is_staged: pipeline stages hold the model's other parameters: an optimizer that steps all of them by one number fails.
         parts: parameters that are a part of one of the model's, with their names: an optimizer that looks at whole
             parameters does something else with parts, which is a warning of the logger ``autopar``.
+        check: called before any optimizer's step; it may raise.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class LocalSteps:
         on_host: bool = False,
         is_staged: bool = False,
         parts: Iterable[tuple[Tensor, str]] = (),
+        check: Callable[[Optimizer], None] | None = None,
     ) -> None:
+        self._check = check
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
@@ -103,6 +106,8 @@ class LocalSteps:
         return known[1]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        if self._check is not None:
+            self._check(optimizer)
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs or {}):
             self._refuse_on_host(optimizer)
             self._refuse_what_needs_others(optimizer)

@@ -61,8 +61,13 @@ class Precision:
 
     @property
     def needs_scales(self) -> bool:
-        """Losses or tensors have to be scaled into the range of a dtype, which the runtime does not do."""
-        return bool(self.products) or self.compute == "float16"
+        """Tensors have to be scaled into the range of a dtype one by one, which the runtime does not do."""
+        return bool(self.products)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Gradients lie below the range of the dtype: the loss is scaled into it, and steps with infinities are skipped."""
+        return self.compute == "float16"
 
 
 FP32 = Precision()

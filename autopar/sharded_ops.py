@@ -7,6 +7,7 @@ the strategies in ``autopar.rules.sharded``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, cast
 
 import spmd_types
@@ -224,6 +225,9 @@ def partial_mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtyp
     Returns:
         P: a pending sum.
     """
+    if x.dtype == torch.float16 and dtype in (None, torch.float16):  # a sum may lie beyond its range, and no mean
+        here = prod(x.shape[dim] for dim in dims)
+        return x.mean(dim=tuple(dims), keepdim=keepdim) * (here / count)
     return x.sum(dim=tuple(dims), keepdim=keepdim, dtype=dtype) / count
 
 

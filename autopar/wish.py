@@ -23,7 +23,7 @@ from autopar.tracing import trace_model
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
-"""The runtime runs fp32, bf16 and fp64; fp16 and fp8 are priced."""
+"""The runtime runs all but fp8, which is priced; fp16 with a scaler (``Parallel.grad_scaler``)."""
 
 
 @dataclass(frozen=True, slots=True)

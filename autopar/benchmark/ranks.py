@@ -156,6 +156,7 @@ class _Runner:
         if job.as_rank is not None:
             self.parallel.monitor.close()  # the other ranks have nothing to tell
         self.optimizer = torch_optimizer(plan.optimizer, list(self.parallel.parameters()))
+        self.scaler = self.parallel.grad_scaler()
         batch = job.source.make_batch(plan.global_batch_size)
         self.batch = {leaf.name: _as(batch[leaf.name], leaf.spec.dtype) for leaf in graph.inputs}
         self.device = world.device
@@ -166,7 +167,8 @@ class _Runner:
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.parallel.train_step(self.batch)
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.optimizer.zero_grad()
 
     def timed(self, count: int) -> None:

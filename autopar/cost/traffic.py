@@ -10,6 +10,7 @@
 | other gradients   | all-reduce in buckets; of pending axes; of tied parameters       | a step                |
 | the loss          | all-reduce of its totals over data ranks, and of itself          | a step                |
 | the gradient norm | all-reduce of a scalar over all ranks                            | when it is asked for  |
+| a scaled loss     | all-reduce of a scalar over all ranks: is any gradient infinite  | a step                |
 
 A unit is a block with the parameters that it alone reads on its stage; those that several of its blocks read are one
 unit more. Experts that travel and keys that go round a ring are listed as the block's messages have them: routing as
@@ -32,7 +33,7 @@ from autopar.plan import BUCKET_BYTES
 from autopar.schedule import schedule_actions
 
 SCALAR_BYTES = 4
-"""Of a loss or a norm, which the runtime sums in fp32."""
+"""Of a loss, a norm or a flag, which the runtime sums in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,13 +259,16 @@ def _ties(stages: Sequence[StageCost], data: DataParallel, pp_rank: int) -> Traf
 
 
 def scalars(data: DataParallel, totals: Sequence[int], clips: bool) -> Traffic:
-    """What a step sums besides gradients: counts of the batch before it, the loss after it, the norm where asked for."""
+    """What a step sums besides gradients: counts of the batch before it, the loss after it, the norm where asked for.
+
+    With a scaled loss all ranks tell each other besides whether their gradients are finite.
+    """
     found: Traffic = Counter()
     for num_bytes in totals:
         found[_scalar(data, DATA_AXES, num_bytes)] += 1
     found[_scalar(data, ("pp", *DATA_AXES), SCALAR_BYTES)] += 1
-    if clips:
-        found[_scalar(data, MESH_AXES, SCALAR_BYTES)] += 1
+    if num_meetings := clips + data.precision.scales_loss:
+        found[_scalar(data, MESH_AXES, SCALAR_BYTES)] += num_meetings
     return found
 
 

@@ -22,7 +22,7 @@ from autopar.profile.store import MachineProfile, known_devices, load_library, l
 from autopar.table import Table
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 7
+_CACHE_VERSION = 8
 
 
 def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:

@@ -23,6 +23,8 @@ from autopar.profile.overheads import measure_overheads
 
 LINK_BYTES = 8 * 2**20
 SMALL_BYTES = 4096
+SLOW_DIMS = (1, 16)
+"""Rows of products in float16 on a CPU, for which torch has no blocked kernel where there are no instructions: the rate is flat, and low."""
 DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 * 2 steps
 
 
@@ -54,12 +56,13 @@ def _medians(found: Sequence[Any]) -> Any:
 def measure_device(device: torch.device) -> dict[str, Any]:
     """Everything about the device alone: rates by dtype and size, copy bandwidth, launch time, memory."""
     is_cpu = device.type == "cpu"
-    dtypes = (torch.float32, torch.bfloat16) if is_cpu else (torch.float32, torch.bfloat16, torch.float16)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    sizes = {torch.float16: SLOW_DIMS} if is_cpu else {}
     found: dict[str, Any] = {
         "matmul": {
             str(dtype).removeprefix("torch."): [
                 {"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s}
-                for t in measure.matmul_times(device, dtype)
+                for t in measure.matmul_times(device, dtype, smallest_dims=sizes.get(dtype))
             ]
             for dtype in dtypes
         },

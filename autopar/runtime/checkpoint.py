@@ -39,6 +39,11 @@ Values = Mapping[str, Tensor]
 
 _SAME = "a checkpoint is of the same model and optimizer"
 
+SCALER = "scaler"
+"""The entry of ``progress`` that jobs in float16 alone have."""
+
+_OPTIONAL = frozenset({f"progress.{SCALER}"})
+
 _WAYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Hyperparameters that say how an optimizer steps on its devices, not where to: each job has its own."""
 
@@ -78,7 +83,7 @@ def load(
     optimizer: Optimizer | None,
     buffers: Values = MappingProxyType({}),
 ) -> None:
-    """Reads a folder in place; all ranks call it.
+    """Reads a folder in place; all ranks call it. An entry of ``progress`` that not every job saves is taken out where it is not there.
 
     Raises:
         PlanError: the folder is none that :func:`save` wrote, is another one on some rank, lacks a parameter, state or file, has one
@@ -105,8 +110,11 @@ def _read(
         _load(path, settings)
         _check_groups(path, held, optimizer, settings)
     _load(path, state)
-    for name in progress:
-        progress[name] = state[f"progress.{name}"]
+    for name in tuple(progress):
+        if f"progress.{name}" in state:
+            progress[name] = state[f"progress.{name}"]
+        else:
+            del progress[name]
     for name, (target, padding) in padded.items():
         _put_whole(target, padding, state[name])
     for name, value in buffers.items():
@@ -129,14 +137,19 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(sorted({first_line(cause) for cause, _ in error.failures.values()})[:2])
 
 
-def _check_holds(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuses a folder without a checkpoint, or one that lacks entries of some rank's ``state``; all ranks call it."""
+def _check_holds(path: Path, state: dict[str, Any]) -> None:
+    """Refuses a folder without a checkpoint, or one that lacks entries of some rank's ``state``; all ranks call it.
+
+    Takes those out of ``state`` that not every job saves, where this one has not.
+    """
     missing: list[str] = []
     which = 0
     try:
         metadata = FileSystemReader(path).read_metadata()
         sizes = _sizes(metadata)
         which = crc32("\n".join(sorted(sizes)).encode())  # each save has names of its own
+        for key in _OPTIONAL - metadata.state_dict_metadata.keys():
+            state.pop(key, None)
         missing = sorted(key for key in state if key not in metadata.state_dict_metadata)
         error = _cut_off(path, sizes) if dist.get_rank() == 0 else ""
     except (OSError, EOFError, UnpicklingError, AttributeError) as failure:

@@ -46,9 +46,9 @@ def check_can_run(precision: Precision) -> None:
     """
     if precision.needs_scales:
         raise RuntimeMismatchError(
-            "the runtime computes in dtypes that need no scales for losses or tensors",
+            "the runtime computes in dtypes that need no scales for each tensor",
             value=f"precision {precision.name}",
-            remedy="make the plan with --precision bf16; fp16 and fp8 can be planned, not run",
+            remedy="make the plan with --precision bf16, or fp16; fp8 can be planned, not run",
         )
 
 

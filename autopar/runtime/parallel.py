@@ -29,6 +29,7 @@ from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
 from autopar.runtime.gradients import Norm, clip
 from autopar.runtime.local_batch import local_batch
+from autopar.runtime.loss_scale import NUM_STATES, LossScale, ParallelScaler
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
@@ -83,20 +84,23 @@ class Parallel:
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         self._norm = Norm(held, world.meeting_group(), world.device, self._number)
+        self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=not self._assembly.is_fsdp)
+        weakref.finalize(self, self._alarm.close)
+        self._calls = Calls(world, self._alarm, self._norm.group, self._gradients)
+        self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
-        self._single = Accumulation(stages[0], self.plan, program.graph.inputs) if len(program.stages) == 1 else None
-        self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor)
+        inputs, is_single = program.graph.inputs, len(program.stages) == 1
+        self._single = Accumulation(stages[0], self.plan, inputs, scale.of) if is_single else None
+        self._runner: Runner = self._single or Pipeline(stages, program, world, self.monitor, scale.of)
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
             is_staged=self.plan.mesh.pp > 1,
             parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
+            check=scale.check_step,
         )
         weakref.finalize(self, self._local_steps.remove)
-        self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=not self._assembly.is_fsdp)
-        weakref.finalize(self, self._alarm.close)
-        self._calls = Calls(world, self._alarm, self._norm.group, self._gradients)
         self._given = Given(weights.model)
         weakref.finalize(self, self._given.remove)
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
@@ -150,7 +154,7 @@ class Parallel:
             return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients whole, as :meth:`full_state_dict`."""
+        """All gradients whole, as :meth:`full_state_dict`; of a scaled loss as long as they are not unscaled."""
         with self._calls.at_once("full_gradients"):
             return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
@@ -159,6 +163,8 @@ class Parallel:
     @_not_compiled
     def train_step(self, batch: Batch) -> Tensor:
         """Forward and backward of one step; gradients are added to those that the parameters have.
+
+        In fp16 they are those of the loss times the scale, until :meth:`grad_scaler` has unscaled them.
 
         Args:
             batch: the inputs by name (lists and dicts of tensors as the model takes them), with the global batch (the
@@ -179,6 +185,7 @@ class Parallel:
 
     def _train_step(self, batch: Batch) -> Tensor:
         check_modes(self.plan, self._world.device, learns=True)
+        self._scale.check()
         self._local_steps.restore()
         self.monitor.begin_step()
         local = self._local(batch)
@@ -186,6 +193,7 @@ class Parallel:
         self._gradients.begin(self.plan.num_micro_batches)
         loss = self._runner.run(local)
         self._gradients.finish()
+        self._scale.done()
         self._state.commit()
         self.step_count += 1
         total = self._reported(loss)
@@ -254,6 +262,7 @@ class Parallel:
             )
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
+            self._scale.check()
             self.monitor.begin_step()
         local = self._local(batch)
         count = self.plan.num_micro_batches
@@ -266,12 +275,33 @@ class Parallel:
             self.step_count += 1
         return cast("Tensor", _GlobalLoss.apply(loss, self))  # type: ignore[no-untyped-call]
 
+    def grad_scaler(self, **options: Any) -> ParallelScaler:
+        """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.
+
+        All is as torch has it, but that all ranks skip a step where a gradient of any of them is not finite, and that
+        :meth:`train_step` scales by itself: ``scaler.scale(...)`` is for the loss of ``par(**batch)``. Then
+        ``scaler.unscale_(optimizer)`` before :meth:`clip_grad_norm_`, ``scaler.step(optimizer)``, ``scaler.update()``.
+        :meth:`save` keeps its state, :meth:`load` brings it back.
+
+        Args:
+            options: of ``torch.amp.GradScaler``: ``init_scale`` (65536), ``growth_factor`` (2), ``backoff_factor`` (0.5),
+                ``growth_interval`` (2000), ``enabled``.
+
+        Raises:
+            UsageError: there is one already.
+        """
+        return self._scale.make(**options)
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm.
 
         Torch's function of this name takes what one rank holds for the whole: with pipeline stages, or experts over data
         ranks, ranks would scale by different norms.
+
+        Raises:
+            UsageError: gradients are still those of a scaled loss.
         """
+        self._scale.check_unscaled()
         with self._calls.at_once("clip_grad_norm_", meets=False):  # the norm is a meeting of its own
             norm = self._norm()
         clip(self._assembly.held, norm, max_norm)
@@ -280,7 +310,7 @@ class Parallel:
     # --- checkpoints
 
     def save(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
-        """Writes parameters, buffers that training changes, the step counter and the optimizer's state.
+        """Writes parameters, buffers that training changes, the step counter, the scaler's state and the optimizer's.
 
         Every rank writes what it holds.
         """
@@ -294,12 +324,18 @@ class Parallel:
             PlanError: the checkpoint is of another model.
         """
         progress = self._progress()
+        if self._scale.is_wanted:
+            progress[checkpoint.SCALER] = torch.zeros(NUM_STATES, dtype=torch.float64)
         with self._calls.at_once("load"):
             checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
         self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
+        if checkpoint.SCALER in progress:
+            self._scale.state = progress[checkpoint.SCALER]
 
     def _progress(self) -> dict[str, Tensor]:
-        return {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
+        progress = {"seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
+        scaler = self._scale.state
+        return progress if scaler is None else progress | {checkpoint.SCALER: scaler}
 
     # --- inside a step
 
@@ -316,6 +352,7 @@ class Parallel:
 
     def _begin_called(self) -> None:
         """At the begin of a backward that the user called."""
+        self._scale.check_called()
         if not self._gradients.is_open:
             self._alarm.begin("backward")
         self._gradients.begin(1)
@@ -323,6 +360,7 @@ class Parallel:
     def _finish_called(self) -> None:
         """At its end."""
         self._gradients.finish()
+        self._scale.done()
         self._alarm.end()
         self.monitor.end_step()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -23,6 +23,7 @@ from autopar.runtime.stage import INPUT, MICRO_BATCH, StageModule
 from autopar.runtime.world import World
 
 Batch = Mapping[str, Tensor]
+Scaled: TypeAlias = Callable[[Tensor], Tensor]
 _Sent: TypeAlias = tuple[Tensor, dist.Work]
 
 
@@ -49,10 +50,10 @@ def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dic
 
 
 class Accumulation:
-    """One stage: micro-batches one after the other, gradients added up."""
+    """One stage: micro-batches one after the other, gradients added up; backward is that of ``scaled(loss)``."""
 
-    def __init__(self, stage: StageModule, plan: Plan, inputs: Sequence[Input]) -> None:
-        self.stage, self._plan, self._inputs = stage, plan, inputs
+    def __init__(self, stage: StageModule, plan: Plan, inputs: Sequence[Input], scaled: Scaled) -> None:
+        self.stage, self._plan, self._inputs, self._scaled = stage, plan, inputs, scaled
 
     def run(self, batch: Batch) -> Tensor:
         """See :class:`Runner`."""
@@ -62,7 +63,7 @@ class Accumulation:
             if count > 1:  # with one, all is as after the last
                 before_backward(self.stage, self._plan, is_last=number == count - 1)
             loss = self.forward(micro_batch, number)
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._scaled(loss).backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -80,9 +81,14 @@ class Accumulation:
 
 
 class Pipeline:
-    """Several stages, by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords."""
+    """Several stages, by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords.
 
-    def __init__(self, stages: Sequence[StageModule], program: Program, world: World, monitor: Monitor) -> None:
+    Backward is that of ``scaled(loss)``, which has the value of the loss.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageModule], program: Program, world: World, monitor: Monitor, scaled: Scaled
+    ) -> None:
         self._stages, self._program, self._monitor = stages, program, monitor
         plan = program.plan
         _check(plan)
@@ -112,7 +118,7 @@ class Pipeline:
         self._numbers = torch.arange(plan.num_micro_batches)
         options: dict[str, Any] = {
             "n_microbatches": plan.num_micro_batches,
-            "loss_fn": _loss_itself,
+            "loss_fn": lambda output, _: scaled(output),  # the last stage's graph ends in the loss
             "kwargs_chunk_spec": _chunk_specs(chunked),
             "scale_grads": False,
         }
@@ -223,8 +229,3 @@ def _check(plan: Plan) -> None:
             value=plan.num_micro_batches,
             remedy="pin a smaller micro_batch or another schedule",
         )
-
-
-def _loss_itself(output: Tensor, _: Tensor) -> Tensor:
-    """The last stage's graph ends in the loss."""
-    return output

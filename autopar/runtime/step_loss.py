@@ -41,12 +41,14 @@ class StepLoss(Tensor):
 
         Raises:
             UsageError: it is ``torch.amp.GradScaler`` that asks, whose ``step`` would divide gradients by what has not scaled them.
+                (The scaler of a plan in float16 says so itself: :mod:`autopar.runtime.loss_scale`.)
         """
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             raise UsageError(
-                "gradients of par.train_step(batch) are those of the loss itself, which no scaler divides",
-                value="GradScaler.scale of its loss",
-                remedy="leave the scaler out (GradScaler(enabled=False)): a plan computes in dtypes that need none",
+                "gradients of par.train_step(batch) are there when it returns, and no scaler of torch's has scaled its loss",
+                value="GradScaler.scale of it",
+                remedy="leave the scaler out (GradScaler(enabled=False)): of the dtypes that plans compute in float16 alone needs "
+                "one, which is par.grad_scaler()",
             )
         return super().__mul__(other)
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from autopar.graph.ir import Op
 from autopar.search.amounts import readable
 from autopar.search.evaluate import Evaluation
 from autopar.search.outcome import Outcome
 from autopar.search.task import Task
+
+_WIDE = frozenset(
+    (
+        *("pow", "exp", "expm1", "log", "log2", "log10", "log1p", "reciprocal", "rsqrt", "cosh", "sinh", "tan"),
+        *("sum", "prod", "cumsum", "cumprod", "norm", "linalg_vector_norm", "dist", "cdist", "softplus", "erfinv"),
+    )
+)
+"""Of what torch's autocast to float16 computes in float32 (ATen, autocast_mode.h), what leaves its range by itself."""
 
 
 def interrupted_note(outcome: Outcome) -> tuple[str, ...]:
@@ -39,10 +49,33 @@ def mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:
 
 def precision_note(task: Task) -> tuple[str, ...]:
     """Single precision on a GPU is what one device would compute, and rarely what is wanted."""
-    on_gpu = any(device.kind == "cuda" for device in task.cluster.devices)
-    if on_gpu and task.precision.compute == "float32":
-        return ("computed in float32: precision bf16 (parameters at rest in float32) is several times faster here",)
-    return ()
+    devices = task.cluster.devices
+    if task.precision.compute != "float32" or all(device.kind != "cuda" for device in devices):
+        return ()
+    everywhere = [{rate.dtype for rate in device.matmul} for device in devices]
+    name = "bf16" if all("bfloat16" in known for known in everywhere) else "fp16"
+    return (f"computed in float32: precision {name} (parameters at rest in float32) is several times faster here",)
+
+
+def range_note(task: Task) -> tuple[str, ...]:
+    """What may leave the range of float16, and would not under torch's autocast to it.
+
+    Operators are those of the model in that dtype, as for bf16, whose range is float32's.
+    """
+    if task.precision.compute != "float16":
+        return ()
+    graph = task.graph
+    found = [op for op in graph.ops if _name(op) in _WIDE and any(spec.dtype == torch.float16 for spec in op.outputs)]
+    if not found:
+        return ()
+    first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
+    said = f"computed in float16, where autocast would in float32: {first.target} of {where}{more}"
+    return (f"{said}; what may grow beyond 65504 there, or shrink to nothing, is cast by the model (x.float())",)
+
+
+def _name(op: Op) -> str:
+    return op.target.removeprefix("aten.").partition(".")[0]
 
 
 def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.rules.missing import Found
 from autopar.search.evaluate import Evaluation, Evaluator
 from autopar.search.mixed_orders import mixed_notes, rank_groups
-from autopar.search.notes import host_note, interrupted_note, mixing_note, precision_note, recompute_note
+from autopar.search.notes import host_note, interrupted_note, mixing_note, precision_note, range_note, recompute_note
 from autopar.search.options import expert_degree
 from autopar.search.outcome import Outcome
 from autopar.search.padding import padding_notes
@@ -90,6 +90,7 @@ def notes_of(
         *mixtures(evaluator.layouts, best.option),
         *repeated(evaluator.layouts, best.option),
         *precision_note(task),
+        *range_note(task),
         *recompute_note(task, best),
         *measured_note(evaluator, best),
         *mixed_notes(candidate, task.cluster),

@@ -531,9 +531,9 @@ def held_bytes(
     world = World(plan.mesh, "cpu")
     parallel = Parallel(lower(plan, graph), world, ModelWeights(subject.build(), 0))
     optimizer = OPTIMIZERS[optimizer_name](parallel.parameters())
-    gathered = _gathered(parallel) if plan.zero_stage in (1, 2) else 0
+    gathered, scaler = _gathered(parallel) if plan.zero_stage < 3 else 0, parallel.grad_scaler()
     parallel.train_step(batch)
-    optimizer.step()
+    scaler.step(optimizer)
     parameters = list(dict.fromkeys(parallel.parameters()))
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {

@@ -97,11 +97,12 @@ def one_step(
 ) -> dict[Recorded, int]:
     """What this rank sends in the second step of a run: a first one has FSDP and the pipeline set up."""
     parallel = build(subject, plan, graph)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    optimizer, scaler = torch.optim.SGD(parallel.parameters(), lr=0.01), parallel.grad_scaler()
     parallel.train_step(batch)
     optimizer.zero_grad()
     with Recorder() as recorder:
         parallel.train_step(batch)
+        scaler.unscale_(optimizer)
         if clips:
             parallel.clip_grad_norm_(1.0)
     return dict(recorder.found)

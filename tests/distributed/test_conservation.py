@@ -8,6 +8,7 @@ import pytest
 
 from autopar import api
 from autopar.graph.trace import trace
+from autopar.plan import FP16
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import jobs
 from tests.distributed.mixtures import Subject
@@ -61,6 +62,17 @@ def test_states_where_whole_gradients_accumulate(pool: WorkerPool, kind: str, pi
     for predicted in plan.predicted.memory:
         largest = largest_of(rows, predicted.pp_rank)
         assert plan.mesh.dp_shard * largest.pop("gradients") == predicted.gradients
+        assert largest == {key: getattr(predicted, key) for key in largest}
+
+
+@pytest.mark.parametrize("pins", ["dp_shard=2 tp=2 zero=3 num_micro_batches=2", "pp=2 tp=2 num_micro_batches=2"])
+def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
+    subject, _ = traced("gpt2")
+    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP16)
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
+    rows = pool.run(jobs.held_bytes, subject, plan, graph, subject.make_batch(16, seed=0), timeout_s=60.0)
+    for predicted in plan.predicted.memory:
+        largest = largest_of(rows, predicted.pp_rank)
         assert largest == {key: getattr(predicted, key) for key in largest}
 
 

@@ -20,7 +20,7 @@ from autopar.cost.traffic import Collective
 from autopar.graph import Graph
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
-from autopar.plan import BF16, Plan
+from autopar.plan import BF16, FP16, Plan
 from autopar.runtime.workers import WorkerPool
 from tests.distributed import recording
 from tests.distributed.plans import make_plan, micro_batch_size
@@ -137,6 +137,15 @@ def test_a_step_runs_the_collectives_that_are_priced(
     micro = micro_batch_size(mesh, GLOBAL_BATCH)
     plan = make_plan(graph, mesh, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro, **(given | options))
     compare(pool, kind, plan, graph)
+
+
+@pytest.mark.parametrize("pins", ["tp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2 zero=0 num_micro_batches=2"])
+def test_a_step_in_float16_runs_the_collectives_that_are_priced(pool: WorkerPool, pins: str) -> None:
+    """One of them asks all ranks for infinities."""
+    subject, _ = traced("gpt2")
+    graph = api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP16)
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
+    compare(pool, "gpt2", plan, graph)
 
 
 @pytest.mark.parametrize("attention", ["gather", "ulysses"])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
-from autopar.plan import BF16, FP32
+from autopar.plan import BF16, FP16, FP32
 from autopar.runtime.launch import launch
 from autopar.runtime.verify import adamw, loss_of
 from autopar.runtime.world import stop
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_one_gpu_trains_as_the_model_itself(kind: str, precision: Any) -> None:
     subject = HfSubject(kind)
@@ -33,6 +33,7 @@ def test_one_gpu_trains_as_the_model_itself(kind: str, precision: Any) -> None:
     parallel = launch(subject.build(), lambda: (plan, graph), device_type="cuda")
     assert dist.get_backend() == "nccl"
     model = subject.build().cuda()
+    scaler = parallel.grad_scaler(init_scale=1024.0)
     mine, theirs = adamw(parallel.parameters()), adamw(model.parameters())
     tolerance = 1e-4 if precision is FP32 else 2e-2
     for seed in range(3):
@@ -40,9 +41,12 @@ def test_one_gpu_trains_as_the_model_itself(kind: str, precision: Any) -> None:
         loss = loss_of(model(**{name: value.cuda() for name, value in batch.items()}))
         loss.backward()
         assert parallel.train_step(batch).item() == pytest.approx(loss.item(), rel=tolerance)
+        scaler.unscale_(mine)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert parallel.clip_grad_norm_(1.0).item() == pytest.approx(norm.item(), rel=10 * tolerance)
+        scaler.step(mine)
+        scaler.update()
+        theirs.step()
         for optimizer in (mine, theirs):
-            optimizer.step()
             optimizer.zero_grad()
     stop()

@@ -309,7 +309,9 @@ def test_backward_after_a_train_step_is_refused_by_name() -> None:
 def test_a_scaler_of_a_steps_loss_is_refused() -> None:
     """It would divide gradients by what has not scaled them."""
     loss = build().train_step(SUBJECT.make_batch(8, seed=0))
-    with pytest.raises(UsageError, match=r"which no scaler divides, but found GradScaler.scale of its loss; leave"):
+    with pytest.raises(
+        UsageError, match=r"no scaler of torch's has scaled its loss, but found GradScaler.scale of it; leave"
+    ):
         torch.amp.GradScaler("cpu").scale(loss)
     assert torch.amp.GradScaler("cpu", enabled=False).scale(loss) is loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,29 @@ def _square(y: Tensor, batch: object) -> Tensor:
     return y.square().mean()
 
 
+def _power(y: Tensor, batch: object) -> Tensor:
+    return y.pow(2).mean()
+
+
 def notes(
-    cluster: Cluster, *, about: str = "repeated on each", pins: Sequence[str] = ("tp=2",), space: str = "default"
+    cluster: Cluster,
+    *,
+    about: str = "repeated on each",
+    pins: Sequence[str] = ("tp=2",),
+    space: str = "default",
+    precision: Any = "fp32",
+    loss_fn: Any = _square,
 ) -> tuple[str, ...]:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     plan = autopar.search(
         model,
         example_inputs=[torch.randn(4, 8)],
-        loss_fn=_square,
+        loss_fn=loss_fn,
         cluster=cluster,
         global_batch_size=4,
         pins=pins,
         space=space,
+        precision=precision,
     )
     return tuple(note for note in plan.notes if about in note)
 
@@ -55,3 +67,16 @@ def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp
     assert notes(cluster, about=about, space=str(both)) == ()
     assert notes(cluster, about=about, pins=("tp=2", "recompute=full"), space=str(full)) == ()
     assert notes(cluster, about=about) == ()  # nothing is made again
+
+
+def test_what_may_leave_the_range_of_float16_is_named() -> None:
+    cluster = Cluster.parse("cpu:1x2")
+    (note,) = notes(cluster, about="autocast", precision="fp16", loss_fn=_power)
+    assert note.startswith("computed in float16, where autocast would in float32: aten.pow.Tensor_Scalar of ")
+    assert not notes(cluster, about="autocast", precision="bf16", loss_fn=_power)
+
+
+def test_the_precision_that_is_proposed_is_one_that_the_device_has() -> None:
+    for cluster, name in (("v100-sxm2-32gb:1x2", "fp16"), ("h100-sxm5-80gb:1x2", "bf16")):
+        (note,) = notes(Cluster.parse(cluster), about="computed in float32")
+        assert f"precision {name} " in note

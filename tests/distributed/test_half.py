@@ -1,0 +1,170 @@
+"""float16 on several ranks: what one device computes with the same casts and scale, and the same steps skipped everywhere."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar import api
+from autopar.mesh import Mesh
+from autopar.plan import BF16, FP16, Plan
+from autopar.runtime.verify import loss_of
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import scaled
+from tests.distributed.mixtures import Subject
+from tests.distributed.plans import make_plan, micro_batch_size
+from tests.distributed.subjects import HfSubject, Unpadded
+from tests.distributed.test_layouts import LAYOUTS
+from tests.distributed.test_training import batches
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+EPSILON = 2.0**-10
+FIXED = {"init_scale": 65536.0}
+SUBJECT = HfSubject("llama")
+
+
+@cache
+def graph_of(subject: Any) -> Any:
+    return api.trace_model(subject.build(), subject.make_batch(2, seed=0), FP16, name="half")
+
+
+def planned(layout: str, **options: Any) -> Plan:
+    mesh, given = LAYOUTS[layout]
+    micro = micro_batch_size(mesh, 16)
+    return make_plan(
+        graph_of(SUBJECT), mesh, global_batch_size=16, micro_batch_size=micro, **{"precision": FP16, **given, **options}
+    )
+
+
+@cache
+def one_device() -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
+    """Two steps in float16, and the first gradients in float32."""
+    model = SUBJECT.build()
+    loss_of(model(**batches(SUBJECT, 1)[0])).backward()
+    exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return scaled.alone(SUBJECT.build(), batches(SUBJECT, 2), scaling=FIXED), exact
+
+
+def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest of any tensor's, in units of float16's epsilon."""
+    assert found.keys() >= wanted.keys()
+    return max(((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items()) / EPSILON
+
+
+def moved(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: parameters[name] - p.detach() for name, p in SUBJECT.build().named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("tp2", "tp2 x dp2", "tp2 x dp2 ZeRO 3", "tp2 recomputed"),
+        *("dp4", "dp4 ZeRO 1", "dp4 ZeRO 2", "dp4 ZeRO 3", "HSDP 2x2"),
+        *("pp2 GPipe", "pp2 x dp2 ZeRO 1", "pp2 x tp2", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"),
+    ],
+)
+def test_equals_one_device_with_the_same_casts_and_scale(pool: WorkerPool, layout: str) -> None:
+    """One device is off float32 by 1.6 epsilons here. A plan rounds elsewhere: it is off by no more than twice that, and so
+    the two are 5 apart at most, gradients and what momentum makes of them; losses are sums in float32."""
+    plan, data = planned(layout), batches(SUBJECT, 2)
+    alone, exact = one_device()
+    rounding = error(alone["gradients"][0], exact)
+    assert rounding < 2
+    job = partial(scaled.steps, scaling=FIXED)
+    for found in pool.run(job, SUBJECT, plan, graph_of(SUBJECT), data, size=plan.mesh.world_size, timeout_s=60.0):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=EPSILON / 8)
+        assert found["norms"] == pytest.approx(alone["norms"], rel=EPSILON)
+        assert error(found["gradients"][0], exact) <= 2 * rounding
+        for mine, theirs in zip(found["gradients"], alone["gradients"], strict=True):
+            assert error(mine, theirs) <= 3 * rounding
+        assert error(moved(found["parameters"][-1]), moved(alone["parameters"][-1])) <= 3 * rounding
+        assert all(p.dtype == torch.float32 for p in found["parameters"][-1].values())
+        assert found["states"] == alone["states"]
+
+
+@pytest.mark.parametrize("layout", ["dp4 ZeRO 2", "tp2 x dp2 ZeRO 1"])
+def test_scaling_what_a_call_returns_equals_a_train_step(pool: WorkerPool, layout: str) -> None:
+    """One backward adds what several micro-batches leave in float16, where ``train_step`` adds in float32: a rounding more."""
+    plan, data = planned(layout), batches(SUBJECT, 2)
+    alone, exact = one_device()
+    ways = [
+        pool.run(
+            partial(scaled.steps, scaling=FIXED, called=called), SUBJECT, plan, graph_of(SUBJECT), data, timeout_s=60.0
+        )
+        for called in (False, True)
+    ]
+    for step, call in zip(*ways, strict=True):
+        assert call["losses"] == pytest.approx(step["losses"], rel=EPSILON / 8)
+        assert error(call["gradients"][0], exact) <= 2 * error(alone["gradients"][0], exact)
+        assert call["states"] == step["states"]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unscaled", "fused"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2 GPipe", "HSDP 2x2", "pp2 x tp2"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: WorkerPool, layout: str, fused: bool) -> None:
+    """Of a rank's own part of a gradient, which no other rank has: torch's scaler would step everywhere else."""
+    plan, data = planned(layout), batches(SUBJECT, 3)
+    size = plan.mesh.world_size
+    job = partial(scaled.steps, scaling=FIXED, fused=fused, infinite=(1, size - 1))
+    for found in pool.run(job, SUBJECT, plan, graph_of(SUBJECT), data, size=size, timeout_s=60.0):
+        before, skipped, after = found["parameters"]
+        assert all(torch.equal(skipped[name], p) for name, p in before.items())
+        assert not any(torch.equal(after[name], p) for name, p in before.items())
+        assert [(s["scale"], s["_growth_tracker"]) for s in found["states"]] == [(65536, 1), (32768, 0), (32768, 1)]
+
+
+@pytest.mark.parametrize(("before", "after", "late"), [("pp2 x dp2 ZeRO 1", "tp2", False), ("tp2", "dp4 ZeRO 3", True)])
+def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: str, after: str, late: bool) -> None:
+    (batch,), plans, folder = batches(SUBJECT, 1), [planned(before), planned(after)], str(tmp_path)
+    first, second = [
+        pool.run(job, SUBJECT, plan, graph_of(SUBJECT), batch, folder, size=plan.mesh.world_size, timeout_s=60.0)
+        for job, plan in zip((scaled.save, partial(scaled.load, late=late)), plans, strict=True)
+    ]
+    state, loss = first[0]
+    assert (state["scale"], state["growth_interval"], state["_growth_tracker"]) == (1024.0, 3, 1)
+    for found, again in second:
+        assert found == state
+        assert again == pytest.approx(loss, rel=EPSILON / 8)
+
+
+def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path) -> None:
+    low = api.trace_model(SUBJECT.build(), SUBJECT.make_batch(2, seed=0), BF16, name="half")
+    plain = make_plan(low, Mesh(dp_shard=2), global_batch_size=16, micro_batch_size=4, zero_stage=3, precision=BF16)
+    (batch,), plan = batches(SUBJECT, 1), planned("tp2")
+    pool.run(scaled.save_plain, SUBJECT, plain, low, batch, str(tmp_path), size=2, timeout_s=60.0)
+    job = partial(scaled.load, late=False)
+    wanted = loss_of(SUBJECT.build()(**batch)).item()
+    for state, loss in pool.run(job, SUBJECT, plan, graph_of(SUBJECT), batch, str(tmp_path), size=2, timeout_s=60.0):
+        assert state["scale"] == 65536.0
+        assert loss == pytest.approx(wanted, rel=EPSILON)
+
+
+@pytest.mark.parametrize(
+    ("subject", "pins"),
+    [
+        (Unpadded("llama"), "cp=2 dp_shard=2 zero=3 cp_attention=ring micro_batch=4"),
+        (Unpadded("llama"), "cp=2 tp=2 cp_attention=ulysses micro_batch=4"),
+        (Subject(), "ep=2 dp_replicate=4"),
+        (Subject(), "ep=4 ep_data=2 tp=2"),
+    ],
+    ids=["ring", "ulysses", "ep over data", "ep over both"],
+)
+def test_split_sequences_and_experts(pool: WorkerPool, subject: Any, pins: str) -> None:
+    """The loss of the mixture alone is in float16, whose gradient 65536 is none."""
+    graph, data, scaling = graph_of(subject), [subject.make_batch(16, seed=0)], {"init_scale": 1024.0}
+    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
+    model = subject.build()
+    loss_of(model(**data[0])).backward()
+    exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    alone = scaled.alone(subject.build(), data, scaling=scaling)
+    rounding = error(alone["gradients"][0], exact)
+    for found in pool.run(partial(scaled.steps, scaling=scaling), subject, plan, graph, data, timeout_s=60.0):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=EPSILON)
+        assert error(found["gradients"][0], exact) <= 2 * rounding
+        assert found["states"] == alone["states"]
