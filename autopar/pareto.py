@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
-from autopar.questions import Ask, price_of, sizes_of
+from autopar.questions import Ask, prices_of, sizes_of
 from autopar.scaling import scaled
 from autopar.search.outcome import Limits, peak_bytes
 from autopar.table import closest
@@ -87,16 +87,16 @@ def front(
         others: further clusters of which all sizes are tried.
 
     Raises:
-        UsageError: a device has no price; or sizes are tried of a cluster that is not ``DEVICE:NODESxPER_NODE``.
+        UsageError: a device has no price, or no cluster has the device of a price; or sizes are tried of a cluster that is not ``DEVICE:NODESxPER_NODE``.
         InfeasibleError: nothing fits.
     """
     kinds = (ask.cluster, *others)
     is_sized = bool({"devices", "price"} & set(objectives))
-    texts = [size for kind in kinds for size in (sizes_of(kind) if is_sized else (kind,))]
+    of_kinds = prices_of(ask, prices or {}, others) if "price" in objectives else {}
+    texts = [(size, of_kinds.get(kind)) for kind in kinds for size in (sizes_of(kind) if is_sized else (kind,))]
     found: list[Point] = []
-    for text in texts:
+    for text, price in texts:
         cluster = Cluster.parse(text, cache_dir=ask.cache_dir)
-        price = price_of(cluster, prices or {}) if "price" in objectives else None
         for plan, head_room in _plans(ask, text, cluster, with_memory="memory" in objectives):
             cost = None if price is None else price * cluster.world_size / 3600 * plan.predicted.step_time_s
             found.append(Point(cluster=text, num_devices=cluster.world_size, plan=plan, head_room=head_room, cost=cost))

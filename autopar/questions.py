@@ -141,13 +141,13 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
         others: further clusters; the sizes of each are tried as in :func:`smallest_cluster`.
 
     Raises:
-        UsageError: a device has no price, or a price is not above zero.
+        UsageError: a device has no price, a price is not above zero, or of a device that no cluster has.
         InfeasibleError: no size has a plan.
     """
     trials: list[Trial] = []
     best: Trial | None = None
-    for kind in (ask.cluster, *others):
-        price = price_of(Cluster.parse(kind), prices)
+    of_kinds = prices_of(ask, prices, others)
+    for kind, price in of_kinds.items():
         for text, cluster in _with_time(ask, kind):
             ask.say(f"trying {text}")
             per_second = price * cluster.world_size / 3600
@@ -165,18 +165,23 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
     return Answer(value=best.value, plan=best.plan, trials=tuple(trials), cost=best.cost)
 
 
-def price_of(cluster: Cluster, prices: Mapping[str, float]) -> float:
-    """Of a device and hour.
+def prices_of(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ()) -> dict[str, float]:
+    """Of a device and hour, for each cluster that is considered.
 
     Raises:
-        UsageError: the device has no price, or it is not above zero.
+        UsageError: a price is of a device that none of them has, a device has no price, or it is not above zero.
     """
-    device = cluster.devices[0].name
-    price = prices.get(device, 0.0)
-    if not 0 < price < float("inf"):
-        raise UsageError("every device has a price above zero", value=f"{device}: {price:g}", place="--price",
-                         remedy=f"write {device}=2.5 for a price of 2.5 a device and hour")  # fmt: skip
-    return price
+    devices = {kind: Cluster.parse(kind, cache_dir=ask.cache_dir).devices[0].name for kind in (ask.cluster, *others)}
+    unused = next((name for name in prices if name not in devices.values()), None)
+    if unused is not None:
+        raise UsageError("a price is of a device of --cluster or --or-cluster", value=repr(unused), place="--price",
+                         remedy=closest(unused, set(devices.values())))  # fmt: skip
+    for device in devices.values():
+        if not 0 < prices.get(device, 0.0) < math.inf:
+            raise UsageError("every device has a price above zero", place="--price",
+                             value=f"{device}: {prices[device]:g}" if device in prices else f"no price of {device}",
+                             remedy=f"write {device}=2.5 for a price of 2.5 a device and hour")  # fmt: skip
+    return {kind: prices[device] for kind, device in devices.items()}
 
 
 def sizes_of(text: str) -> tuple[str, ...]:

@@ -230,6 +230,16 @@ def test_a_sweep_in_the_shell(run: Run) -> None:
         (("--largest-batch", "--workers", "2"), "--workers beside another question"),
         (("--minimize", "devices", "--price", "cpu=1"), "--price and --or-cluster are for --minimize price"),
         (("--or-cluster", "cpu:1x2"), "--price and --or-cluster are for"),
+        (
+            ("--minimize", "price", "--price", "cp=1"),
+            "of --cluster or --or-cluster, but found 'cp'; did you mean 'cpu'?",
+        ),
+        (
+            ("--pareto", "time,price", "--price", "cpu=1,h100=2"),
+            "of --cluster or --or-cluster, but found 'h100'; known: cpu",
+        ),
+        (("--minimize", "price", "--price", "cpu=1,cpu=2"), "a device has one price"),
+        (("--pareto", "time,memory", "--price", "cpu=1"), "--price is for --pareto with price"),
         (("--sequence-step", "64"), "--sequence-step is for --longest-sequence"),
         (("--sweep", "link.bandwidth=1", "--output", "plan.json"), "--sweep, which has a plan for each factor"),
         (("--output", "no/plan.json"), "no/plan.json: the file can be written"),

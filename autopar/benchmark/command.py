@@ -15,9 +15,11 @@ from autopar.benchmark.plans import Advance, Choice, choose, variants
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.session import Launch, Outcome, benchmark, local_ranks
 from autopar.cluster import Cluster
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
+from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.models import ModelSource, resolve_model
 from autopar.profile.detect import default_cache_dir, fingerprint, machine_profile, profile_path
+from autopar.runtime.trained import trained
 from autopar.search.pins import Pins
 from autopar.search.planner import Task
 from autopar.search.space import Space, load_space
@@ -69,11 +71,14 @@ def run_local(
     """On this machine: ranks on its CPU, or every variant on its one GPU; or one rank of plans for more.
 
     Raises:
+        AutoparError: the model cannot make a step on one device.
         InfeasibleError: no plan fits.
         UsageError: there is no such rank.
     """
     _check_rank(wish)
-    resolve_model(wish.model, sequence_length=wish.sequence)  # which may be none: before minutes of measuring
+    source = resolve_model(wish.model, sequence_length=wish.sequence)  # which may be none: before minutes of measuring
+    if not torch.cuda.is_available():
+        _check_runs(source)
     profile = profile_path(cache_dir)
     again, note = whether_again(profile, fresh=wish.fresh)
     if again and advance is not None:
@@ -105,6 +110,20 @@ def _check_rank(wish: Wish) -> None:
             place="--as-rank",
             remedy="state how many ranks the plans are for with --ranks",
         )
+
+
+def _check_runs(source: ModelSource) -> None:
+    """Nothing, where the model as it is written makes one step of a few samples; what cannot, no plan can either."""
+    model = source.build()
+    try:
+        trained(model, [source.make_batch(source.batch_size)])
+    except FAILURES as error:
+        raise AutoparError(
+            "one device trains the model by itself, before plans of it are run",
+            value=f"{type(error).__name__}: {first_line(error)}",
+            place=explained(error, model).place,
+            remedy="mend that line, or give inputs and settings that fit the model",
+        ) from error
 
 
 def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:

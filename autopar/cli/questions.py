@@ -63,6 +63,9 @@ class Question:
                 value=f"--minimize {self.minimize}" if self.minimize else (self.asked or ("none of them",))[0],
                 remedy="leave them out, or ask for --minimize price",
             )
+        if self.prices and self.pareto is not None and "price" not in self.pareto:
+            raise UsageError("--price is for --pareto with price", value=f"--pareto {self.pareto}",
+                             remedy=f"leave it out, or ask for --pareto {self.pareto},price")  # fmt: skip
         if self.sequence_step is not None and not self.longest_sequence:
             raise UsageError("--sequence-step is for --longest-sequence", value="it alone", remedy="leave it out")
 
@@ -163,9 +166,13 @@ def _tracer(model: str, precision: str, opaque: Sequence[str]) -> Callable[[int,
 
 
 def _prices(texts: Sequence[str]) -> dict[str, float]:
-    prices = {}
+    prices: dict[str, float] = {}
     for text in (part for given in texts for part in given.split(",")):
         name, equals, value = text.partition("=")
+        if name.strip() in prices:
+            raise UsageError(
+                "a device has one price", value=repr(text), place="--price", remedy="leave one of them out"
+            )
         try:
             prices[name.strip()] = float(value)
         except ValueError:

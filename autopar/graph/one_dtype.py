@@ -2,7 +2,8 @@
 
 Buffers in single precision stay so (``tracing.on_meta``), and code makes tensors in it (``torch.zeros(n, h)``), so that positions
 that are added to an input make all that follows single. The kernels of products take one dtype and promote nothing; so what is
-single there takes the parameters' dtype, as under ``torch.autocast``. What promotes by itself does so.
+single there takes the parameters' dtype, as under ``torch.autocast``. What promotes by itself does so. What has no kernel for halves
+(decompositions, Fourier transforms, distances) takes and gives float32, as under ``torch.autocast`` too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,68 @@ _OF_DOUBLES = ("layer_norm", "group_norm")
 """Whose kernels take weights in float32 beside halves, not beside doubles."""
 _INTO = tuple(f"{name}{end}" for name in ("index_add", "index_copy", "scatter", "scatter_add") for end in ("", "_"))
 """What writes values into its first argument, of whose dtype they are."""
+_LINALG = (
+    *(
+        "cholesky",
+        "cholesky_ex",
+        "cond",
+        "det",
+        "eig",
+        "eigh",
+        "eigvals",
+        "eigvalsh",
+        "householder_product",
+        "inv",
+        "inv_ex",
+    ),
+    *(
+        "ldl_factor",
+        "ldl_solve",
+        "lstsq",
+        "lu",
+        "lu_factor",
+        "lu_factor_ex",
+        "lu_solve",
+        "matrix_rank",
+        "pinv",
+        "qr",
+        "slogdet",
+    ),
+    *("solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve", "vander"),
+)
+_FOURIER = tuple(
+    f"{inverse}{kind}fft{dims}" for inverse in ("", "i") for kind in ("", "r", "h") for dims in ("", "2", "n")
+)
+_OF_SINGLES = (
+    *(
+        "cdist",
+        "pdist",
+        "cholesky",
+        "cholesky_inverse",
+        "cholesky_solve",
+        "inverse",
+        "det",
+        "logdet",
+        "slogdet",
+        "svd",
+        "qr",
+    ),
+    *(
+        "pinverse",
+        "triangular_solve",
+        "lu_solve",
+        "geqrf",
+        "orgqr",
+        "ormqr",
+        "complex",
+        "polar",
+        "view_as_complex",
+        "quantile",
+    ),
+    *("nanquantile", "stft", "istft", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "avg_pool3d"),
+    "local_response_norm",
+)
+"""Without a kernel for bfloat16 on a CPU in torch 2.13, and on GPUs the decompositions and transforms: found by calling them."""
 _PLACES = (torch, Tensor, torch.nn.functional, torch._C._nn, torch._VF)
 
 
@@ -45,19 +108,28 @@ def for_products(model: torch.nn.Module) -> AbstractContextManager[object]:
 
 
 class _InOneDtype(TorchFunctionMode):
-    """Casts float32 operands of products to ``dtype`` where another operand, or a parameter, has it."""
+    """Casts operands of products that are float32 to ``dtype`` where another operand, or a parameter, has it.
+
+    Halves become float32 where nothing computes with them.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         names = dict(_OPERANDS) | (dict.fromkeys(_OF_DOUBLES, _ALL) if dtype == torch.float64 else {})
         self._counts = {function: count for name, count in names.items() for function in _named(name)}
         self._into = {function for name in _INTO for function in _named(name)}
+        self._of_singles = _of_singles()
+        if dtype == torch.float64:
+            self._counts |= dict.fromkeys(self._of_singles, _ALL)
+            self._of_singles = frozenset()
         self._dtype = dtype
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if func in self._of_singles:
+            return func(*self._cast(args, torch.float32), **self._cast(given, torch.float32))
         count = self._counts.get(func, 0)
         if count and self._is_mixed((args, given)):
             args = (*self._cast(args[:count], self._dtype), *args[count:])
@@ -81,3 +153,11 @@ class _InOneDtype(TorchFunctionMode):
 def _named(name: str) -> list[Any]:
     """Functions and methods of that name."""
     return [getattr(place, name) for place in _PLACES if hasattr(place, name)]
+
+
+def _of_singles() -> frozenset[Any]:
+    """Functions that have no kernel for halves."""
+    found = {function for name in _OF_SINGLES for function in _named(name)}
+    for place, names in ((torch.linalg, _LINALG), (torch.fft, _FOURIER)):
+        found |= {getattr(place, name) for name in names if hasattr(place, name)}
+    return frozenset(found)

@@ -92,6 +92,8 @@ def _number(value: object) -> object:
             return "tensor"
         with unset_fake_temporarily():
             return str(value.tolist())
+    if isinstance(value, (float, complex)) and value != value:  # noqa: PLR0124  not a number, which equals nothing
+        return "nan"
     return value if isinstance(value, (bool, int, float, complex, str)) else type(value).__name__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from zlib import crc32
@@ -13,6 +14,16 @@ from autopar.errors import AutoparError, UsageError
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.step_gradients import StepGradients
 from autopar.runtime.world import World
+
+_LACKING = re.compile(r"\"(?P<kernel>\w+)\" not implemented for '(?P<dtype>BFloat16|Half)'")
+
+
+def _no_kernel(kernel: str, dtype: str) -> UsageError:
+    return UsageError(
+        "every operator of a step has a kernel for the dtype that it computes in",
+        value=f"{kernel}, which has none for {dtype} on this device",
+        remedy='cast what it takes in the model, x.float(), or make the plan with precision="fp32"',
+    )
 
 
 @contextmanager
@@ -50,8 +61,10 @@ class Calls:
         with self._alarm.watched(what):
             try:
                 yield
-            except Exception:
+            except Exception as error:
                 self._gradients.abandon()
+                if found := _LACKING.match(str(error)):
+                    raise _no_kernel(*found.groups()) from error
                 raise
 
     @contextmanager

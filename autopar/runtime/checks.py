@@ -11,6 +11,7 @@ from autopar.lower.emit import is_random
 from autopar.lower.program import Program
 from autopar.plan import Plan, Precision
 from autopar.runtime.gradients import Held
+from autopar.runtime.own_parameter import is_own
 from autopar.runtime.quiet import noise
 
 _INSTEAD = {
@@ -82,8 +83,15 @@ def check_parameters(held: Sequence[Held], frozen: Sequence[Held]) -> None:
     """Parameters may be frozen at any time, and learn again; what the plan knows as ``frozen`` has no backward.
 
     Raises:
-        UsageError: names those that shall learn now, or have hooks on their gradients.
+        UsageError: names those that shall learn now, have hooks on their gradients, or another memory than the steps read.
     """
+    swapped = [h.key for h in held if not is_own(h.parameter)]
+    if swapped:
+        raise UsageError(
+            "a parameter of a parallel model keeps its memory, which the steps read: it is written in place",
+            value=f"{swapped[0]} after torch.utils.swap_tensors",
+            remedy="write p.data.copy_(value), with a DTensor of the same mesh",
+        )
     hooked = [h.key for h in held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
     if hooked:
         raise UsageError(

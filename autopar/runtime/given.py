@@ -20,7 +20,7 @@ _OFTEN, _SELDOM = 8, 32
 
 
 class Given:
-    """Tells of an optimizer that steps its parameters in place of those that train, and of attributes set later.
+    """Tells of an optimizer that steps its parameters in place of those that train, of weights loaded and attributes set later.
 
     Until :meth:`remove`.
     """
@@ -29,6 +29,7 @@ class Given:
         self._model = weakref.ref(model)
         self._ids = {id(p): weakref.ref(p) for p in model.parameters()}
         self._state = memory.state_of(model)
+        self._weights: dict[str, tuple[int, int]] | None = _written(model)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
@@ -36,8 +37,14 @@ class Given:
         self._hook.remove()
 
     def check(self, step: int) -> None:
-        """Before a step: a warning, once, of numbers and texts in the model that are others than when it was planned."""
+        """Before a step: a warning, once, of numbers and texts in the model that are others than when it was planned.
+
+        Before the first one: of parameters, too.
+        """
         model = self._model()
+        before, self._weights = self._weights, None
+        if model is not None and before is not None:
+            _tell_of_weights([name for name, now in _written(model).items() if before.get(name) != now])
         if model is None or not self._state or (step >= _OFTEN and step % _SELDOM):
             return
         changed = memory.changed(self._state, memory.state_of(model))
@@ -48,6 +55,10 @@ class Given:
                 "changes as a tensor in the batch, or keep it in a buffer",
                 ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else ""),
             )
+
+    def knows_weights(self) -> None:
+        """The parallel model's weights have been asked for: they may be put into the model, which is no mistake."""
+        self._weights = None
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuses a step that would do nothing.
@@ -66,3 +77,17 @@ class Given:
     def _is_models(self, parameter: Tensor) -> bool:
         known = self._ids.get(id(parameter))
         return known is not None and known() is parameter
+
+
+def _written(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of each parameter which one it is, and how often it has been written."""
+    return {name: (id(p), -1 if p.is_inference() else p._version) for name, p in model.named_parameters()}
+
+
+def _tell_of_weights(names: list[str]) -> None:
+    if names:
+        _LOGGER.warning(
+            "parameters of the model have been written since autopar.parallelize (%s): what trains are copies, made there; load "
+            "weights into the model before it, or give files by weights=DIR",
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+        )

@@ -149,6 +149,7 @@ class Parallel:
 
         For models that fit one rank; others are saved by :meth:`save`.
         """
+        self._given.knows_weights()
         with self._calls.at_once("full_state_dict"):
             state = self._state.named(self._state.own)
             return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)

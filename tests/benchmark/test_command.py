@@ -73,3 +73,20 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
     assert done.code == code
     assert "failed: plan 1: ValueError: boom" in done.out
     assert ("own:model: some plan runs to its end, but found 2 that failed" in done.err) == (code == 1)
+
+
+def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measured(run: Run, tmp_path: Path) -> None:
+    """It traces, and failed in every plan after minutes of measuring."""
+    lines = ("import torch", "", "class Net(torch.nn.Module):", "    def __init__(self):", "        super().__init__()")
+    lines += ("        self.rows = torch.nn.Embedding(4, 8)", "", "    def forward(self, x):")
+    lines += ("        return self.rows(x + 4).sum()", "", "def make():")
+    lines += ("    return Net(), {'x': torch.zeros(4, 3, dtype=torch.int64)}",)
+    (tmp_path / "beyond.py").write_text("\n".join(lines), encoding="utf-8")
+    measured = mock.patch(
+        "autopar.benchmark.command.machine_profile", side_effect=NotImplementedError("it is measured")
+    )
+    with measured, mock.patch("torch.cuda.is_available", return_value=False):
+        done = run("benchmark", "local", "beyond:make", "--ranks", "2")
+    assert done.code == 1
+    assert "beyond.py:9: one device trains the model by itself" in done.error
+    assert "IndexError: index out of range" in done.error

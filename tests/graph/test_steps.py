@@ -171,6 +171,13 @@ class Buffered(nn.Module):
         return x * self.steps
 
 
-@pytest.mark.parametrize("inner", [Cached, Buffered])
+class Blank(nn.Module):
+    """With a number that equals nothing, itself included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, float("nan")).nan_to_num()
+
+
+@pytest.mark.parametrize("inner", [Cached, Buffered, Blank])
 def test_caches_and_buffers_are_no_fault(inner: type[nn.Module]) -> None:
     assert trace(u.Around(inner), (), u.batch()).notes == ()

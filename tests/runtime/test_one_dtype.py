@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
+from autopar.errors import UsageError
 from autopar.graph.evaluate import evaluate
 from autopar.graph.trace import trace
 from autopar.lower.program import lower
@@ -33,6 +35,12 @@ OPS: dict[str, Op] = {
     "prelu": lambda x, row, _: F.prelu(x, row[:1]),
     "index_add": lambda x, _, square: x.index_add(0, torch.arange(2), square[:2]),
     "index_add by name": lambda x, _, square: torch.index_add(input=x, dim=0, index=torch.arange(2), source=square[:2]),
+    "cdist": lambda x, _, square: torch.cdist(x, square),
+    "cdist by name": lambda x, _, square: torch.cdist(x1=x, x2=square),
+    "solve": lambda x, _, square: torch.linalg.solve(square @ square.T + 4 * torch.eye(8), x.T).T,
+    "singular values": lambda x, _, square: x * torch.linalg.svdvals(x @ square).sum(),
+    "a method": lambda x, _, square: x * (x.T @ x + torch.eye(8)).logdet(),
+    "fourier": lambda x, row, _: torch.fft.fft(x).abs() * row,
     "from zeros": lambda x, _, square: torch.zeros(2, 8).index_add(0, torch.arange(2), x) @ square,
 }
 
@@ -95,9 +103,9 @@ def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
-@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, spectral_norm])
-def test_spectral_norms_train(norm: Callable[[nn.Module], nn.Module], precision: str) -> None:
-    """Of weights in what the plan computes in, by vectors in float32."""
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, spectral_norm, parametrizations.orthogonal])
+def test_norms_of_whole_weights_train(norm: Callable[[nn.Module], nn.Module], precision: str) -> None:
+    """Of weights in what the plan computes in, by vectors in float32; or by products of reflections, which no half has."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -105,6 +113,18 @@ def test_spectral_norms_train(norm: Callable[[nn.Module], nn.Module], precision:
 
     wanted = losses(build(), "fp32")
     assert losses(build(), precision) == pytest.approx(wanted, rel=5e-2 if precision == "bf16" else 1e-4)
+
+
+def test_an_operator_without_a_kernel_is_told_with_a_remedy() -> None:
+    """The kernel's own name was all that a step said, without what to do."""
+    lacking = NotImplementedError("\"cdist\" not implemented for 'BFloat16'")
+    with (
+        mock.patch("autopar.runtime.pipeline.Accumulation.run", side_effect=lacking),
+        pytest.raises(
+            UsageError, match=r"found cdist, which has none for BFloat16 on this device; cast .* x\.float\(\)"
+        ),
+    ):
+        losses(Mixed(OPS["positions"]), "bf16")
 
 
 def test_what_takes_two_dtypes_keeps_them() -> None:

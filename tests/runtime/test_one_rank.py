@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import autopar
@@ -433,6 +435,57 @@ def test_a_learning_rate_in_a_tensor_is_kept(tmp_path: Path) -> None:
 
 class Unknown(torch.optim.SGD):
     """Derived from one that steps element by element: it may have a sum of its own."""
+
+
+def test_a_parameter_is_written_in_place_and_not_replaced() -> None:
+    """``p.data = tensor`` was passed over by torch: neither steps nor checkpoints had it."""
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    key, parameter = next(parallel.named_parameters())
+    before, kept = parallel.train_step(batch).item(), parameter.detach().clone()
+    whole = torch.zeros(parameter.shape)
+    for value in (parameter.data * 0.5, whole):
+        with pytest.raises(UsageError, match=r"written in place.*distribute_tensor"):
+            parameter.data = value
+    with pytest.raises(UsageError, match="written in place"):
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([parameter]) * 0.5, [parameter])
+    assert parallel.train_step(batch).item() == before
+    parameter.data *= 0.5
+    assert parallel.train_step(batch).item() != before
+    parameter.data.copy_(kept)
+    assert parallel.train_step(batch).item() == before
+    torch.utils.swap_tensors(parameter, nn.Parameter(kept * 0.5))
+    with pytest.raises(UsageError, match=re.escape(f"{key} after torch.utils.swap_tensors")):
+        parallel.train_step(batch)
+
+
+def test_a_copy_of_a_parameter_is_any_parameter(tmp_path: Path) -> None:
+    """For averages of weights that people keep beside, or save."""
+    parameter = next(build().parameters())
+    torch.save(parameter, tmp_path / "parameter.pt")
+    for other in (copy.deepcopy(parameter), torch.load(tmp_path / "parameter.pt")):
+        assert type(other) is DTensor and isinstance(other, nn.Parameter) and other.requires_grad
+        assert torch.equal(other.full_tensor(), parameter.full_tensor())
+        other.data = other.data * 0.5
+
+
+def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a word training went on from those that the model had before."""
+    batch = SUBJECT.make_batch(8, seed=0)
+    other = {name: p * 0.5 for name, p in SUBJECT.build().state_dict().items()}
+
+    def told(load: Callable[[nn.Module, Parallel], object]) -> bool:
+        caplog.clear()
+        model = SUBJECT.build()
+        plan = make_plan(graph(), Mesh(), global_batch_size=8, micro_batch_size=2)
+        parallel = Parallel(lower(plan, graph()), World(plan.mesh, "cpu"), ModelWeights(model, 0))
+        load(model, parallel)
+        parallel.train_step(batch)
+        return "parameters of the model have been written since autopar.parallelize (transformer.wte" in caplog.text
+
+    assert told(lambda model, _: model.load_state_dict(other))
+    assert told(lambda model, _: model.load_state_dict(other, assign=True))
+    assert not told(lambda model, _: model.eval())
+    assert not told(lambda model, parallel: model.load_state_dict(parallel.full_state_dict()))
 
 
 def test_an_optimizer_of_whole_parameters_is_told_of_parts(caplog: pytest.LogCaptureFixture) -> None:
