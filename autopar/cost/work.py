@@ -332,9 +332,29 @@ def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _mean(op: Op, operands: Specs, kind: Kind) -> Work:
+def _sum(op: Op, operands: Specs, kind: Kind) -> Work:
     return Work(
         num_bytes=operands[0].num_bytes + op.spec.num_bytes, backward_bytes=op.spec.num_bytes, backward_launches=1
+    )
+
+
+def _mean(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A sum; backward divides its expanded gradient, which writes a whole one (torch: ``mean_backward``)."""
+    found = _sum(op, operands, kind)
+    return replaced(found, backward_bytes=found.backward_bytes + operands[0].num_bytes)
+
+
+def _power(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Backward is a power of what was kept, times the exponent, times the gradient: three kernels (torch: ``pow_backward``)."""
+    found = _elementwise(op, operands)
+    if not found.backward_launches:
+        return found
+    size = op.spec.num_bytes
+    return replaced(
+        found,
+        backward_bytes=found.backward_bytes + 4 * size,
+        backward_launches=3,
+        backward_workspace_bytes=size,
     )
 
 
@@ -350,7 +370,9 @@ _SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
     "autopar.opaque": _opaque,
     "autopar.change_over_data": _over_data,
     **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
-    **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean", "aten.sum.default", "aten.sum.dim_IntList"), _mean),
+    **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean"), _mean),
+    **dict.fromkeys(("aten.sum.default", "aten.sum.dim_IntList"), _sum),
+    **dict.fromkeys(("aten.pow.Tensor_Scalar", "aten.square.default", "aten.rsqrt.default"), _power),
     **dict.fromkeys(COLLECTIVES, _change_of_type),
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ _COLUMNS = """
 | `recompute` | `none`, `selective` or `full`; empty: `none` |
 | `sequence_parallel` | 0 or 1; empty: as the source's site says, else whichever is predicted faster |
 | `attention` | `flash`, or `scores`: probabilities are stored for backward |
-| `precision` | `fp32`, `fp16`, `bf16`, `bf16_fp32_grad_accum` or `fp8` |
+| `precision` | `fp32`, `fp16`, `bf16`, `bf16_fp32_grad_accum`, `bf16_true` (parameters, gradients and states in bf16 as well) or `fp8` |
 | `step_time_s`, `peak_memory_gib` | measured; either may be empty |
 | `memory_kind` | `allocator`, or `nvidia-smi` (context and cache included); may be empty |
 | `source` | text; what stands before the first `;` names the source and its release |
@@ -268,7 +268,7 @@ def document(session: Session, outcome: Outcome, *, leave_one_out: bool) -> str:
     lines = [
         "# Validation",
         "Written by `autopar validate RUNS.csv --leave-one-out --markdown docs/validation.md`; do not edit.",
-        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md), later [blind2.md](blind2.md), [blind3.md](blind3.md), [blind4.md](blind4.md) and [blind5.md](blind5.md).",
+        "How runs that nobody had seen are predicted, before and after: [blind.md](blind.md), later [blind2.md](blind2.md), [blind3.md](blind3.md), [blind4.md](blind4.md), [blind5.md](blind5.md) and [blind6.md](blind6.md).",
         "## Predicted and measured",
         words,
         markdown(outcome.scores),

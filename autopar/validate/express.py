@@ -45,6 +45,7 @@ PRECISIONS = {
     "fp16": Precision(name="fp16", compute="float16", storage="float32", reduce="float16"),
     "bf16": Precision(name="bf16", compute="bfloat16", storage="float32", reduce="bfloat16"),
     "bf16_fp32_grad_accum": Precision(name="bf16", compute="bfloat16", storage="float32", reduce="float32"),
+    "bf16_true": Precision(name="bf16", compute="bfloat16", storage="bfloat16", reduce="bfloat16"),
     "fp8": Precision(name="fp8", compute="bfloat16", storage="float32", reduce="bfloat16"),
 }
 """By the column: dtypes of products and activations, of parameters at rest, of gradient sums."""
@@ -150,6 +151,9 @@ def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
         dtype=PRECISIONS[run.precision].compute,
         autocast=site.autocast,
         dropout=site.dropout,
+        plain_scores=run.attention == "scores"
+        and not (site.megatron_kernels or site.fused_elementwise or site.fused_softmax),
+        operator_chains=site.operator_chains,
     )
 
 
@@ -199,12 +203,23 @@ def as_megatron(
     if op.target == DROPOUT:  # of whole sums, not of each rank's part of one
         offered = tuple(s for s in offered if s.outputs[0].kind != "P")
     shape = op.spec.shape
+    if _of_chained_norm(op):
+        offered = tuple(
+            s for s in offered if s.outputs[0].kind != "P" and (not s.outputs[0].is_split or s.outputs[0].dim < 2)
+        )
     if split_rows and op.target in NORMS and len(shape) == 3:
         return tuple(s for s in offered if s.outputs[0].is_split and s.outputs[0].dim == 1)
     if split_rows is False and len(shape) >= 3 and shape[1] == sequence:
         whole = 3 if op.target == DROPOUT and len(shape) == 3 else 2
         return tuple(s for s in offered if not any(t.is_split and t.dim < whole for t in s.outputs))
     return offered
+
+
+def _of_chained_norm(op: Op) -> bool:
+    """Whether an operator is of a norm, of whose weight and rows no rank has a part, as where it is one operator."""
+    if op.target in ("aten.mean.dim", "aten.to.dtype"):
+        return len(op.spec.shape) == 3
+    return op.target == "aten.mul.Tensor" and any("norm" in r.name and r.name.endswith("_weight") for r in op.operands)
 
 
 def _splits_rows(run: Run, site: Site) -> bool | None:
@@ -279,11 +294,17 @@ def second_products(graph: Graph) -> frozenset[str]:
 
 def attention_core(op: Op) -> bool:
     """What Megatron's selective recompute computes again: scores, softmax and their product with the values, or the fused kernel."""
-    return "attention" in op.target or op.target in (
-        "aten.softmax.int",
-        "aten.matmul.default",
-        "aten.dropout.default",
-        "autopar.dropout",
+    scores = len(op.spec.shape) == 4 and op.target in ("aten.div.Tensor", "aten.masked_fill.Scalar", "aten.to.dtype")
+    return (
+        scores
+        or "attention" in op.target
+        or op.target
+        in (
+            "aten.softmax.int",
+            "aten.matmul.default",
+            "aten.dropout.default",
+            "autopar.dropout",
+        )
     )
 
 

@@ -7,6 +7,7 @@ Models are made on meta for their shapes alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,9 @@ class Sizes:
     """What decides a model's graph, apart from the number of its equal layers; ``sequence`` in tokens.
 
     ``dropout``: of what attention and feed-forward add, and of the probabilities of attention that keeps its scores.
+    ``plain_scores``: such attention scales, masks and normalizes by operators of their own, in single precision under
+    ``autocast``; else by one fused softmax. ``operator_chains``: GELU and RMS norms are chains of operators, as in Hugging
+    Face's transformers (``NewGELUActivation``, ``LlamaRMSNorm``) and minGPT.
     """
 
     family: str
@@ -37,6 +41,22 @@ class Sizes:
     dtype: str
     autocast: bool = False
     dropout: bool = False
+    plain_scores: bool = False
+    operator_chains: bool = False
+
+
+class ChainedNorm(nn.Module):
+    """An RMS norm of torch's operators, in single precision but for its weight [Hugging Face, LlamaRMSNorm]."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of ``x``, in its dtype."""
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * scaled.to(x.dtype)
 
 
 class Norm(nn.Module):
@@ -114,7 +134,8 @@ class Layer(nn.Module):
         """The layer's output, of the shape of ``x``."""
         x = x + self._dropped(self.out(self._attention(self.norm1(x), rotary)))
         y = self.norm2(x)
-        inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        gelu = _chained_gelu if self.sizes.operator_chains else F.gelu
+        inner = gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
         result: Tensor = x + self._dropped(self.down(inner))
         return result
 
@@ -133,8 +154,22 @@ class Layer(nn.Module):
             grouped = sizes.heads != sizes.kv_heads
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         else:
-            mixed = self._dropped(F.softmax(query @ key.transpose(2, 3), dim=-1)) @ value
+            scores = query @ key.transpose(2, 3)
+            mixed = self._dropped(self._probabilities(scores)).to(value.dtype) @ value
         return mixed.transpose(1, 2).reshape(batch, sequence, hidden)
+
+    def _probabilities(self, scores: Tensor) -> Tensor:
+        if not self.sizes.plain_scores:
+            return F.softmax(scores, dim=-1)
+        sequence = scores.shape[-1]
+        masked = torch.ones(sequence, sequence, dtype=torch.bool, device=scores.device).triu(1)
+        scores = (scores / math.sqrt(self.width)).masked_fill(masked, -math.inf)
+        return F.softmax(scores.float() if self.sizes.autocast else scores, dim=-1)
+
+
+def _chained_gelu(x: Tensor) -> Tensor:
+    """GELU by eight operators; halved by a division, as the trace would take GPT-2's own way for ``F.gelu`` otherwise."""
+    return x / 2.0 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -144,6 +179,8 @@ def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _norm(sizes: Sizes) -> nn.Module:
+    if sizes.family == "llama" and sizes.operator_chains:
+        return ChainedNorm(sizes.hidden)
     if sizes.family == "llama":
         return nn.RMSNorm(sizes.hidden, eps=1e-5)
     return Norm(sizes.hidden) if sizes.autocast else nn.LayerNorm(sizes.hidden)

@@ -14,7 +14,7 @@ from autopar.table import closest
 from autopar.validate.families import ATTENTIONS, FAMILIES
 
 RECOMPUTES = ("none", "selective", "full")
-PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "fp8")
+PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")
 COUNTS = (
     "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq", "devices", "devices_per_node", "tp", "pp",
     "virtual_stages", "dp", "cp", "micro_batch", "global_batch",

@@ -47,6 +47,10 @@ class Site:
         triton_attention: fused attention is the first one in Triton.
         flash2_attention: fused attention is FlashAttention-2, torch's own, where the profile knows a faster one.
         dropout: attention and feed-forward drop some of what they add; attention that keeps its scores some of these.
+        operator_chains: GELU and RMS norms are chains of torch's operators, each a kernel of its own (Hugging Face's
+            transformers, minGPT).
+        fused_softmax: attention that keeps its scores scales, masks and normalizes them in one kernel, as XLA makes and
+            Transformer Engine has.
         megatron_kernels: norms, attention that keeps its scores and the loss are Megatron's of 2021 and 2022.
         copied_logits: this loss copies its logits first (Megatron-DeepSpeed).
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
@@ -100,6 +104,8 @@ class Site:
     triton_attention: bool = False
     flash2_attention: bool = False
     dropout: bool = False
+    operator_chains: bool = False
+    fused_softmax: bool = False
     megatron_kernels: bool = False
     copied_logits: bool = False
     overlapped_tensor_parallel: bool = False

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cost.amounts import Work
 from autopar.errors import UsageError
 from autopar.plan import Memory
 from autopar.profile.store import known_devices, load_profile
 from autopar.validate import parameters as free
-from autopar.validate.blind import FIFTH, FOURTH, TESTS, THIRD, Words, hidden, page, read_before, words_of
+from autopar.validate.blind import FIFTH, FOURTH, SIXTH, TESTS, THIRD, Words, hidden, page, read_before, words_of
 from autopar.validate.command import evaluate
 from autopar.validate.express import predict
 from autopar.validate.runs import Run, read_runs
@@ -51,7 +52,12 @@ def fifth() -> tuple[Run, ...]:
     return read_runs(DATA / "blind_runs_5.csv")
 
 
-@pytest.mark.parametrize("words", TESTS, ids=["first", "second", "third", "fourth", "fifth"])
+@pytest.fixture(scope="module")
+def sixth() -> tuple[Run, ...]:
+    return read_runs(DATA / "blind_runs_6.csv")
+
+
+@pytest.mark.parametrize("words", TESTS, ids=["first", "second", "third", "fourth", "fifth", "sixth"])
 def test_every_blind_row_has_a_device_and_was_predicted_before(words: Words) -> None:
     runs = read_runs(ROOT / words.files[0])
     known = {name: load_profile(name) for name in {run.device for run in runs}}
@@ -99,6 +105,11 @@ def test_the_fifth_table_has_new_sources_and_no_row_of_the_others(
     check_new(fifth, (*blind, *again, *last, *newest), least=30)
 
 
+def test_the_sixth_table_has_new_sources_and_no_row_of_the_others(sixth: tuple[Run, ...]) -> None:
+    earlier = [run for words in TESTS[:-1] for run in read_runs(ROOT / words.files[0])]
+    check_new(sixth, earlier, least=50)
+
+
 @pytest.mark.skipif(not CALIBRATION.exists(), reason="the published table of runs is not here")
 def test_no_blind_row_is_in_the_calibration_table(
     blind: tuple[Run, ...],
@@ -106,16 +117,20 @@ def test_no_blind_row_is_in_the_calibration_table(
     last: tuple[Run, ...],
     newest: tuple[Run, ...],
     fifth: tuple[Run, ...],
+    sixth: tuple[Run, ...],
 ) -> None:
     known = read_runs(CALIBRATION)
-    assert {_facts(run) for run in (*blind, *again, *last, *newest, *fifth)}.isdisjoint(_facts(run) for run in known)
-    assert {run.publisher for run in (*last, *newest, *fifth)}.isdisjoint(run.publisher for run in known)
+    all_blind = (*blind, *again, *last, *newest, *fifth, *sixth)
+    assert {_facts(run) for run in all_blind}.isdisjoint(_facts(run) for run in known)
+    assert {run.publisher for run in (*last, *newest, *fifth, *sixth)}.isdisjoint(run.publisher for run in known)
 
 
-def test_names_of_sites_are_those_of_rows(last: tuple[Run, ...], fifth: tuple[Run, ...]) -> None:
+def test_names_of_sites_are_those_of_rows(
+    last: tuple[Run, ...], fifth: tuple[Run, ...], sixth: tuple[Run, ...]
+) -> None:
     """A name that no row has would leave a site's facts unused."""
     for site in load_sites():
-        for runs in (last, [run for run in fifth if site.source != "torchtitan"]):
+        for runs in (last, sixth, [run for run in fifth if site.source != "torchtitan"]):
             rows = {run.name for run in runs if site.source and site.source.lower() in run.source.lower()}
             assert not rows or rows.issuperset(site.names)
 
@@ -279,6 +294,88 @@ def test_late_sums_cost_time_and_gathers_in_fp8_save_it() -> None:
     assert times[1] > times[0] > times[2]
 
 
+def works_of(run: Run, **facts: bool) -> dict[str, list[Work]]:
+    """The works of an inner layer of a run at a source with these facts, by operator."""
+    (structure,) = Session([run], sites=[replace(PLAIN, source="x", **facts)]).structures[0]
+    found: dict[str, list[Work]] = {}
+    for op, work in zip(structure.works[2].ops, structure.works[2].works, strict=True):
+        found.setdefault(op.target, []).append(work)
+    return found
+
+
+def test_scores_of_torchs_operators_are_scaled_and_masked_by_kernels_of_their_own(sixth: tuple[Run, ...]) -> None:
+    """Who stores scores and runs no fused softmax has a division and a mask over [4, 12, 512, 512] in float16 besides."""
+    row = replace(sixth[25], source="x")
+    assert (row.micro_batch, row.heads, row.seq, row.precision, row.attention) == (4, 12, 512, "fp16", "scores")
+    scores, mask = 2 * 4 * 12 * 512 * 512, 512 * 512
+    plain = works_of(row)
+    (scaled,), (masked,), (softmax,) = (plain[f"aten.{n}"] for n in ("div.Tensor", "masked_fill.Scalar", "softmax.int"))
+    assert (scaled.num_bytes, scaled.backward_bytes) == (2 * scores, 2 * scores)
+    assert (masked.num_bytes, masked.backward_bytes) == (2 * scores + mask, 2 * scores + mask)
+    assert (softmax.num_bytes, softmax.backward_bytes) == (2 * scores, 3 * scores)
+    single = works_of(row, autocast=True)["aten.softmax.int"][0]  # autocast: a softmax in float32
+    assert single.num_bytes == 2 * 2 * scores
+    for fused in ("megatron_kernels", "fused_elementwise"):
+        assert "aten.masked_fill.Scalar" not in works_of(row, **{fused: True})
+
+
+def test_chains_of_operators_move_what_each_of_them_reads_and_writes(sixth: tuple[Run, ...]) -> None:
+    """GELU of [4, 512, 3072] in float16 and an RMS norm of [2, 512, 4096] in float32, counted operator by operator."""
+    gelu = works_of(replace(sixth[25], source="x", attention="flash"), operator_chains=True)
+    assert "aten.gelu.default" not in gelu
+    n = 2 * 4 * 512 * 3072
+    (half,), (power,), (tanh,) = (gelu[f"aten.{o}"] for o in ("div.Tensor", "pow.Tensor_Scalar", "tanh.default"))
+    inner = [w for w in (*gelu["aten.mul.Tensor"], *gelu["aten.add.Tensor"]) if w.num_bytes >= 2 * n]
+    chain = (half, power, tanh, *inner)
+    assert len(chain) == 8
+    assert sum(w.num_bytes for w in chain) == (2 * 6 + 3 * 2) * n  # two of them read two tensors
+    assert (power.backward_bytes, power.backward_launches) == (7 * n, 3)
+    row = replace(sixth[51], source="x", seq=512, recompute="none")
+    assert (row.micro_batch, row.hidden, row.precision) == (2, 4096, "bf16_true")
+    norm = works_of(row, operator_chains=True)
+    wide = 4 * 2 * 512 * 4096
+    assert "aten.rms_norm.default" not in norm
+    assert [w.num_bytes for w in norm["aten.pow.Tensor_Scalar"]] == [2 * wide, 2 * wide]
+    assert [w.num_bytes for w in norm["aten.to.dtype"]] == 4 * [wide + wide // 2]
+    token = 4 * 2 * 512
+    assert [w.backward_bytes for w in norm["aten.mean.dim"]] == 2 * [wide + token]  # the expanded gradient, divided
+
+
+def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain(last: tuple[Run, ...]) -> None:
+    """With ``tp`` 2 all ranks have whole norms, as where a norm is one operator; blocks keep no part of their inputs."""
+    run = replace(next(run for run in last if run.name == "Llama-2-7B#33"), source="x", pp=1)
+    assert (run.tp, run.sequence_parallel, run.recompute) == (2, False, "full")
+    whole, chain = (
+        Session([run], sites=[replace(PLAIN, source="x", operator_chains=chained)]).predictions()[0].memory[0]
+        for chained in (False, True)
+    )
+    assert chain.parameters == whole.parameters
+    assert chain.activations >= whole.activations
+
+
+def test_attention_of_xla_has_one_kernel_for_its_scores(sixth: tuple[Run, ...]) -> None:
+    row = replace(sixth[25], source="x")
+    assert "aten.masked_fill.Scalar" in works_of(row)
+    assert "aten.masked_fill.Scalar" not in works_of(row, fused_softmax=True)
+
+
+def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter(sixth: tuple[Run, ...]) -> None:
+    """torchtune's ``bf16``, Lightning's ``bf16-true``: parameter, gradient and both of AdamW's states in two bytes each."""
+    row = replace(sixth[44], source="x")
+    assert row.precision == "bf16_true"
+    h, f, v = row.hidden, row.ffn, row.vocab
+    layer = 2 * h * h + 2 * h * (h // 3) + 3 * h * f + 2 * h  # 8 of 24 heads have keys
+    parameters = row.layers * layer + 2 * v * h + h
+    for precision, size in (("bf16_true", 2), ("bf16", 4)):
+        run = replace(row, precision=precision)
+        session = Session([run], sites=[replace(PLAIN, source="x")])
+        memory = session.predictions()[0].memory[0]
+        assert (memory.gradients, memory.optimizer) == (
+            size * parameters,
+            pytest.approx(2 * size * parameters, rel=1e-6),
+        )
+
+
 def test_the_page_has_both_tables_and_one_with_names_hidden() -> None:
     runs = read_runs(OWN)[3:4]
     session = Session(runs, place="runs.csv")
@@ -290,6 +387,7 @@ def test_the_page_has_both_tables_and_one_with_names_hidden() -> None:
     assert third is THIRD
     assert words_of(DATA / "blind_before_4.json") is FOURTH
     assert words_of(DATA / "blind_before_5.json") is FIFTH
+    assert words_of(DATA / "blind_before_6.json") is SIXTH
     assert third.title in page(session, outcome, read_before(DATA / "blind_before_3.json"), words=third)
     assert [words_of(Path(words.files[1])) for words in TESTS] == list(TESTS)
     assert "| all, names hidden" in text
