@@ -232,8 +232,8 @@ def test_a_group_without_nodes_or_a_library_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_dtype_or_rank_is_an_error_that_names_itself() -> None:
     cluster = Cluster.parse("cpu:1x2")
-    with pytest.raises(UsageError, match="float16"):
-        cluster.devices[0].rate("float16")
+    with pytest.raises(UsageError, match="float8"):
+        cluster.devices[0].rate("float8")
     with pytest.raises(UsageError, match="2 of 2"):
         cluster.device_of(2)
 

@@ -18,7 +18,6 @@ from autopar.rules.spread import AXIS as SPREAD
 from autopar.runtime import data_parallel
 from autopar.runtime.gradients import Group, Held, hand_over, lengthened
 from autopar.runtime.materialize import Weights, local_index
-from autopar.runtime.own_parameter import make_own
 from autopar.runtime.stage import BlockModule, StageModule
 from autopar.runtime.world import World
 
@@ -213,13 +212,11 @@ class _Assembler:
             ir = self.parameters[name]
             registered = holder._parameters[name]
             assert registered is not None
-            parameter = self.visible.get((stage.index, name), registered)
-            make_own(parameter)
             found.append(
                 Held(
                     name=name,
                     key=ir.key,
-                    parameter=parameter,
+                    parameter=self.visible.get((stage.index, name), registered),
                     leaf=registered if (stage.index, name) in self.visible else None,
                     group=self.groups[self._sum_axes(ir)],
                     tie_group=self.tie_groups.get(name),

@@ -11,7 +11,6 @@ from autopar.lower.emit import is_random
 from autopar.lower.program import Program
 from autopar.plan import Plan, Precision
 from autopar.runtime.gradients import Held
-from autopar.runtime.own_parameter import is_own
 from autopar.runtime.quiet import noise
 
 _INSTEAD = {
@@ -79,34 +78,64 @@ def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
         )
 
 
-def check_parameters(held: Sequence[Held], frozen: Sequence[Held]) -> None:
-    """Parameters may be frozen at any time, and learn again; what the plan knows as ``frozen`` has no backward.
+class Parameters:
+    """The parameters of a parallel model as its user may have changed them since they were made.
 
-    Raises:
-        UsageError: names those that shall learn now, have hooks on their gradients, or another memory than the steps read.
+    Args:
+        held: of all stages; those that learn nothing now never do.
     """
-    swapped = [h.key for h in held if not is_own(h.parameter)]
-    if swapped:
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+        self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
+        # kept, so that no other memory gets their addresses
+        self._storages = [h.parameter.untyped_storage() for h in held]
+        self._addresses = [storage._cdata for storage in self._storages]
+
+    def check_memory(self) -> None:
+        """Before parameters are read: emitted code, FSDP and checkpoints read the memory that they were made with.
+
+        What writes that memory (``p.data.mul_``, ``copy_``, ``torch.nn.init``) takes effect. ``p.data = tensor`` has none on any
+        DTensor: torch puts the new memory behind the wrapper, which nobody reads. ``torch.utils.swap_tensors`` likewise.
+
+        Raises:
+            UsageError: some have another one now.
+        """
+        now = [h.parameter.untyped_storage()._cdata for h in self._held]
+        if now == self._addresses:
+            return
+        pairs = zip(self._held, now, self._addresses, strict=True)
+        replaced = [h.key for h, here, made in pairs if here != made]
         raise UsageError(
             "a parameter of a parallel model keeps its memory, which the steps read: it is written in place",
-            value=f"{swapped[0]} after torch.utils.swap_tensors",
-            remedy="write p.data.copy_(value), with a DTensor of the same mesh",
+            value=f"other memory (`p.data = ...`, torch.utils.swap_tensors) for {', '.join(replaced[:3])}"
+            + (" and others" if len(replaced) > 3 else ""),
+            remedy="write p.data.copy_(value), with a DTensor of the same mesh; "
+            "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements) makes one of a whole tensor",
         )
-    hooked = [h.key for h in held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
-    if hooked:
-        raise UsageError(
-            "gradients are there when train_step returns, or backward: no hook on a parameter is called in between",
-            value=f"hooks on {', '.join(hooked[:3])}" + (" and others" if len(hooked) > 3 else ""),
-            remedy="change gradients, or step, after train_step",
-        )
-    thawed = [h.key for h in frozen if h.parameter.requires_grad]
-    if thawed:
-        raise UsageError(
-            "parameters that are frozen when a plan is made stay frozen: the program has no backward for them",
-            value=f"requires_grad of {', '.join(thawed[:3])}" + (" and others" if len(thawed) > 3 else ""),
-            remedy="set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they "
-            "are to learn",
-        )
+
+    def check(self) -> None:
+        """Before a step. They may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
+
+        Raises:
+            UsageError: names those that shall learn now, have hooks on their gradients, or another memory than the steps read.
+        """
+        self.check_memory()
+        hooked = [h.key for h in self._held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
+        if hooked:
+            raise UsageError(
+                "gradients are there when train_step returns, or backward: no hook on a parameter is called in between",
+                value=f"hooks on {', '.join(hooked[:3])}" + (" and others" if len(hooked) > 3 else ""),
+                remedy="change gradients, or step, after train_step",
+            )
+        thawed = [h.key for h in self._frozen if h.parameter.requires_grad]
+        if thawed:
+            raise UsageError(
+                "parameters that are frozen when a plan is made stay frozen: the program has no backward for them",
+                value=f"requires_grad of {', '.join(thawed[:3])}" + (" and others" if len(thawed) > 3 else ""),
+                remedy="set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they "
+                "are to learn",
+            )
 
 
 def check_evaluates(program: Program) -> None:

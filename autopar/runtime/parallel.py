@@ -24,7 +24,7 @@ from autopar.runtime import checkpoint
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.assemble import Assembly, assemble
 from autopar.runtime.calls import Calls, ordinary
-from autopar.runtime.checks import absent, check_can_run, check_evaluates, check_modes, check_parameters
+from autopar.runtime.checks import Parameters, absent, check_can_run, check_evaluates, check_modes
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
 from autopar.runtime.gradients import Norm, clip
@@ -80,7 +80,7 @@ class Parallel:
         self._data_group = world.axis_group(DATA_AXES)
         self._loss_group = world.axis_group(("pp", *DATA_AXES))
         held = self._assembly.held
-        self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
+        self._parameters = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         self._norm = Norm(held, world.meeting_group(), world.device, self._number)
@@ -151,6 +151,7 @@ class Parallel:
         """
         self._given.knows_weights()
         with self._calls.at_once("full_state_dict"):
+            self._parameters.check_memory()
             state = self._state.named(self._state.own)
             return checkpoint.full_state_dict(self._program, self._world, self._assembly.held, state)
 
@@ -316,6 +317,7 @@ class Parallel:
         Every rank writes what it holds.
         """
         with self._calls.at_once("save"):
+            self._parameters.check_memory()
             checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
 
     def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
@@ -328,6 +330,7 @@ class Parallel:
         if self._scale.is_wanted:
             progress[checkpoint.SCALER] = torch.zeros(NUM_STATES, dtype=torch.float64)
         with self._calls.at_once("load"):
+            self._parameters.check_memory()
             checkpoint.load(path, self._assembly.held, progress, optimizer, self._state.named())
         self.seed, self.step_count = int(progress["seed"]), int(progress["step"])
         if checkpoint.SCALER in progress:
@@ -342,7 +345,7 @@ class Parallel:
 
     def _begin_forward(self, local: Batch) -> None:
         """Totals of the global batch and random streams, before the first micro-batch."""
-        check_parameters(self._assembly.held, self._frozen)
+        self._parameters.check()
         self._given.check(self.step_count)
         self._alarm.runs()
         totals = self._totals(local)

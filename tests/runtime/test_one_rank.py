@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import autopar
@@ -437,35 +436,47 @@ class Unknown(torch.optim.SGD):
     """Derived from one that steps element by element: it may have a sum of its own."""
 
 
-def test_a_parameter_is_written_in_place_and_not_replaced() -> None:
+@pytest.mark.parametrize("how", ["data", "whole", "vector", "swapped"])
+def test_a_parameter_is_written_in_place_and_not_replaced(how: str, tmp_path: Path) -> None:
     """``p.data = tensor`` was passed over by torch: neither steps nor checkpoints had it."""
     parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
     key, parameter = next(parallel.named_parameters())
     before, kept = parallel.train_step(batch).item(), parameter.detach().clone()
-    whole = torch.zeros(parameter.shape)
-    for value in (parameter.data * 0.5, whole):
-        with pytest.raises(UsageError, match=r"written in place.*distribute_tensor"):
-            parameter.data = value
-    with pytest.raises(UsageError, match="written in place"):
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([parameter]) * 0.5, [parameter])
-    assert parallel.train_step(batch).item() == before
     parameter.data *= 0.5
     assert parallel.train_step(batch).item() != before
     parameter.data.copy_(kept)
     assert parallel.train_step(batch).item() == before
-    torch.utils.swap_tensors(parameter, nn.Parameter(kept * 0.5))
-    with pytest.raises(UsageError, match=re.escape(f"{key} after torch.utils.swap_tensors")):
+    match how:
+        case "data":
+            parameter.data = parameter.data * 0.5
+        case "whole":
+            parameter.data = torch.zeros(parameter.shape)
+        case "vector":
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([parameter]) * 0.5, [parameter])
+        case _:
+            torch.utils.swap_tensors(parameter, nn.Parameter(kept * 0.5))
+    for read in (
+        lambda: parallel.train_step(batch),
+        parallel.full_state_dict,
+        lambda: parallel.save(tmp_path / "kept"),
+    ):
+        with pytest.raises(UsageError, match=rf"written in place.*{re.escape(key)}.*distribute_tensor"):
+            read()
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("steps_by", [torch.optim.AdamW, torch.optim.SGD])
+def test_torch_compile_of_an_optimizer_steps_as_it_does(steps_by: type[torch.optim.Optimizer]) -> None:
+    """Dynamo knows torch's own DTensors and none that are derived from them."""
+    batch, found = SUBJECT.make_batch(8, seed=0), []
+    for compiled in (False, True):
+        parallel = build()
+        optimizer = steps_by(parallel.parameters(), lr=0.1, foreach=True)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
         parallel.train_step(batch)
-
-
-def test_a_copy_of_a_parameter_is_any_parameter(tmp_path: Path) -> None:
-    """For averages of weights that people keep beside, or save."""
-    parameter = next(build().parameters())
-    torch.save(parameter, tmp_path / "parameter.pt")
-    for other in (copy.deepcopy(parameter), torch.load(tmp_path / "parameter.pt")):
-        assert type(other) is DTensor and isinstance(other, nn.Parameter) and other.requires_grad
-        assert torch.equal(other.full_tensor(), parameter.full_tensor())
-        other.data = other.data * 0.5
+        step()
+        found.append(parallel.train_step(batch).item())
+    assert found[0] == pytest.approx(found[1])
 
 
 def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
