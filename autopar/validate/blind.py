@@ -210,9 +210,6 @@ _MISSED_FIFTH = """
 _CHANGED_SIXTH = """
 No number was fitted to these runs, and no profile of a device changed. What holds for every source, known or not:
 
-- **Scores of plain torch.** Attention that stores its probabilities was priced as Megatron's one fused kernel wherever it ran. Torch has none: it scales, masks and takes the softmax one kernel after the
-  other, keeps the scaled scores' mask and the probabilities, and under autocast the softmax is in single precision. That is now what is assumed of a source without fused kernels. This alone took
-  DeepSpeed's rows from 47 to 39 % and the V100s of GPT2-Optimization from 23 to 18, names hidden or not.
 - **Backward of powers and means.** The gradient of `pow`, `square` and `rsqrt` is made by three kernels and that of `mean` writes a whole tensor before it is divided; each was priced as one pass
   (`cost/work.py`; counted on torch's own backward, kernel by kernel).
 - **Parameters in half precision** (`bf16_true`): states and reduced gradients in bfloat16 too, which no cell of a table could say. torchtune's and universal-llm-trainer's rows say it now;
@@ -223,7 +220,8 @@ By source, of its own files:
 - **Chains of operators** (`operator_chains`): Hugging Face's GPT-2 has a GELU of eight operators and its Llama an RMS norm in single precision; both were priced as one kernel. DeepSpeed's, Lightning's,
   GPT2-Optimization's and Qwen's rows run them, and so do ATorch's and the eight A800s of earlier tests: ATorch's 15 % became 5 ([blind3.md](blind3.md)), the A800s' 37 became 31,
   LitGPT's 14 became 2 ([blind5.md](blind5.md)). No rank of tensor parallelism has a part of such a norm, as of one that is one operator.
-- **XLA and Transformer Engine** have one kernel for scores (`fused_softmax`), so that Pax stays as it was in the [fourth test](blind4.md); with names hidden it does not.
+- **Scores of plain torch** (`plain_scores`). A table's `scores` are those of one fused softmax, as Megatron's. Hugging Face's GPT-2, minGPT and GPT2-Optimization scale, mask and take the softmax one kernel after
+  the other, keep the scaled scores' mask and the probabilities, and under autocast the softmax is in single precision. DeepSpeed's rows went from 47 to 39 % by it and the V100s of GPT2-Optimization from 23 to 18.
 - **Dao-AILab's** training has fused dense layers, norms with dropout and a cross entropy: 11 % were missed, 7 since.
 """
 

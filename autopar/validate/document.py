@@ -32,7 +32,7 @@ _COLUMNS = """
 | `micro_batch`, `global_batch` | samples |
 | `recompute` | `none`, `selective` or `full`; empty: `none` |
 | `sequence_parallel` | 0 or 1; empty: as the source's site says, else whichever is predicted faster |
-| `attention` | `flash`, or `scores`: probabilities are stored for backward |
+| `attention` | `flash`, or `scores`: probabilities are stored for backward, made by one fused softmax unless the source's site says `plain_scores` |
 | `precision` | `fp32`, `fp16`, `bf16`, `bf16_fp32_grad_accum`, `bf16_true` (parameters, gradients and states in bf16 as well) or `fp8` |
 | `step_time_s`, `peak_memory_gib` | measured; either may be empty |
 | `memory_kind` | `allocator`, or `nvidia-smi` (context and cache included); may be empty |

@@ -151,8 +151,7 @@ def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
         dtype=PRECISIONS[run.precision].compute,
         autocast=site.autocast,
         dropout=site.dropout,
-        plain_scores=run.attention == "scores"
-        and not (site.megatron_kernels or site.fused_elementwise or site.fused_softmax),
+        plain_scores=site.plain_scores,
         operator_chains=site.operator_chains,
     )
 

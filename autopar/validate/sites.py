@@ -49,8 +49,8 @@ class Site:
         dropout: attention and feed-forward drop some of what they add; attention that keeps its scores some of these.
         operator_chains: GELU and RMS norms are chains of torch's operators, each a kernel of its own (Hugging Face's
             transformers, minGPT).
-        fused_softmax: attention that keeps its scores scales, masks and normalizes them in one kernel, as XLA makes and
-            Transformer Engine has.
+        plain_scores: attention that keeps its scores scales, masks and normalizes them by torch's operators, each a kernel of
+            its own, and not by one fused softmax.
         megatron_kernels: norms, attention that keeps its scores and the loss are Megatron's of 2021 and 2022.
         copied_logits: this loss copies its logits first (Megatron-DeepSpeed).
         overlapped_tensor_parallel, overlapped_reductions: collectives of tensor and data parallelism run beside
@@ -105,7 +105,7 @@ class Site:
     flash2_attention: bool = False
     dropout: bool = False
     operator_chains: bool = False
-    fused_softmax: bool = False
+    plain_scores: bool = False
     megatron_kernels: bool = False
     copied_logits: bool = False
     overlapped_tensor_parallel: bool = False
