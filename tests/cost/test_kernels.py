@@ -13,8 +13,8 @@ from autopar.cost.fusion import EAGER, Kernels, fuse_ring
 from autopar.cost.work import LINEAR
 from autopar.graph import trace
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec
-from autopar.validate.express import second_products
 from autopar.validate.families import Sizes, build
+from autopar.validate.practice import second_products
 
 HIDDEN, FFN, TOKENS, HALF = 64, 160, 2 * 32, 2
 SIZES = Sizes(
