@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.profile.links import COLLECTIVES, Limits, LinkJob, measure_links
+from autopar.profile.groups import GroupSet
+from autopar.profile.links import COLLECTIVES, Limits, LinkJob, LinkPoints, measure_links
 
 LARGEST = 16 * 1024
 
@@ -40,3 +42,23 @@ def leave(path: str) -> str:
     except AutoparError as error:
         return str(error)
     return "no error"
+
+
+class SlowLink(LinkJob):
+    """A job whose collectives take a latency and their bytes, without ranks; ``asked``: bytes, calls and repeats."""
+
+    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, limits: Limits) -> None:
+        self.latency_s, self.bandwidth_bytes_per_s, self.limits = latency_s, bandwidth_bytes_per_s, limits
+        self.device = torch.device("cpu")
+        self.asked: list[tuple[int, int, int]] = []
+
+    def sizes(self, allowed_s: float) -> list[int]:
+        """The sizes of an all-reduce that are measured in so much time."""
+        sets = [GroupSet(tier="network", pattern="contiguous", groups=((0, 1),), num_nodes=2, ranks_per_node=1)]
+        found = LinkPoints(job={}, sets=sets)
+        self._sizes(found, 0, "all_reduce", self.limits.max_bytes, allowed_s, None)
+        return [point[2] for point in found.points]
+
+    def _tell(self, do: str, **arguments: Any) -> list[Any]:
+        self.asked.append((arguments["num_bytes"], arguments["calls"], arguments["repeats"]))
+        return [[self.latency_s + arguments["num_bytes"] / self.bandwidth_bytes_per_s, 0.0]]

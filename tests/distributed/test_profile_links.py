@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.profile.links import COLLECTIVES, LinkPoints
+from autopar.profile.links import COLLECTIVES, FEWEST, Limits, LinkPoints
 from autopar.runtime.workers import WorkerPool
-from tests.distributed.linking import LARGEST, leave, measure
+from tests.distributed.linking import LARGEST, SlowLink, leave, measure
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -48,3 +48,15 @@ def test_a_rank_that_is_gone_is_an_error_not_a_wait(pool: WorkerPool, tmp_path: 
     text, _ = pool.run(leave, str(tmp_path / "points.json"), size=2, timeout_s=60.0)
     assert "rank 1 answers" in text
     assert "no answer within" in text
+
+
+def test_time_that_is_up_ends_a_collective_once_its_bytes_show() -> None:
+    """Behind 15 MB/s and 25 ms sizes up to 64 KB took one time, from which 4 MB were predicted to take a third of theirs."""
+    limits = Limits(max_bytes=2**24, growth=8, batch_s=0.01)
+    slow = SlowLink(25e-3, 15e6, limits)
+    assert slow.sizes(allowed_s=0.5) == [1024, 8192, 65536, 524288, 4194304]  # 25, 25, 29, 60 and 305 ms
+    assert slow.asked[-1][1:] == (1, FEWEST)
+    assert slow.sizes(allowed_s=0.5) == SlowLink(25e-3, 15e6, limits).sizes(allowed_s=0.0)
+    fast = SlowLink(1e-3, 15e6, limits)
+    assert fast.sizes(allowed_s=0.01)[-1] == 65536  # 5 ms beside 1
+    assert len(SlowLink(25e-3, 15e6, Limits(max_bytes=2**24, growth=8, timeout_s=0.3)).sizes(allowed_s=0.0)) < 5
