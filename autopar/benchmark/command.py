@@ -77,7 +77,7 @@ def run_local(
     """
     _check_rank(wish)
     source = resolve_model(wish.model, sequence_length=wish.sequence)  # which may be none: before minutes of measuring
-    if not torch.cuda.is_available():
+    if wish.as_rank is None and not torch.cuda.is_available():  # one rank may have a part of what fits nowhere whole
         _check_runs(source)
     profile = profile_path(cache_dir)
     again, note = whether_again(profile, fresh=wish.fresh)

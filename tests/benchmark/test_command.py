@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from autopar.benchmark.command import MAX_AGE_S, whether_again
+from autopar.benchmark.command import MAX_AGE_S, Wish, run_local, whether_again
 from autopar.benchmark.ranks import QUIET_PROFILER
 from autopar.benchmark.score import Row, score
 from autopar.benchmark.session import Outcome
@@ -87,6 +87,8 @@ def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measur
     )
     with measured, mock.patch("torch.cuda.is_available", return_value=False):
         done = run("benchmark", "local", "beyond:make", "--ranks", "2")
+        with pytest.raises(NotImplementedError, match="it is measured"):  # as the model may be too large for one device
+            run_local(Wish(model="beyond:make", num_ranks=2, as_rank=0))
     assert done.code == 1
     assert "beyond.py:9: one device trains the model by itself" in done.error
     assert "IndexError: index out of range" in done.error
