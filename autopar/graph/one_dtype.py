@@ -37,18 +37,20 @@ _OF_DOUBLES = ("layer_norm", "group_norm")
 _INTO = tuple(f"{name}{end}" for name in ("index_add", "index_copy", "scatter", "scatter_add") for end in ("", "_"))
 """What writes values into its first argument, of whose dtype they are."""
 _LINALG = (
-    "cholesky cholesky_ex cond det eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor ldl_solve lstsq lu "
-    "lu_factor lu_factor_ex lu_solve matrix_rank pinv qr slogdet solve solve_ex solve_triangular svd svdvals tensorinv "
-    "tensorsolve vander"
-).split()
+    "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv",
+    "inv_ex", "ldl_factor", "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_rank",
+    "pinv", "qr", "slogdet", "solve", "solve_ex", "solve_triangular", "svd", "svdvals", "tensorinv", "tensorsolve",
+    "vander",
+)  # fmt: skip
 _FOURIER = tuple(
     f"{inverse}{kind}fft{dims}" for inverse in ("", "i") for kind in ("", "r", "h") for dims in ("", "2", "n")
 )
 _OF_SINGLES = (
-    "cdist pdist cholesky cholesky_inverse cholesky_solve inverse det logdet slogdet svd qr pinverse triangular_solve lu_solve "
-    "geqrf orgqr ormqr complex polar view_as_complex quantile nanquantile stft istft ctc_loss multi_margin_loss "
-    "multilabel_margin_loss avg_pool3d local_response_norm"
-).split()
+    "cdist", "pdist", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "det", "logdet", "slogdet",
+    "svd", "qr", "pinverse", "triangular_solve", "lu_solve", "geqrf", "orgqr", "ormqr", "complex", "polar",
+    "view_as_complex", "quantile", "nanquantile", "stft", "istft", "ctc_loss", "multi_margin_loss",
+    "multilabel_margin_loss", "avg_pool3d", "local_response_norm",
+)  # fmt: skip
 """Without a kernel for bfloat16 on a CPU in torch 2.13, and on GPUs the decompositions and transforms: found by calling them."""
 _PLACES = (torch, Tensor, torch.nn.functional, torch._C._nn, torch._VF)
 
