@@ -15,11 +15,10 @@ from autopar.benchmark.plans import Advance, Choice, choose, variants
 from autopar.benchmark.ranks import Job
 from autopar.benchmark.session import Launch, Outcome, benchmark, local_ranks
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, UsageError
-from autopar.graph.failures import FAILURES, explained, first_line
+from autopar.errors import UsageError
 from autopar.models import ModelSource, resolve_model
 from autopar.profile.detect import default_cache_dir, fingerprint, machine_profile, profile_path
-from autopar.runtime.trained import trained
+from autopar.runtime.trained import trained_alone
 from autopar.search.pins import Pins
 from autopar.search.planner import Task
 from autopar.search.space import Space, load_space
@@ -114,16 +113,8 @@ def _check_rank(wish: Wish) -> None:
 
 def _check_runs(source: ModelSource) -> None:
     """Nothing, where the model as it is written makes one step of a few samples; what cannot, no plan can either."""
-    model = source.build()
-    try:
-        trained(model, [source.make_batch(source.batch_size)])
-    except FAILURES as error:
-        raise AutoparError(
-            "one device trains the model by itself, before plans of it are run",
-            value=f"{type(error).__name__}: {first_line(error)}",
-            place=explained(error, model).place,
-            remedy="mend that line, or give inputs and settings that fit the model",
-        ) from error
+    batch = source.make_batch(source.batch_size)
+    trained_alone(source.build(), [batch], "one device trains the model by itself, before plans of it are run")
 
 
 def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:

@@ -9,6 +9,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import AutoparError
+from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.trace import pick_loss
 from autopar.plan import FP32, Precision
 from autopar.runtime.parallel import Parallel
@@ -35,6 +37,25 @@ class Trained(TypedDict):
     losses: tuple[float, ...]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+
+
+def trained_alone(
+    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], law: str, error: type[AutoparError] = AutoparError
+) -> Trained:
+    """As :func:`trained`, for models of users.
+
+    Raises:
+        AutoparError: of that type, by that law: the model cannot make these steps; names its line.
+    """
+    try:
+        return trained(model, batches)
+    except FAILURES as failure:
+        raise error(
+            law,
+            value=f"{type(failure).__name__}: {first_line(failure)}",
+            place=explained(failure, model).place,
+            remedy="mend that line, or give inputs and settings that fit the model",
+        ) from failure
 
 
 def trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:

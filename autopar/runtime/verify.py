@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from autopar.errors import VerificationError
 from autopar.graph.double import in_double
-from autopar.graph.failures import FAILURES, explained, first_line
 from autopar.graph.ir import Argument, Graph, Op, TensorSpec
 from autopar.graph.random import draws_random
 from autopar.graph.trace import LossFunction
@@ -29,7 +28,7 @@ from autopar.runtime.bisect import bisect
 from autopar.runtime.double import DoubleSubject, traced_in_double
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.trained import Trained, adamw, errors, loss_of, trained, trained_in_parallel
+from autopar.runtime.trained import Trained, adamw, errors, loss_of, trained_alone, trained_in_parallel
 from autopar.runtime.verdict import (
     DOUBLE_CEILING,
     DOUBLE_NUDGES,
@@ -254,15 +253,8 @@ class _Run:
     def _reference(self, subject: Subject) -> Trained:
         model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
         with in_double() if _is_double(subject) else nullcontext():
-            try:
-                return trained(model, batches)
-            except FAILURES as error:
-                raise VerificationError(
-                    "one device trains the model by itself: that is what a plan is compared with",
-                    value=f"{type(error).__name__}: {first_line(error)}",
-                    place=explained(error, model).place,
-                    remedy="mend that line, or give inputs and settings that fit the model",
-                ) from error
+            law = "one device trains the model by itself: that is what a plan is compared with"
+            return trained_alone(model, batches, law, VerificationError)
 
 
 def _without_dropout(graph: Graph) -> Graph:
