@@ -237,12 +237,17 @@ class Norm:
 
     def __call__(self) -> Tensor:
         """The norm, a scalar in fp32, or in fp64 where parameters are, the same on every rank; all ranks call it."""
-        here = [(grad, h.copies) for h in self.held if (grad := h.gradient) is not None]
+        by_copies: dict[int, list[Tensor]] = {}
+        for h in self.held:
+            if (grad := h.gradient) is not None:
+                by_copies.setdefault(h.copies, []).append(grad)
         square = torch.zeros((), device=self.device, dtype=self.dtype)
-        if here:
-            norms = torch.stack([n.to(self.dtype) for n in torch._foreach_norm([grad for grad, _ in here])])
-            weights = torch.tensor([1.0 / copies for _, copies in here], device=self.device, dtype=self.dtype)
-            square = (norms.square() * weights).sum()
+        for (
+            copies,
+            grads,
+        ) in by_copies.items():  # a tensor of weights would be made on the host, which then waits for the device
+            norms = torch.stack([n.to(self.dtype) for n in torch._foreach_norm(grads)])
+            square += norms.square().sum() / copies
         if self.group is not None:
             dist.all_reduce(square, group=self.group)
         return square.sqrt()

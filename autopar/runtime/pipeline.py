@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from autopar.plan import Plan
 from autopar.run_log import COMPUTE, PIPELINE
 from autopar.runtime.data_parallel import before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.stage import INPUT, MICRO_BATCH, StageModule
+from autopar.runtime.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
 Batch = Mapping[str, Tensor]
@@ -76,7 +76,8 @@ class Accumulation:
 
     def forward(self, micro_batch: dict[str, Tensor], number: int) -> Tensor:
         """The loss of one micro-batch, with its autograd graph."""
-        loss: Tensor = self.stage(**micro_batch, **{MICRO_BATCH: number})
+        self.stage.micro_batch = number
+        loss: Tensor = self.stage(**micro_batch)
         return loss
 
 
@@ -112,9 +113,6 @@ class Pipeline:
         chunked = {leaf.name: leaf.batch_dim for leaf in program.graph.inputs if leaf.batch_dim is not None}
         self._chunked = tuple(chunked)
         chunked = {INPUT + name: dim for name, dim in chunked.items()}
-        self._is_random = any(module.is_random for module in stages)
-        if self._is_random:
-            chunked[MICRO_BATCH] = 0
         self._numbers = torch.arange(plan.num_micro_batches)
         options: dict[str, Any] = {
             "n_microbatches": plan.num_micro_batches,
@@ -135,8 +133,6 @@ class Pipeline:
     def run(self, batch: Batch) -> Tensor | None:
         """See :class:`Runner`."""
         keywords = {INPUT + name: batch[name] for name in self._chunked}
-        if self._is_random:
-            keywords[MICRO_BATCH] = self._numbers
         rest = {leaf.name: batch[leaf.name] for leaf in self._program.graph.inputs if leaf.name not in self._chunked}
         for stage in self._stages:
             stage.totals = stage.totals | rest
@@ -153,8 +149,9 @@ class Pipeline:
                 here: dict[int, tuple[Tensor, ...]] = {0: ()}
                 for stage in self._stages:
                     given = here[stage.index] if stage.index in here else self._receive(stage.index)
+                    stage.micro_batch = number
                     with _named(stage.index):
-                        made = stage(*given, **part, **{MICRO_BATCH: number})
+                        made = stage(*given, **part)
                     if stage.is_last:
                         losses.append(made)
                     elif self._rank_of[stage.index + 1] == self._rank_of[stage.index]:
@@ -178,15 +175,20 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """One whose work the monitor tells from waiting."""
+    """One whose work the monitor tells from waiting, and whose module knows which micro-batch it is given.
+
+    Told by an attribute: FSDP would move a tensor among the keywords to the GPU, and reading it there makes the host wait for all
+    that it has launched.
+    """
 
     def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._monitor = monitor
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        cast("StageModule", self.submod).micro_batch = fwd_chunk_id
         with self._monitor.part(COMPUTE), _named(self.stage_index):
-            return super().forward_one_chunk(*args, **options)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
         with self._monitor.part(COMPUTE), _named(self.stage_index):

@@ -19,9 +19,6 @@ from autopar.runtime.passing import ends_of, enter, leave
 from autopar.runtime.quiet import without_dropout
 from autopar.runtime.selective import Tape, with_tape
 
-MICRO_BATCH = "autopar_micro_batch"
-"""Keyword of the micro-batch's number, beside the batch inputs."""
-
 INPUT = "autopar_input_"
 """Stands before the names of batch inputs where torch's schedules have keywords of their own (``target``)."""
 
@@ -59,7 +56,9 @@ class BlockModule(nn.Module):
                 self._quiet = without_dropout(self.body, self._code)
             return cast("tuple[Tensor, ...]", self._quiet(*values))
         if self.recompute == "full" and torch.is_grad_enabled():
-            return cast("tuple[Tensor, ...]", checkpoint(self._with_mesh, *values, use_reentrant=False))
+            # emitted code draws from streams of its own: there is no state of generators to bring back
+            run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            return cast("tuple[Tensor, ...]", run_again(self._with_mesh, *values))
         if self.recompute == "selective" and torch.is_grad_enabled():
             return self._on_tape(values)
         return cast("tuple[Tensor, ...]", self.body(*values))
@@ -85,6 +84,7 @@ class StageModule(nn.Module):
         state: buffers that steps change, as they were at the step's begin.
         new_state: what the last micro-batch made of those that this stage changes.
         seed: of the step; every micro-batch draws from a stream of its own.
+        micro_batch: number of the one that the next forward is given.
     """
 
     def __init__(self, program: StageProgram, whole: Program, meshes: Sequence[DeviceMesh]) -> None:
@@ -109,15 +109,14 @@ class StageModule(nn.Module):
         self.totals: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.new_state: dict[str, Tensor] = {}
-        self.seed = 0
+        self.seed = self.micro_batch = 0
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor | tuple[Tensor, ...]:
         """One micro-batch.
 
         Args:
             received: one tensor for each of ``receives``, as the stage before gave it.
-            batch: the micro-batch's inputs by name (with or without :data:`INPUT`), its number under
-                :data:`MICRO_BATCH`.
+            batch: the micro-batch's inputs by name (with or without :data:`INPUT`).
 
         Returns:
             The loss on the last stage (this rank's part of the global sum), else the tuple of ``sends``, as they are sent.
@@ -130,7 +129,7 @@ class StageModule(nn.Module):
         for name in self.shared_names:
             values[name] = self._parameters[name]
         if self.is_random:
-            values[SEED] = self.seed + int(values[MICRO_BATCH])
+            values[SEED] = self.seed + self.micro_batch
         with on_meshes(self._meshes):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():

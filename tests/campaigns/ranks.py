@@ -25,7 +25,7 @@ from autopar.rules.zigzag import RING
 from autopar.runtime import data_parallel
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Pipeline, micro_batches
-from autopar.runtime.stage import MICRO_BATCH, StageModule
+from autopar.runtime.stage import StageModule
 from tests.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh
 
 STEP = 7
@@ -157,7 +157,8 @@ def _in_turn(modules: Sequence[StageModule], batch: Mapping[str, Tensor], progra
         passed: tuple[Tensor, ...] = ()
         for module in modules:
             received = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
-            made = module(*received, **part, **{MICRO_BATCH: number})
+            module.micro_batch = number
+            made = module(*received, **part)
             passed = made if isinstance(made, tuple) else (made,)
             taken.append((received, passed))
         total += passed[0].detach()
