@@ -247,8 +247,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
         InfeasibleError: no plan satisfies the constraints.
     """
     from autopar.runtime.checks import check_can_run
+    from autopar.runtime.job import check_alone, how_to_start, start
     from autopar.runtime.launch import launch
-    from autopar.runtime.world import check_alone, how_to_start, start
 
     plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
     if plan is not None or precision in PRECISIONS:
@@ -305,7 +305,7 @@ def _searched(model: torch.nn.Module, cluster: Cluster, wish: Wish, limits: Limi
 
 def _device_type(plan: Plan | None, cluster: Cluster | None) -> str:
     """``cuda`` or ``cpu``: what the plan or the cluster is for, as far as it is here."""
-    from autopar.runtime.world import choose_device_type
+    from autopar.runtime.job import choose_device_type
 
     if plan is not None:
         return choose_device_type(plan.cluster)
@@ -319,7 +319,7 @@ def _job_size(cluster: Cluster | None) -> int:
     Raises:
         RuntimeMismatchError: ``cluster`` has another number.
     """
-    from autopar.runtime.world import how_to_start
+    from autopar.runtime.job import how_to_start
 
     size = dist.get_world_size()
     if cluster is not None and cluster.world_size != size:

@@ -29,9 +29,10 @@ from autopar.mesh import Mesh
 from autopar.models import ModelSource
 from autopar.plan import Plan
 from autopar.profile.measure import Layers
+from autopar.runtime.job import start, stop
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import World, start, stop
+from autopar.runtime.world import World
 
 LEARNING_RATE = 1e-4
 

@@ -6,19 +6,20 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from autopar.errors import AutoparError, RankFailedError
 from autopar.graph.failures import first_line
+from autopar.runtime.job import FAKE, own_store
 
 _LOGGER = logging.getLogger("autopar")
 
 POLL_S = 1.0
-"""Between two looks of a rank that is inside of a call: one small request to the job's store each."""
+"""Between two looks of a rank: one or two small requests to the job's store each."""
 
 GRACE_S = 5.0
 """For the call to end by itself once another rank has failed, before the process is ended."""
@@ -26,24 +27,31 @@ GRACE_S = 5.0
 _LOOKS = 5
 """Within one poll, of a rank that has lost a connection."""
 
+_RECENT = 8
+"""Calls whose names are compared with those of other ranks: so far ahead a host is that has only launched them."""
+
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_ENDED, _LEFT = "ended", "left"
-_FAKE = "fake"
-"""The backend of one rank of a larger job, whose other ranks are nowhere and which has no store to tell them by."""
+_FAILED, _LEFT = "failed", "left"
+
+Launched = Callable[[], Callable[[], bool]]
+"""Called at the end of a call; what it gives says whether the device has done all that was launched until then."""
 
 
 class Alarm:
     """Watches the calls that all ranks make together; each rank makes one, and enters the same calls in the same order.
 
     A rank whose call fails writes so into the job's store, the one place that reaches the others whatever they wait for, on gloo
-    as on NCCL. While a rank is inside of a call a thread of its own looks there, and whether others are in another call (an evaluation
-    that one rank alone makes), for which they wait as well. Where the collectives fail by themselves
-    (gloo, when the other process ends) the call raises what the store says; where they do not (NCCL; gloo, when the error
-    was caught) nothing can call the main thread back, and the process is ended with the same words.
+    as on NCCL. A thread of each rank looks there, and while the rank waits also whether others are in another call (an evaluation
+    that one rank alone makes), for which they wait as well. A rank waits inside of a call, or, where calls return when their work is
+    launched (NCCL), outside of it in whatever asks for a number: as long as the device has not done that work. Where the
+    collectives fail by themselves (gloo, when the other process ends) the call raises what the store says; where they do not (NCCL;
+    gloo, when the error was caught) nothing can call the main thread back, and the process is ended with the same words. A rank
+    that does not wait, but works by itself, is left at that: its next call raises them.
 
     Args:
         rank, num_ranks: of the job; one rank alone has nobody to tell.
         recovers: whether one rank alone can go on after a step that failed.
+        launched: of this rank's device; None where a call has done its work when it returns.
         poll_s, grace_s: see :data:`POLL_S`, :data:`GRACE_S`.
     """
 
@@ -53,15 +61,18 @@ class Alarm:
         num_ranks: int,
         *,
         recovers: bool = False,
+        launched: Launched | None = None,
         poll_s: float = POLL_S,
         grace_s: float = GRACE_S,
     ) -> None:
         self._rank, self._recovers = rank, recovers and num_ranks == 1
         self._poll_s, self._grace_s = poll_s, grace_s
-        has_others = num_ranks > 1 and dist.get_backend() != _FAKE
-        self._store = _store_of(rank) if has_others else None
+        has_others = num_ranks > 1 and dist.get_backend() != FAKE
+        self._store = own_store("alarm", rank) if has_others else None
         self._num_calls, self._compared = 0, 0
+        self._recent: deque[tuple[int, str]] = deque(maxlen=_RECENT)
         self._inside: tuple[int, str] | None = None
+        self._launched, self._is_done = launched, _always
         self._is_running = False
         self._failure = ""
         self._closed = threading.Event()
@@ -84,23 +95,30 @@ class Alarm:
             self._inside = None
             said = self._tell(error, what)
             if self._is_running and not self._recovers:
-                self._failure = said
+                self._fail(said)
             if not self._is_running or isinstance(error, AutoparError) or _is_own(said, self._rank):
                 raise  # before it communicates a rank fails by itself, and may go on where all refused the same
             raise _error(said) from error
         finally:
-            self._inside = None
+            self.end()
 
     def begin(self, what: str) -> None:
         """Begins a call that all ranks make and that nothing can be put around (a backward that the user calls), until :meth:`end`."""
+        if self._is_done():
+            self._recent.clear()
         self._num_calls += 1
         self._inside, self._is_running = (self._num_calls, what), False
+        self._recent.append(self._inside)
         if self._thread is None and self._store is not None:
             self._thread = threading.Thread(target=self._watch, name="autopar-alarm", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
         """Ends it."""
+        if self._launched is not None and self._inside is not None:
+            self._is_done = self._launched()
+        else:  # it has come to its end, or was refused, maybe beside another call that was
+            self._recent.clear()
         self._inside = None
 
     def runs(self) -> None:
@@ -119,7 +137,7 @@ class Alarm:
         self._inside = None
         told = self._told(f"rank {self._rank}: {said}")
         if not self._recovers:
-            self._failure = told
+            self._fail(told)
 
     def close(self) -> None:
         """Ends the thread, and tells the others that this rank makes no more calls."""
@@ -148,33 +166,53 @@ class Alarm:
         except Exception:  # noqa: BLE001  the store is gone with its process: there is nobody left to tell
             return own
 
+    def _fail(self, said: str) -> None:
+        """This rank makes no more calls, and those that are in this one or in a later one hear of it wherever they wait."""
+        self._failure = said
+        if self._store is not None:
+            with suppress(Exception):  # see _told
+                self._store.compare_set(_FAILED, "", f"{self._num_calls} {said}")
+
     def _watch(self) -> None:
-        """The thread: until another rank has failed in the call in which this one is, or the process ends."""
+        """The thread: until another rank has failed in the call for which this one waits, or the process ends."""
         while not self._closed.wait(self._poll_s):
-            call = self._inside
-            if call is None:
-                continue
+            waits = self._waits()
             try:
-                said = self._heard(call[0]) or self._elsewhere(*call)
+                said = self._heard(waits) or (self._elsewhere() if waits else "")
             except Exception:  # noqa: BLE001  the store is gone with its process: the launcher ends the others
                 return
             if not said:
                 continue
+            if waits is None:
+                self._failure = self._failure or said
+                continue
             for _ in range(round(self._grace_s / self._poll_s)):
-                if self._closed.wait(self._poll_s) or self._inside != call:
+                if self._closed.wait(self._poll_s) or self._waits() != waits:
                     break
             else:
                 self._end(said)
 
-    def _heard(self, call: int) -> str:
-        """The failure of another rank that this call waits for; empty when there is none."""
+    def _waits(self) -> int | None:
+        """The call in which this rank is, or whose work its device has not done; None: neither."""
+        inside = self._inside
+        if inside is not None:
+            return inside[0]
+        return None if self._is_done() else self._num_calls
+
+    def _heard(self, waits: int | None) -> str:
+        """The failure of another rank in the call ``waits``, or one after which no job goes on; empty when there is none."""
         assert self._store is not None
-        for key in (str(call), _ENDED):
-            if self._store.check([key]):
-                said = self._store.get(key).decode()
-                if not _is_own(said, self._rank):
-                    return str(said)
-        return self._gone(call)
+        if self._store.check([_FAILED]):
+            number, _, said = self._store.get(_FAILED).decode().partition(" ")
+            if int(number) <= self._num_calls and not _is_own(said, self._rank):
+                return str(said)
+        if waits is None:
+            return ""
+        if self._store.check([str(waits)]):
+            said = self._store.get(str(waits)).decode()
+            if not _is_own(said, self._rank):
+                return str(said)
+        return self._gone(waits)
 
     def _gone(self, call: int) -> str:
         """That a rank has ended before this call; empty when none is known."""
@@ -197,40 +235,36 @@ class Alarm:
             self._closed.wait(self._poll_s / _LOOKS)
         return ""
 
-    def _elsewhere(self, number: int, what: str) -> str:
-        """Which other call a rank makes as its call of this number, for which this one waits; empty when none is known.
+    def _elsewhere(self) -> str:
+        """Which other call a rank makes in place of one of this rank's last, for which this one waits; empty when none is known.
 
-        Who is in a call for longer than a poll compares it with the first such rank, once.
+        Who waits for longer than a poll compares each call with the first such rank, once.
         """
         assert self._store is not None
-        if self._compared == number:
-            return ""
-        self._compared = number
-        own = f"{what} on rank {self._rank}"
-        first = self._store.compare_set(f"{number}/what", "", own).decode()
-        if first.partition(" ")[0] == what:
-            return ""
-        return self._store.compare_set(str(number), "", f"{first}, {own}: different calls at the same time").decode()
+        for number, what in tuple(self._recent):
+            if number <= self._compared:
+                continue
+            self._compared = number
+            own = f"{what} on rank {self._rank}"
+            first = self._store.compare_set(f"{number}/what", "", own).decode()
+            if first.partition(" ")[0] != what:
+                said = f"{first}, {own}: different calls at the same time"
+                return str(self._store.compare_set(str(number), "", said).decode())
+        return ""
 
     def _end(self, said: str) -> None:
         """Ends the process, whose main thread waits in a collective that has no end."""
         assert self._store is not None
         _LOGGER.critical("%s: %s", RankFailedError.__name__, _error(said))
         try:
-            self._store.set(_ENDED, said)
+            self._store.compare_set(_FAILED, "", f"{self._num_calls} {said}")
         finally:
             sys.stderr.flush()
             os._exit(RankFailedError.exit_code)
 
 
-def _store_of(rank: int) -> Store:
-    """The job's store, by a connection of its own; under names that no other alarm of the job has.
-
-    Ranks make their alarms in the same order, so that counting each rank's own gives all the same number.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"autopar/alarms/{rank}", 1)
-    return PrefixStore(f"autopar/alarm/{number}", store.clone())  # type: ignore[attr-defined]
+def _always() -> bool:
+    return True
 
 
 def _is_own(said: str, rank: int) -> bool:

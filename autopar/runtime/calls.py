@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from zlib import crc32
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, UsageError
-from autopar.runtime.alarm import Alarm
+from autopar.runtime.alarm import Alarm, Launched
 from autopar.runtime.step_gradients import StepGradients
 from autopar.runtime.world import World
 
@@ -40,11 +40,24 @@ def ordinary() -> Iterator[None]:
         yield
 
 
+def launched_on(device: torch.device) -> Launched | None:
+    """For the alarm: marks the device's work so far; None where calls do theirs before they return."""
+    if device.type != "cuda":
+        return None
+
+    def mark() -> Callable[[], bool]:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event.query
+
+    return mark
+
+
 class Calls:
     """The calls of a parallel model.
 
     Args:
-        group: of all ranks, for calls besides steps; None where there is one rank.
+        group: of all ranks on their hosts, for calls besides steps; None where there is one rank.
         gradients: of the step that may fail.
     """
 
@@ -93,7 +106,7 @@ class Calls:
             return
         self._alarm.runs()
         code = crc32(what.encode())
-        codes = torch.tensor([code, -code], device=self._world.device)
+        codes = torch.tensor([code, -code])
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=self._group)
         self._alarm.met()
         if codes.tolist() != [code, -code]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Store
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RankFailedError
 from autopar.graph.failures import first_line
 from autopar.graph.ir import Graph
 from autopar.lower.backward import check_program
@@ -19,12 +21,15 @@ from autopar.plan_check import check_model, check_plan
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.calls import ordinary
 from autopar.runtime.file_weights import FileWeights
+from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
 from autopar.runtime.materialize import ModelWeights, Weights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import DEFAULT_TIMEOUT_S, World, check_groups, start
+from autopar.runtime.world import World
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Gives the plan and the traced model that it is for."""
+
+_MADE, _POLL_S = "made", 0.2
 
 
 def launch(
@@ -63,7 +68,8 @@ def launch(
         try:
             with alarm.watched("parallelize"):
                 alarm.runs()
-                return _built(model, plan, graph, device_type, weights=weights, seed=seed, log_dir=log_dir)
+                world = World(_checked(plan, graph).mesh, device_type, timeout_s=timeout_s)
+                return _built(model, plan, graph, world, weights=weights, seed=seed, log_dir=log_dir)
         finally:
             alarm.close()
 
@@ -72,16 +78,13 @@ def _built(
     model: nn.Module,
     plan: Plan,
     graph: Graph,
-    device_type: str,
+    world: World,
     *,
     weights: str | Path | None,
     seed: int,
     log_dir: Path | None,
 ) -> Parallel:
-    check_plan(plan)
-    check_model(plan, graph.name, graph.fingerprint)
-    world = World(plan.mesh, device_type)
-    if plan.groups and device_type == "cuda":
+    if plan.groups and world.device.type == "cuda":
         names: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(names, torch.cuda.get_device_name(world.device))
         check_groups(plan.groups, names)
@@ -95,17 +98,30 @@ def _built(
     return Parallel(program, world, source, seed=seed, log_dir=log_dir)
 
 
+def _checked(plan: Plan, graph: Graph) -> Plan:
+    check_plan(plan)
+    check_model(plan, graph.name, graph.fingerprint)
+    return plan
+
+
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
-    """What ``make`` gives on rank 0, on every rank; its errors too."""
+    """What ``make`` gives on rank 0, on every rank; its errors too.
+
+    A search takes as long as it is given, collectives have a timeout: the others ask the job's store until rank 0 has its answer.
+    """
     if dist.get_world_size() == 1:
         return make()
     made: list[tuple[Plan, Graph] | None] = [None]
     failure: Exception | None = None
+    store = own_store("plan", dist.get_rank())
     if dist.get_rank() == 0:
         try:
             made[0] = make()
         except Exception as error:  # noqa: BLE001  of whatever kind: the other ranks wait for an answer
             failure = error
+        store.set(_MADE, "")
+    else:
+        _wait_for(store)
     shared: list[object] = [made[0], None if failure is None else _told(failure)]
     dist.broadcast_object_list(shared)
     if failure is not None and not isinstance(failure, AutoparError):
@@ -116,6 +132,23 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
         raise kind(law, value=value or None, place=place, remedy=remedy)
     assert isinstance(result, tuple)
     return result
+
+
+def _wait_for(store: Store) -> None:
+    """Until rank 0 has an answer.
+
+    Raises:
+        RankFailedError: the store is gone, which that rank's process keeps where no launcher does.
+    """
+    try:
+        while not store.check([_MADE]):
+            time.sleep(_POLL_S)
+    except dist.DistError as error:
+        raise RankFailedError(
+            "rank 0 makes the plan of all ranks",
+            value=first_line(error),
+            remedy="see what rank 0 says, and start the job again",
+        ) from error
 
 
 def _told(failure: Exception) -> tuple[type[AutoparError], tuple[str, str, str, str]]:

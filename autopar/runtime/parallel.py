@@ -23,7 +23,7 @@ from autopar.run_log import DATA, PIPELINE
 from autopar.runtime import checkpoint
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.assemble import Assembly, assemble
-from autopar.runtime.calls import Calls, ordinary
+from autopar.runtime.calls import Calls, launched_on, ordinary
 from autopar.runtime.checks import Parameters, absent, check_can_run, check_evaluates, check_modes
 from autopar.runtime.data_parallel import forget_gathered
 from autopar.runtime.given import Given
@@ -83,10 +83,11 @@ class Parallel:
         self._parameters = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
-        self._norm = Norm(held, world.meeting_group(), world.device, self._number)
-        self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=not self._assembly.is_fsdp)
+        self._norm = Norm(held, world.sums_group(), world.device, self._number)
+        recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
+        self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
-        self._calls = Calls(world, self._alarm, self._norm.group, self._gradients)
+        self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
         self._scale = scale = LossScale(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
         self._state = State(program, world, weights, stages)
@@ -399,7 +400,7 @@ class Parallel:
     def _local(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's samples of a batch, on its device."""
         local = local_batch(batch, self._program.graph.inputs, self.plan, self.data_rank, self._world.device)
-        self._shared.check(named_inputs(batch), local, self._alarm)
+        self._shared.check(named_inputs(batch), local, self.samples, self._alarm)
         return local
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar.errors import UsageError
 from autopar.graph.ir import Input
 from autopar.runtime.alarm import Alarm
+from autopar.runtime.job import FAKE
 from autopar.runtime.world import World
 
 _LOGGER = logging.getLogger("autopar")
@@ -34,20 +35,22 @@ class SharedSamples:
     """Compares what ranks were given; every rank of the job makes one and enters the same calls."""
 
     def __init__(self, world: World, inputs: Sequence[Input]) -> None:
-        self._rank, self._device = world.rank, world.device
+        self._rank, self._group = world.rank, world.host_group()
         self._data_index = [world.mesh.data_index(rank) for rank in range(world.mesh.world_size)]
         self._inputs = tuple(inputs)
         self._calls, self._told = 0, False
-        self._is_alone = len(self._data_index) == 1 or dist.get_backend() == "fake"
+        self._is_alone = len(self._data_index) == 1 or dist.get_backend() == FAKE
 
-    def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], alarm: Alarm) -> None:
+    def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm) -> None:
         """Before a step; all ranks call it, and all raise the same.
 
-        A warning, once, where data ranks were given different global batches: each takes its part of another one.
+        A warning, once, where data ranks were given different global batches: each takes its part of another one. What is on the
+        host is compared there: nothing waits for the device.
 
         Args:
             given: the batch as it came, with the global batch or this rank's samples.
-            local: this rank's samples of it.
+            local: this rank's samples of it, as a step takes them.
+            own: which samples of the global batch these are.
             alarm: of the call.
 
         Raises:
@@ -56,12 +59,16 @@ class SharedSamples:
         if self._is_alone or self._calls % _EVERY:
             self._calls += 1
             return
-        marks = [_mark(local[leaf.name]) for leaf in self._inputs]
-        wholes = [_mark(given[leaf.name]) if _is_whole(leaf, given, local) else 0 for leaf in self._inputs]
-        mine = torch.tensor([marks, wholes], device=self._device)
+        marks, wholes = list[int](), list[int]()
+        for leaf in self._inputs:
+            value, dim = given[leaf.name].to(local[leaf.name].dtype), leaf.batch_dim
+            is_whole = dim is not None and value.shape[dim] != local[leaf.name].shape[dim]
+            wholes.append(_mark(value) if is_whole else 0)
+            marks.append(_mark(value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value))
+        mine = torch.tensor([marks, wholes])
         rows = [torch.empty_like(mine) for _ in self._data_index]
         alarm.runs()
-        dist.all_gather(rows, mine)
+        dist.all_gather(rows, mine, group=self._group)
         alarm.met()
         found = torch.stack(rows).tolist()
         for number, leaf in enumerate(self._inputs):
@@ -93,12 +100,6 @@ class SharedSamples:
                 "never; shuffle and draw with a seed that is the same on all ranks, or give each rank its own samples "
                 "(DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank))"
             )
-
-
-def _is_whole(leaf: Input, given: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> bool:
-    """Whether the global batch was given, of which this rank takes a part."""
-    dim = leaf.batch_dim
-    return dim is not None and given[leaf.name].shape[dim] != local[leaf.name].shape[dim]
 
 
 def _mark(value: Tensor) -> int:

@@ -1,138 +1,22 @@
-"""This rank's place in the mesh: device, process groups, and the checks that the job fits the plan."""
+"""This rank's place in the mesh: its device and process groups."""
 
 from __future__ import annotations
 
-import os
 import warnings
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import debug as tensor_debug
 
 from autopar.errors import RuntimeMismatchError
 from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
-from autopar.plan import RankGroup
-from autopar.profile.detect import shipped_profile_name
-
-DEFAULT_TIMEOUT_S = 600.0
-
-_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE")
-"""Where srun, Open MPI, MPICH and Intel MPI, MVAPICH and Flux tell a process of how many it is one. Not ``SLURM_NTASKS``, which a
-batch script has too that runs once."""
+from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device
 
 _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
 """Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""
-
-
-def start(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
-    """Makes the default process group unless there is one.
-
-    That of torchrun, or of another launcher that tells torch of its ranks as torchrun does; where nobody has, a world of one
-    rank. What is started here is ended at exit.
-
-    Returns:
-        Whether nobody said how many ranks there are.
-
-    Raises:
-        RuntimeMismatchError: a launcher told torch of ranks, but not all that it takes to meet them.
-    """
-    if device_type == "cuda":
-        torch.cuda.set_device(local_device(device_type))
-    if dist.is_initialized():
-        return False
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    timeout, is_alone = timedelta(seconds=timeout_s), False
-    try:
-        dist.init_process_group(backend, timeout=timeout)
-    except ValueError as error:
-        if "environment variable" not in str(error):
-            raise
-        is_alone = "variable RANK " in str(error)  # the first that torch looks for
-        if not is_alone:
-            raise RuntimeMismatchError(
-                "a launcher of several ranks tells torch all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-                value=str(error).rpartition(": ")[2],
-                remedy="start the ranks with torchrun, or set the missing one on each of them",
-            ) from error
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    # at exit those go first that were made later: alarms tell others while they are connected
-    weakref.finalize(dist, stop)
-    return is_alone
-
-
-def check_alone(environment: Mapping[str, str] = os.environ) -> None:
-    """Nothing, where no launcher has started this process as one of several, of which torch knows nothing.
-
-    What a launcher says stands in the environment alone: torch reads that of torchrun for :func:`start`, at the same place and
-    for the same purpose this reads that of the others. No plan or number depends on it.
-
-    Raises:
-        RuntimeMismatchError: one has: each would train by itself, and nothing would say so.
-    """
-    for name in _COUNTS:
-        value = environment.get(name, "")
-        if value.isdecimal() and int(value) > 1:
-            raise RuntimeMismatchError(
-                f"a launcher that starts {value} processes tells torch of them",
-                value=f"{name}={value} without RANK and WORLD_SIZE",
-                remedy=f"{how_to_start(value)}; where each is to train by itself, name the cluster of one",
-            )
-
-
-def how_to_start(num_ranks: int | str) -> str:
-    """What to do so that a job has as many ranks."""
-    return (
-        f"start {num_ranks} ranks with torchrun (another launcher: set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK "
-        "as torchrun does, or call torch.distributed.init_process_group before)"
-    )
-
-
-def stop() -> None:
-    """Ends the default process group if it is still there."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def choose_device_type(cluster: str) -> str:
-    """``cuda`` where there is one, unless the plan is for CPUs."""
-    return "cuda" if torch.cuda.is_available() and not cluster.startswith("cpu") else "cpu"
-
-
-def local_device(device_type: str) -> torch.device:
-    """The device of this rank: its node's CPU, or the GPU of its number on the node.
-
-    Where the launcher does not say the number: the GPU that was chosen (``torch.cuda.set_device``), else the first one.
-    """
-    if device_type != "cuda":
-        return torch.device(device_type)
-    return torch.device("cuda", dist.get_node_local_rank(fallback_rank=torch.cuda.current_device()))
-
-
-def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
-    """Refuse a job whose nodes are not numbered as the plan counts them.
-
-    Args:
-        groups: of ranks, each on equal devices.
-        names: of each rank's device, as its driver gives it.
-
-    Raises:
-        RuntimeMismatchError: a group has several devices, or those of another group.
-    """
-    planned = {group.device for group in groups}
-    for group in groups:
-        found = sorted(set(names[group.start : group.stop]))
-        known = shipped_profile_name(found[0])
-        if len(found) > 1 or (known in planned and known != group.device):
-            raise RuntimeMismatchError(
-                f"ranks {group.start} to {group.stop - 1} are on {group.device}",
-                value=", ".join(found),
-                remedy="number the nodes in the order of the plan's groups (torchrun --node-rank)",
-            )
 
 
 def _forget_meshes() -> None:
@@ -157,11 +41,14 @@ class World:
         expert_mesh: the same ranks with dims ``pp, ep_outer, ep_data, cp, tp``; None where no data ranks are borrowed.
         meshes: for :func:`autopar.ops.on_meshes`.
 
+    Args:
+        timeout_s: of every collective in every group that is made here.
+
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the mesh.
     """
 
-    def __init__(self, mesh: Mesh, device_type: str) -> None:
+    def __init__(self, mesh: Mesh, device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if dist.get_world_size() != mesh.world_size:
             raise RuntimeMismatchError(
                 f"the job has as many ranks as the plan's mesh ({mesh}: {mesh.world_size})",
@@ -170,7 +57,7 @@ class World:
             )
         _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()
-        self._job = dist.group.WORLD
+        self._job: dist.ProcessGroup | None = dist.group.WORLD
         self.coordinate = mesh.coordinate(self.rank)
         self.device = local_device(device_type)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
@@ -184,7 +71,12 @@ class World:
         warnings.filterwarnings("ignore", ".*_functional_collectives.*deprecated.*", FutureWarning)
         # emitted programs have no operators in place, which alone could do harm to a view
         warnings.filterwarnings("ignore", ".*FSDP(Block|Stage)Module.*returned a view tensor", UserWarning)
+        self._timeout = timedelta(seconds=timeout_s)
+        for dims in self.meshes:
+            for made in dims.get_all_groups():
+                self._limit(made)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._host_group: dist.ProcessGroup | None = None
 
     def check_job(self) -> None:
         """Nothing, while the job goes on that this was made in.
@@ -231,15 +123,41 @@ class World:
         return self.partition_group(chosen)
 
     def meeting_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks for what they call outside of steps; None for one rank alone. All ranks call this.
+        """The group of all ranks for what they call outside of steps, on the host; None for one rank alone. All ranks call this.
 
-        With gloo one of its own: it pairs what ranks call in one group by its order alone, and would take such a call on one
-        rank for the collective of a step on another, so that both went on with each other's numbers. With NCCL that of the
-        job: another communicator takes memory of the device, of which plans do not know.
+        Of gloo, whatever the job has, and one of its own: a backend pairs what ranks call in one group by its order alone, and
+        would take such a call on one rank for the collective of a step on another, so that both went on with each other's
+        numbers. On the host nothing waits for a device, and no memory of it is taken.
         """
+        return self._beside(on_host=True)
+
+    def sums_group(self) -> dist.ProcessGroup | None:
+        """Likewise for sums of tensors on the devices (a norm of all gradients), apart from all groups of steps."""
+        return self._beside(on_host=False)
+
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks for what a step compares on the host; None for one rank alone. All ranks call this.
+
+        That of the job, where it is one of the host's; else one that is made once.
+        """
+        if self.mesh.world_size > 1 and dist.get_backend() in {dist.Backend.GLOO, FAKE}:
+            return self._job
+        if self._host_group is None:
+            self._host_group = self._beside(on_host=True)
+        return self._host_group
+
+    def _beside(self, *, on_host: bool) -> dist.ProcessGroup | None:
         if self.mesh.world_size == 1:
             return None
-        return dist.new_group() if dist.get_backend() == dist.Backend.GLOO else dist.group.WORLD
+        backend = dist.Backend.GLOO if on_host and dist.get_backend() != FAKE else None
+        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+        return made
+
+    def _limit(self, group: dist.ProcessGroup) -> None:
+        """Gives a group that torch has made for a mesh the timeout of the others; that of the job keeps its own."""
+        if group is not dist.group.WORLD and dist.get_backend(group) != FAKE:
+            backend = group._get_backend(torch.device(self.device.type))
+            backend._set_default_timeout(self._timeout)
 
     def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """This rank's group of several disjoint ones, made once; None for a rank in none of them."""
@@ -247,7 +165,7 @@ class World:
         if groups == (tuple(range(self.mesh.world_size)),):
             return dist.group.WORLD
         if groups not in self._groups:
-            made = [dist.new_group(list(group)) for group in groups]
+            made = [dist.new_group(list(group), timeout=self._timeout) for group in groups]
             own = next((g for ranks, g in zip(groups, made, strict=True) if ranks == mine), made[0])
             self._groups[groups] = own
         return self._groups[groups] if mine is not None else None

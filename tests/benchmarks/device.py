@@ -28,9 +28,10 @@ from autopar.mesh import Mesh
 from autopar.models import ModelSource, resolve_model
 from autopar.plan import BF16, FP32, Precision
 from autopar.profile.files import write_json
+from autopar.runtime.job import start, stop
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import World, start, stop
+from autopar.runtime.world import World
 from tests.benchmarks.rivals import Step, updater
 from tests.distributed.plans import make_plan
 

@@ -16,13 +16,14 @@ from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.rules.apply import BATCH
 from autopar.runtime.bisect import FP64
+from autopar.runtime.job import start, stop
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.pieces import Split, gradient_layout
 from autopar.runtime.record import PRELUDE, OneDevice, Tape, Watch, attach
 from autopar.runtime.trail import Trail
 from autopar.runtime.verify import in_dtype
-from autopar.runtime.world import World, start, stop
+from autopar.runtime.world import World
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

@@ -15,9 +15,9 @@ import autopar
 from autopar.errors import UsageError
 from autopar.graph.ir import Parameter, TensorSpec
 from autopar.runtime.file_weights import FileWeights
+from autopar.runtime.job import start, stop
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import start, stop
 
 
 class Head(nn.Module):

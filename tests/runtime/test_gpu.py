@@ -11,9 +11,9 @@ import torch.distributed as dist
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import BF16, FP16, FP32
+from autopar.runtime.job import stop
 from autopar.runtime.launch import launch
 from autopar.runtime.verify import adamw, loss_of
-from autopar.runtime.world import stop
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import UsageError
 from autopar.local_step import ELEMENTWISE, LocalSteps
-from autopar.runtime.world import start, stop
+from autopar.runtime.job import start, stop
 
 ELEMENTWISE_BY_NAME = sorted(ELEMENTWISE - {torch.optim.Rprop}, key=lambda kind: kind.__name__)
 

@@ -14,9 +14,10 @@ from autopar.errors import UsageError
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16, FP16, Precision
+from autopar.runtime.job import start, stop
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import World, start, stop
+from autopar.runtime.world import World
 from autopar.sharded_ops import partial_mean
 from autopar.tracing import trace_model
 from tests.distributed import scaled

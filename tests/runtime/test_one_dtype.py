@@ -16,9 +16,10 @@ from autopar.graph.trace import trace
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16
+from autopar.runtime.job import start, stop
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.world import World, start, stop
+from autopar.runtime.world import World
 from autopar.tracing import trace_model
 from autopar.wish import PRECISIONS
 from tests.distributed.plans import make_plan

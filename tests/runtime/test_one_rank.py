@@ -25,11 +25,12 @@ from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16
 from autopar.runtime.gradients import BucketedSums, Held
+from autopar.runtime.job import start, stop
 from autopar.runtime.launch import _sums, launch
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.verify import adamw, loss_of
-from autopar.runtime.world import World, start, stop
+from autopar.runtime.world import World
 from autopar.tracing import trace_model
 from autopar.wish import PRECISIONS
 from tests.distributed.plans import make_plan

@@ -24,8 +24,9 @@ from autopar.lower.program import BlockProgram, lower
 from autopar.mesh import Mesh
 from autopar.ops import on_meshes
 from autopar.plan import FP32, RECOMPUTES, Recompute
+from autopar.runtime.job import start, stop
 from autopar.runtime.stage import BlockModule
-from autopar.runtime.world import World, start, stop
+from autopar.runtime.world import World
 from tests.distributed.plans import make_plan
 from tests.distributed.subjects import HfSubject
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from autopar import api
 from autopar.errors import RuntimeMismatchError
 from autopar.plan import RankGroup
-from autopar.runtime.world import check_alone, check_groups, start, stop
+from autopar.runtime.job import check_alone, check_groups, start, stop
 
 GROUPS = (RankGroup(start=0, stop=2, device="a100-sxm4-40gb"), RankGroup(start=2, stop=4, device="h100-sxm5-80gb"))
 A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
