@@ -7,11 +7,17 @@ Every token goes to k of E experts, each a gated (or plain) feed-forward layer o
 No token is dropped, whatever the routing; experts without tokens get zero gradients. Shapes: hidden
 [tokens..., h]; weights and indices [tokens..., k]; gate and up [E, f, h]; down [E, h, f]; the result is as
 hidden. ``gate`` None: no gate. Rows are sorted by expert, so that each expert is one product.
+
+The host waits for the device in :func:`_read` alone, at most once a call: for the sizes of what a rank keeps or
+sends, or for the rows of each expert where a loop runs over them. All experts of one rank wait for nothing where the
+products are grouped (:func:`_is_grouped`). Whoever recomputes a block in backward waits again.
+``autopar.cost.experts`` prices this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, cast
 
 import spmd_types
@@ -48,11 +54,9 @@ def experts(
         raise UsageError("an expert's activation is known", value=repr(activation), remedy=", ".join(ACTIVATIONS))
     if hidden.is_meta:
         return _shape_of(hidden, weights, gate, up, down)
-    chosen = indices.reshape(-1)
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=up.shape[0]).tolist()
+    order, ends = _sorted(indices.reshape(-1), up.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])[order // indices.shape[-1]]
-    return _combined(_grouped(rows, counts, gate, up, down, activation), order, weights, hidden)
+    return _combined(_grouped(rows, ends, None, gate, up, down, activation), order, weights, hidden)
 
 
 def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
@@ -78,14 +82,11 @@ def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and
         return _shape_of(hidden, weights, gate, up, down)
     own, k = up.shape[0], indices.shape[-1]
     chosen = indices.reshape(-1) - group(axis).rank() * own
-    mine = ((chosen >= 0) & (chosen < own)).nonzero().squeeze(-1)
-    mine = mine[chosen[mine].argsort(stable=True)]
-    counts = torch.bincount(chosen[mine], minlength=own).tolist()
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    rows = _grouped(flat[mine // k], counts, gate, up, down, activation)
-    rows = rows * weights.reshape(-1)[mine].unsqueeze(-1)
-    total = torch.zeros_like(flat, dtype=rows.dtype).index_add(0, mine // k, rows)
-    return total.to(hidden.dtype).view(hidden.shape)
+    order, ends = _sorted(chosen.masked_fill((chosen < 0) | (chosen >= own), own), own)
+    counts = _counts(ends)  # not kept without reading: rows of others' experts would be ranks - 1 times the own ones
+    mine = order[: sum(counts)]
+    rows = _grouped(hidden.reshape(-1, hidden.shape[-1])[mine // k], ends, counts, gate, up, down, activation)
+    return _summed(rows, mine, weights, hidden)
 
 
 def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
@@ -111,11 +112,10 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
     """
     if hidden.is_meta:
         return _shape_of(hidden, weights, gate, up, down)
-    chosen = indices.reshape(-1)
-    order = chosen.argsort(stable=True)
-    rows = hidden.reshape(-1, hidden.shape[-1])[order // indices.shape[-1]]
-    wanted = torch.bincount(chosen, minlength=num_experts)
-    return _combined(_travelled(rows, wanted, gate, up, down, activation, group(axis)), order, weights, hidden)
+    order, ends = _sorted(indices.reshape(-1), num_experts)
+    tokens = order // indices.shape[-1]
+    rows = _travelled(hidden, tokens, ends, gate, up, down, activation, group(axis))
+    return _combined(rows, order, weights, hidden)
 
 
 def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
@@ -145,22 +145,19 @@ def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the oper
     if hidden.is_meta:
         return _shape_of(hidden, weights, gate, up, down)
     own, k = up.shape[0], indices.shape[-1]
-    share = indices.reshape(-1) // own  # which share of the experts a choice falls into, over all ranks
-    mine = (share % parts == group(inner).rank()).nonzero().squeeze(-1)
-    local = share[mine] // parts * own + indices.reshape(-1)[mine] % own
-    order = local.argsort(stable=True)
-    mine = mine[order]
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    wanted = torch.bincount(local, minlength=num_experts // parts)
-    rows = _travelled(flat[mine // k], wanted, gate, up, down, activation, group(axis))
-    rows = rows * weights.reshape(-1)[mine].unsqueeze(-1)
-    total = torch.zeros_like(flat, dtype=rows.dtype).index_add(0, mine // k, rows)
-    return total.to(hidden.dtype).view(hidden.shape)
+    chosen = indices.reshape(-1)
+    share = chosen // own  # which share of the experts a choice falls into, over all ranks
+    local = share // parts * own + chosen % own
+    num_here = num_experts // parts
+    order, ends = _sorted(local.masked_fill(share % parts != group(inner).rank(), num_here), num_here)
+    rows = _travelled(hidden, order // k, ends, gate, up, down, activation, group(axis))
+    return _summed(rows, order[: rows.shape[0]], weights, hidden)
 
 
 def _travelled(
-    rows: Tensor,
-    wanted: Tensor,
+    hidden: Tensor,
+    tokens: Tensor,
+    ends: Tensor,
     gate: Tensor | None,
     up: Tensor,
     down: Tensor,
@@ -170,43 +167,158 @@ def _travelled(
     """Rows to their experts on the ranks of ``pg``, through them, and back into their order.
 
     Args:
-        rows: [rows, h], sorted by expert.
-        wanted: how many each expert of all ranks gets from here, [experts of a rank * ranks].
+        tokens: of each choice, sorted by expert; of these the first ``ends[-1]`` travel.
+        ends: where the rows of each expert of all ranks end, [experts of a rank * ranks].
+
+    Returns:
+        [rows that travel, h].
     """
     size, own = pg.size(), up.shape[0]
+    wanted = ends.diff(prepend=ends.new_zeros(1))
     given = torch.empty_like(wanted)
-    dist.all_to_all_single(given, wanted, group=pg)
-    sent, received = wanted.view(size, own).sum(1).tolist(), given.view(size, own).sum(1).tolist()
+    _all_to_all(given, wanted, None, None, pg)
+    there, here = _read(torch.stack((wanted, given)).view(2, size, own))
+    sent, received = [sum(counts) for counts in there], [sum(counts) for counts in here]
+    rows = hidden.reshape(-1, hidden.shape[-1])[tokens[: sum(sent)]]
     rows = cast("Tensor", _Exchange.apply(rows, sent, received, pg))  # type: ignore[no-untyped-call]
-    local = torch.arange(own, device=up.device).repeat(size).repeat_interleave(given)
-    by_expert = local.argsort(stable=True)
-    rows = _grouped(rows[by_expert], given.view(size, own).sum(0).tolist(), gate, up, down, activation)
-    rows = rows[by_expert.argsort()]
+    local = torch.arange(own, device=up.device).repeat(size).repeat_interleave(given, output_size=sum(received))
+    by_expert, own_ends = _sorted(local, own)
+    counts = [sum(of_ranks) for of_ranks in zip(*here, strict=True)]
+    rows = _grouped(rows[by_expert], own_ends, counts, gate, up, down, activation)[_inverse(by_expert)]
     return cast("Tensor", _Exchange.apply(rows, received, sent, pg))  # type: ignore[no-untyped-call]
 
 
+def _sorted(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Choices in the order of their experts, and where those of each expert end (int32); ``num_experts``: of none."""
+    values, order = chosen.sort(stable=True)
+    numbers = torch.arange(num_experts, device=chosen.device, dtype=chosen.dtype)
+    return order, torch.searchsorted(values, numbers, right=True, out_int32=True)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.shape[0], device=order.device)
+    return places
+
+
+def _read(counts: Tensor) -> Any:
+    """Whole numbers of the device as nested lists: here alone the host waits for it."""
+    return counts.tolist()
+
+
+def _counts(ends: Tensor) -> list[int]:
+    return [end - begin for begin, end in pairwise([0, *_read(ends)])]
+
+
 def _grouped(
-    rows: Tensor, counts: Sequence[int], gate: Tensor | None, up: Tensor, down: Tensor, activation: str
+    rows: Tensor,
+    ends: Tensor,
+    counts: list[int] | None,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
 ) -> Tensor:
-    """The experts on rows that are sorted by expert, ``counts`` rows each; [rows, h]."""
-    act = _ACTIVATIONS[activation]
-    pieces = torch.split(rows.to(up.dtype), list(counts))
-    gates = [None] * len(pieces) if gate is None else gate.unbind(0)
+    """The experts on rows that are sorted by expert; [rows, h].
+
+    Args:
+        ends: where the rows of each expert end; the last one is the number of rows.
+        counts: rows of each expert, where the host knows them.
+    """
+    rows = rows.to(up.dtype)
+    if rows.shape[0] and all(_is_grouped(weight) for weight in (up, down, gate) if weight is not None):
+        return _experts_of(rows, gate, up, down, activation, lambda x, w: _product(x, w, ends))
+    counts = _counts(ends) if counts is None else counts
+    gates = [None] * len(counts) if gate is None else gate.unbind(0)
     made: list[Tensor] = []
-    for piece, g, u, d in zip(pieces, gates, up.unbind(0), down.unbind(0), strict=True):
+    for piece, g, u, d in zip(torch.split(rows, counts), gates, up.unbind(0), down.unbind(0), strict=True):
         if piece.shape[0] or (not made and not rows.shape[0]):  # one runs on no rows, so that all get a gradient
-            x = F.linear(piece, u)
-            made.append(F.linear(act(x) if g is None else act(F.linear(piece, g)) * x, d))
+            made.append(_experts_of(piece, g, u, d, activation, F.linear))
     return torch.cat(made)
+
+
+def _experts_of(
+    rows: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
+    product: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    act, x = _ACTIVATIONS[activation], product(rows, up)
+    return product(act(x) if gate is None else act(product(rows, gate)) * x, down)
+
+
+_GROUPED_MAJORS, _FILLS_EMPTY_FROM = (9, 10), 10
+_GROUPED_ALIGNMENT, _MOST_GROUPS = 8, 1023  # elements of bfloat16 in 16 bytes; what the kernel takes
+
+
+def _is_grouped(weight: Tensor) -> bool:
+    """Whether torch multiplies rows by all experts' weights [E, out, in] in one kernel, and leaves offsets on the device.
+
+    In bfloat16 on NVIDIA GPUs of compute capability 9 and 10; elsewhere ``_grouped_mm`` copies its offsets to the host
+    and loops, as done here. Its kernel loads 16 bytes at a time.
+    """
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    strides = sorted(weight.stride()[1:])
+    is_aligned = strides[0] == 1 and not any(n % _GROUPED_ALIGNMENT for n in (*weight.shape[1:], strides[1]))
+    return (
+        hasattr(torch, "_grouped_mm")
+        and is_aligned
+        and weight.storage_offset() % _GROUPED_ALIGNMENT == 0
+        and weight.shape[0] <= _MOST_GROUPS
+        and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_MAJORS
+    )
+
+
+class _Product(torch.autograd.Function):
+    """``rows[i] @ weight[e].T`` for the rows of each expert, all in one kernel.
+
+    torch's own backward gives weights of experts without rows what the kernel leaves there, on capability 10 not zeros
+    (pytorch/pytorch issue 172439), and does not take gradients that are expanded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        return torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        to_rows = torch._grouped_mm(gradient, weight, offs=ends) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return to_rows, None, None
+        to_weight = torch._grouped_mm(gradient.t(), rows, offs=ends)
+        if _leaves_empty(weight.device):
+            is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+            to_weight.masked_fill_(is_empty[:, None, None], 0)
+        return to_rows, to_weight, None
+
+
+def _leaves_empty(device: torch.device) -> bool:
+    """Whether the gradient of an expert without rows has to be filled: a pass over all of them, spared where it can be."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FILLS_EMPTY_FROM
+
+
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return cast("Tensor", _Product.apply(rows.contiguous(), weight, ends))  # type: ignore[no-untyped-call]
+
+
+def _summed(rows: Tensor, mine: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
+    """The weighted sum of each token's experts that are here, from rows of the choices ``mine``."""
+    rows = rows * weights.reshape(-1)[mine].unsqueeze(-1)
+    total = torch.zeros_like(hidden.reshape(-1, hidden.shape[-1]), dtype=rows.dtype)
+    return total.index_add(0, mine // weights.shape[-1], rows).to(hidden.dtype).view(hidden.shape)
 
 
 def _combined(rows: Tensor, order: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
     """The weighted sum of each token's experts, from rows in the order ``order`` of (token, choice)."""
     weighted = rows * weights.reshape(-1)[order].unsqueeze(-1)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.shape[0], device=order.device)
     k = weights.shape[-1]
-    return weighted[places].view(-1, k, rows.shape[-1]).sum(1).to(hidden.dtype).view(hidden.shape)
+    return weighted[_inverse(order)].view(-1, k, rows.shape[-1]).sum(1).to(hidden.dtype).view(hidden.shape)
 
 
 class _Exchange(torch.autograd.Function):
@@ -225,8 +337,21 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], pg: dist.ProcessGroup) -> Tensor:
     result = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=pg)
+    _all_to_all(result, rows.contiguous(), received, sent, pg)
     return result
+
+
+def _all_to_all(
+    result: Tensor, given: Tensor, received: list[int] | None, sent: list[int] | None, pg: dist.ProcessGroup
+) -> None:
+    """``dist.all_to_all_single``; among fake ranks, which send nothing, each sends here what it gets from here.
+
+    So the counts are defined, and as even over ranks as the routing of this rank's own tokens.
+    """
+    if dist.get_backend(pg) == "fake":
+        result.copy_(given)
+    else:
+        dist.all_to_all_single(result, given, received, sent, group=pg)
 
 
 class _Shape(torch.autograd.Function):
@@ -243,6 +368,7 @@ class _Shape(torch.autograd.Function):
 
 
 spmd_types.register_local_autograd_function(_Exchange)
+spmd_types.register_local_autograd_function(_Product)
 spmd_types.register_local_autograd_function(_Shape)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from autopar.cost import experts
 from autopar.cost.work import LINEAR, VIEWS, Product, Specs, Work, work
 from autopar.device import Device
 from autopar.frozen import quickly
@@ -59,6 +60,8 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
         quantized: dtype in which products of activations and weights multiply where it is not the operator's own
             (fp8 recipes); each of their operands is then cast once more.
     """
+    has_experts = op.target in experts.TARGETS
+    done = experts.as_run(done, op, device) if has_experts else done
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
     forward, backward = done.num_bytes / bandwidth, done.backward_bytes / bandwidth
     function = device.function(done.function) if done.function else None
@@ -81,6 +84,7 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
         backward += device.overheads.view_s * op.spec.requires_grad
     forward += done.launches * device.launch_s + done.matmuls * device.overheads.product_s
     backward += done.backward_launches * device.gradient_s + done.backward_matmuls * device.overheads.product_gradient_s
+    forward += experts.waiting_s(op, device) if has_experts else 0.0
     return OpTime(forward, backward)
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.cluster import Cluster
+from autopar.cost import experts
+from autopar.cost.compute import op_time
 from autopar.cost.messages import Message, messages
 from autopar.cost.model import CostModel
 from autopar.cost.work import work
@@ -177,6 +179,50 @@ def experts_graph(target: str, tail: tuple[object, ...] = ()) -> tuple[Graph, Op
         blocks=(Block(index=0, start=0, stop=1, hash="h", label=""),), loss=Ref("y"), fingerprint="",
     )  # fmt: skip
     return graph, op
+
+
+def test_the_host_waits_once_for_experts_but_of_one_rank_in_grouped_products() -> None:
+    h100, a100 = (Cluster.parse(f"{name}:1x1").devices[0] for name in ("h100-sxm5-80gb", "a100-sxm4-80gb"))
+
+    def op_of(target: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Op, list[TensorSpec]]:
+        tail = () if target == "autopar.experts" else ("tp", 16, "tp", 2)
+        graph, op = experts_graph(target, tail)
+        operands = [graph.spec(ref) for ref in op.operands]
+        specs = [replace(spec, dtype=dtype) if spec.dtype == torch.float32 else spec for spec in operands]
+        return replace(op, outputs=(replace(op.spec, dtype=dtype),)), specs
+
+    for target in experts.TARGETS:
+        for device in (h100, a100):
+            unread = replace(device, blocking_launch_s=0.0, launch_s=0.0)
+            for dtype in (torch.bfloat16, torch.float32):
+                op, operands = op_of(target, dtype)
+                is_grouped = device is h100 and dtype == torch.bfloat16
+                waits = 0 if is_grouped and target == "autopar.experts" else 1
+                assert experts.waiting_s(op, device) == waits * device.blocking_launch_s
+                work_s = op_time(op, operands, replace(unread, blocking_launch_s=1.0))
+                without = op_time(op, operands, unread)
+                assert work_s.forward_s - without.forward_s == pytest.approx(waits)
+                assert work_s.backward_s == without.backward_s
+                done = work(op, operands, "cuda")
+                launches = experts.as_run(done, op, device).launches
+                assert launches == (12 + 3 + 2 if is_grouped else done.launches)
+    assert experts.waiting_s(op_of("autopar.experts")[0], replace(h100, kind="cpu")) == 0
+    assert experts.waiting_s(op_of("autopar.experts")[0], replace(a100, blocking_launch_s=0.0)) == a100.launch_s
+
+
+@pytest.mark.parametrize(
+    ("name", "is_grouped"),
+    [
+        ("h100-hbm2e-96gb", True), ("h200-sxm-141gb", True), ("b200-sxm-180gb", True), ("gb200", True),
+        ("nvidia-h100-80gb-hbm3", True), ("NVIDIA GH200 480GB", True), ("a100-sxm4-40gb", False), ("l4-24gb", False),
+        ("mi300x-192gb", False), ("rtx-pro-6000-blackwell", False), ("gb10", False),
+    ],
+)  # fmt: skip
+def test_gpus_with_grouped_products_are_known_by_name(name: str, is_grouped: bool) -> None:
+    device = replace(Cluster.parse("a100-sxm4-80gb:1x1").devices[0], name=name)
+    _, op = experts_graph("autopar.experts")
+    op = replace(op, outputs=(replace(op.spec, dtype=torch.bfloat16),))
+    assert (experts.waiting_s(op, device) == 0) == is_grouped
 
 
 def test_experts_cost_what_even_routing_gives() -> None:

@@ -25,6 +25,10 @@ from autopar.runtime.workers import WorkerPool
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
 MODEL = "gpt:layers=2,hidden=32,heads=4,vocab=96,seq=16"
+MIXTURE = (
+    "hf:mixtral?num_hidden_layers=2&hidden_size=32&num_attention_heads=2&num_key_value_heads=2&intermediate_size=64"
+    "&vocab_size=96&num_local_experts=4"
+)
 CPU4 = Cluster.parse("cpu:1x4")
 WISH = Wish(model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, timeout_s=60.0)
 
@@ -96,6 +100,20 @@ def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(pool: WorkerPool, rank: i
     predicted = max(m.total - m.reserved for m in entry.plan.predicted.memory)
     assert found[entry.key]["memory_bytes"] == pytest.approx(predicted, rel=0.5)
     assert len(found[entry.key]["seconds"]) == 1
+
+
+@pytest.mark.parametrize("pins", [("ep=2", "dp_shard=4"), ("ep=4", "ep_data=2", "tp=2"), ("ep=2", "ep_data=1", "tp=2")])
+def test_one_rank_of_experts_among_fakes_gets_as_many_tokens_as_it_sends(
+    pool: WorkerPool, pins: tuple[str, ...]
+) -> None:
+    source = resolve_model(MIXTURE, sequence_length=16)
+    task = task_of(replace(WISH, model=MIXTURE), source, CPU4, "fp32")
+    plan = api.estimate(task.graph, cluster="cpu:1x4", global_batch_size=8, pins=pins)
+    job = Job(source=source, graphs={"fp32": task.graph}, plans={"it": plan}, rounds=1, steps=1, as_rank=1)
+    (found,) = pool.run(ranks.run, job, size=1, timeout_s=60.0)
+    assert "failure" not in found["it"], found["it"]["failure"]
+    predicted = max(m.total - m.reserved for m in plan.predicted.memory)
+    assert found["it"]["memory_bytes"] == pytest.approx(predicted, rel=0.5)
 
 
 def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
