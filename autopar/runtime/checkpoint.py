@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
@@ -32,6 +31,7 @@ from autopar.graph.failures import first_line
 from autopar.graph.ir import Padding
 from autopar.lower.program import Program
 from autopar.runtime.gradients import Held, lengthened
+from autopar.runtime.reader import Planner, Reader
 from autopar.runtime.world import World
 from autopar.runtime.writer import Writer
 
@@ -126,7 +126,7 @@ def _read(
 def _load(path: Path, state: dict[str, Any]) -> None:
     """Reads ``state``, tensors in place; all ranks call it."""
     try:
-        load_state(state, checkpoint_id=str(path))
+        load_state(state, storage_reader=Reader(path), planner=Planner())
     except CheckpointException as error:
         raise PlanError(_SAME, value=_reasons(error), place=str(path)) from error
     except (RuntimeError, ValueError, KeyError) as error:
@@ -145,7 +145,7 @@ def _check_holds(path: Path, state: dict[str, Any]) -> None:
     missing: list[str] = []
     which = 0
     try:
-        metadata = FileSystemReader(path).read_metadata()
+        metadata = Reader(path).read_metadata()
         sizes = _sizes(metadata)
         which = crc32("\n".join(sorted(sizes)).encode())  # each save has names of its own
         for key in _OPTIONAL - metadata.state_dict_metadata.keys():
@@ -225,8 +225,17 @@ def _groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, dict
 
 def _settings(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The hyperparameters of a group: numbers, switches and tuples of them, by name."""
-    plain = {name: value.item() if _is_number(value) else value for name, value in group.items()}
+    plain = {name: _plain(value) for name, value in group.items()}
     return tuple((name, value) for name, value in plain.items() if isinstance(value, float | int | bool | tuple))
+
+
+def _plain(value: object) -> object:
+    """A number as Python's own, also of numpy's kinds, which a file could name only as classes."""
+    if _is_number(value):
+        return value.item()
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
+    return float(value) if isinstance(value, float) else value
 
 
 def _is_number(value: object) -> TypeGuard[Tensor]:
