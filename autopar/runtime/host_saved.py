@@ -72,6 +72,8 @@ class _Saved:
         self._here: list[Tensor] = []  # each storage as bytes; kept until it is down, so that its address stays its own
         self._there: list[Tensor] = []
         self._devices: list[torch.device] = []
+        # the GPU of those that have one: an operator may keep a tensor of the host too
+        self._device: torch.device | None = None
         self._down: Any = None
         self._up: Any = None
 
@@ -109,10 +111,11 @@ class _Saved:
             self._there = [tensor.clone() for tensor in self._here]
             self._here = []
             return
+        self._device = cuda[0].device
         if self._mover.stream is None:
-            self._mover.stream = torch.cuda.Stream(cuda[0].device)  # type: ignore[no-untyped-call]
+            self._mover.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream = self._mover.stream
-        stream.wait_stream(torch.cuda.current_stream(cuda[0].device))
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for tensor in self._here:
                 there = torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=tensor.is_cuda)
@@ -123,7 +126,7 @@ class _Saved:
     def release(self) -> None:
         """Gives the device's memory back once the copies are down; the computation that follows waits for them."""
         if self._down is not None and self._here:
-            torch.cuda.current_stream(self._devices[0]).wait_event(self._down)
+            torch.cuda.current_stream(self._device).wait_event(self._down)
             self._here = []
 
     def come_up(self) -> None:
@@ -133,10 +136,10 @@ class _Saved:
         there, self._there = self._there, []
         self._mover.up_bytes += sum(tensor.numel() for tensor in there)
         stream = self._mover.stream
-        if stream is None:
+        if self._device is None:
             self._here = [tensor.clone() for tensor in there]
             return
-        current = torch.cuda.current_stream(self._devices[0])
+        current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream):
             for tensor, device in zip(there, self._devices, strict=True):
                 here = torch.empty(tensor.shape, dtype=torch.uint8, device=device)
@@ -148,7 +151,7 @@ class _Saved:
 
     def _arrived(self, slot: int) -> Tensor:
         if self._up is not None:
-            torch.cuda.current_stream(self._devices[0]).wait_event(self._up)
+            torch.cuda.current_stream(self._device).wait_event(self._up)
             self._up = None
         return self._here[slot]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -24,7 +25,7 @@ from autopar.runtime.world import World
 
 Batch = Mapping[str, Tensor]
 Scaled: TypeAlias = Callable[[Tensor], Tensor]
-_Sent: TypeAlias = tuple[Tensor, dist.Work]
+_Sent: TypeAlias = tuple[tuple[Tensor, ...], dist.Work]
 
 
 class Runner(Protocol):
@@ -97,6 +98,7 @@ class Pipeline:
         self._group, self._device = group, world.device
         self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
         self._received = {module.index: tuple(p.example() for p in module.ends.receives) for module in stages}
+        self._meet_neighbours()
         wrapped = [
             _Stage(
                 monitor,
@@ -164,14 +166,39 @@ class Pipeline:
 
     def _receive(self, index: int) -> tuple[Tensor, ...]:
         tensors = tuple(torch.empty_like(spec, device=self._device) for spec in self._received[index])
-        for tensor in tensors:
-            dist.recv(tensor, self._rank_of[index - 1], group=self._group)
+        for work in self._exchange(dist.irecv, tensors, self._rank_of[index - 1]):
+            work.wait()
         return tensors
 
     def _send(self, index: int, tensors: Sequence[Tensor]) -> list[_Sent]:
         """To the stage ``index``, while this rank goes on; the tensors live as long as what is returned."""
-        works = [(tensor, dist.isend(tensor, self._rank_of[index], group=self._group)) for tensor in tensors]
-        return [(tensor, work) for tensor, work in works if work is not None]
+        return [(tuple(tensors), work) for work in self._exchange(dist.isend, tensors, self._rank_of[index])]
+
+    def _exchange(self, way: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
+        """As one batch: on GPUs it goes by the group's communicator, which is there, and makes none of the two ranks."""
+        made: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(way, x, peer, self._group) for x in tensors])
+        return made
+
+    def _meet_neighbours(self) -> None:
+        """Makes the communicators of sends between stages: all before the first step, none in the middle of its schedule.
+
+        Torch's schedules send alone (by a communicator of two ranks), and both ways at once (by the group's). All ranks of the
+        group go through the neighbours in the order of the stages, so that none waits for one that waits for it.
+        """
+        ranks = [self._rank_of[index] for index in sorted(self._rank_of)]
+        pairs = dict.fromkeys((min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b)
+        here, both = dist.get_rank(), list[dist.P2POp]()
+        for first, second in pairs:
+            if here not in {first, second}:
+                continue
+            way, peer = (dist.isend, second) if here == first else (dist.irecv, first)
+            token = torch.zeros(1, device=self._device)
+            work = way(token, peer, group=self._group)
+            assert work is not None
+            work.wait()
+            both += [dist.P2POp(way, torch.zeros_like(token), peer, self._group) for way in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(both) if both else ():
+            work.wait()
 
 
 class _Stage(PipelineStage):
