@@ -17,7 +17,7 @@ from torch.distributed.tensor import debug as tensor_debug
 from autopar.errors import RuntimeMismatchError
 from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 from autopar.plan import RankGroup
-from autopar.profile.detect import shipped_profile_name
+from autopar.profile.names import shipped_profile_name
 
 DEFAULT_TIMEOUT_S = 600.0
 
