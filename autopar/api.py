@@ -226,7 +226,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
 
     Args:
         model: with weights (those of rank 0 count) or on meta: then initialised or read part by part.
-        cluster: the machine; this one, measured, when None.
+        cluster: the machines; None: those that the ranks stand on, of shipped profiles where the devices have one, measured where
+            they have not.
         plan: a plan or its file, instead of a search.
         example_inputs: a batch; made from its config for a Hugging Face model.
         global_batch_size: samples of one step over all ranks; those of ``example_inputs``, or 8 a
@@ -242,10 +243,13 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
 
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the cluster or the plan, or its precision is one
-            that is planned alone; a launcher other than torchrun started several processes and did not tell torch.
+            that is planned alone; a launcher other than torchrun started several processes and did not tell torch; without
+            ``cluster`` the ranks of a node are not numbered one after the other, or stand on devices of which some are unknown.
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
+    from autopar.profile.places import cluster_at, gathered_places
+    from autopar.runtime.calls import ordinary
     from autopar.runtime.checks import check_can_run
     from autopar.runtime.job import check_alone, how_to_start, start
     from autopar.runtime.launch import launch
@@ -265,6 +269,10 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
             how_to_start("N"),
         )
 
+    # rank 0 plans alone, and knows of its own machine alone
+    with ordinary():
+        places = gathered_places() if plan is None and where is None else ()
+
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
             return plan, _trace_for(plan, model, example_inputs, loss_fn)
@@ -273,7 +281,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
             example_inputs, samples, texts_of(pins), precision, optimizer, space, "", None, loss_fn, texts_of(opaque)
         )
         limits = Limits(trials=trials, timeout_s=search_timeout_s)
-        return _searched(model, where or Cluster.detect(num_ranks=ranks), wish, limits)
+        return _searched(model, where or cluster_at(places), wish, limits)
 
     log = None if log_dir is None else Path(log_dir)
     return launch(model, make, device_type=device_type, weights=weights, seed=seed, timeout_s=timeout_s, log_dir=log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -18,11 +19,20 @@ import torch
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.profile.files import write_toml
-from autopar.profile.store import MachineProfile, known_devices, load_library, load_profile, profile_from_table
+from autopar.profile.names import shipped_profile_name
+from autopar.profile.store import MachineProfile, load_library, load_profile, profile_from_table
 from autopar.table import Table
+
+_LOGGER = logging.getLogger("autopar")
 
 TIMEOUT_S = 120.0
 _CACHE_VERSION = 8
+
+STAND_IN = "l4-24gb"
+"""The shipped profile whose links count where a GPU has none and there is nothing to measure them with: PCIe without a way from device
+to device, and one card of 100 Gb/s a node."""
+_ASSUMED = "assumed"
+"""How the provenance of such a link begins."""
 
 
 def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
@@ -45,7 +55,16 @@ def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> 
     assert path is not None
     if refresh or not path.is_file():
         write_toml(path, profile_dict(_measure()))
-    return profile_from_table(Table.load(path))
+    profile = profile_from_table(Table.load(path))
+    if profile.intra_node.provenance.startswith(_ASSUMED):
+        _LOGGER.warning(
+            "no shipped profile is of %s, and links take two visible GPUs to measure: between GPUs of a node %.3g GB/s are assumed, "
+            "those of %s; 'torchrun --nproc-per-node=N -m autopar profile all' measures the job's own",
+            device_name(),
+            profile.intra_node.bandwidth_bytes_per_s / 1e9,
+            STAND_IN,
+        )
+    return profile
 
 
 def profile_path(cache_dir: Path | None = None) -> Path | None:
@@ -56,7 +75,7 @@ def profile_path(cache_dir: Path | None = None) -> Path | None:
 
 
 def _shipped_here() -> str | None:
-    return shipped_profile_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return shipped_profile_name(device_name(), device_bytes()) if torch.cuda.is_available() else None
 
 
 def default_cache_dir() -> Path:
@@ -64,32 +83,16 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "autopar"
 
 
-def shipped_profile_name(device_name: str) -> str | None:
-    """The shipped profile of a GPU by the name that its driver gives.
-
-    >>> shipped_profile_name("NVIDIA H100 80GB HBM3"), shipped_profile_name("NVIDIA A100-SXM4-40GB")
-    ('h100-sxm5-80gb', 'a100-sxm4-40gb')
-    >>> shipped_profile_name("NVIDIA H100 PCIe") is None
-    True
-    """
-    patterns = {
-        "h100-sxm5-80gb": ("H100", "80GB HBM3"),
-        "h200-sxm-141gb": ("H200",),
-        "a100-sxm4-80gb": ("A100-SXM4-80GB",),
-        "a100-sxm4-40gb": ("A100-SXM4-40GB",),
-        "b200-sxm-180gb": ("B200",),
-    }
-    if "GB200" in device_name or "NVL" in device_name:
-        return None
-    for name, parts in patterns.items():
-        if name in known_devices() and all(part in device_name for part in parts):
-            return name
-    return None
-
-
 def device_name() -> str:
     """The GPU's name, or the processor's where there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+
+
+def device_bytes() -> int:
+    """Memory of the GPU, or of this machine where there is none."""
+    if not torch.cuda.is_available():
+        return host_memory_bytes()
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def identity() -> str:
@@ -98,8 +101,10 @@ def identity() -> str:
 
 
 def fingerprint() -> str:
-    """What a kept measurement belongs to: machine, processor, cores, torch."""
-    parts = (platform.node(), device_name(), os.cpu_count(), torch.__version__, _CACHE_VERSION)
+    """What a kept measurement belongs to: machine, processor, cores, torch; with GPUs how many of them their links joined."""
+    parts: tuple[object, ...] = (platform.node(), device_name(), os.cpu_count(), torch.__version__, _CACHE_VERSION)
+    if torch.cuda.is_available():
+        parts += (torch.cuda.device_count(),)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -108,8 +113,8 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     where = f"measured {time.strftime('%Y-%m-%d')} on {torch.cuda.get_device_name() if cuda else _processor()}, "
     where += f"torch {torch.__version__}"
-    link = {**measured["link"], "name": "loopback", "provenance": f"{where}: gloo all-reduce over two local processes"}
-    memory = torch.cuda.get_device_properties(0).total_memory if cuda else host_memory_bytes()
+    intra_node, nic = _gpu_links(measured, where) if cuda else _cpu_links(measured, where)
+    memory = device_bytes()
     node: dict[str, Any] = {"num_devices": 1, "num_nics": 1, "provenance": where}
     if cuda:
         node["num_devices"] = torch.cuda.device_count()
@@ -150,10 +155,33 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
                 else "not measured",
             },
         },
-        "intra_node": link,
-        "nic": link,
+        "intra_node": intra_node,
+        "nic": nic,
         "node": node,
     }
+
+
+def _cpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    link = {**measured["link"], "name": "loopback", "provenance": f"{where}: gloo all-reduce over two local processes"}
+    return link, link
+
+
+def _gpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inside the node as NCCL was timed, where there were two GPUs; else, and between nodes, those of :data:`STAND_IN`."""
+    stand_in = load_profile(STAND_IN)
+    intra_node, nic = (
+        {**link.to_dict(), "provenance": f"{_ASSUMED}, not measured here: as of {STAND_IN}, {link.provenance}"}
+        for link in (stand_in.intra_node, stand_in.nic)
+    )
+    if "link" in measured:
+        timed = f"{where}: NCCL all-gather over {measured['link_ranks']} GPUs of this machine"
+        intra_node = {
+            "name": "measured",
+            "bandwidth_bytes_per_s": measured["link"]["bandwidth_bytes_per_s"],
+            "latency_s": 0.0,
+            "provenance": f"{timed}; delays stand in links/nccl.toml",
+        }
+    return intra_node, nic
 
 
 def measured_host(rates: dict[str, float], where: str) -> dict[str, Any]:
@@ -221,11 +249,17 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def num_workers() -> int:
+    """Processes that measure: two on a CPU; one for each GPU, which they measure the links of together."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
 def _measure() -> dict[str, Any]:
-    """Start the two workers, wait at most ``TIMEOUT_S``, read what rank 0 wrote."""
+    """Start the workers, wait at most ``TIMEOUT_S``, read what rank 0 wrote."""
+    count = num_workers()
     with tempfile.TemporaryDirectory(prefix="autopar-detect-") as name:
         folder = Path(name)
-        workers = [_start_worker(rank, folder) for rank in range(2)]
+        workers = [_start_worker(rank, count, folder) for rank in range(count)]
         deadline = time.monotonic() + TIMEOUT_S
         try:
             while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
@@ -242,9 +276,9 @@ def _measure() -> dict[str, Any]:
                 worker.wait()
         path = folder / "result.json"
         if not path.is_file():
-            complaints = [(folder / f"rank{rank}.log").read_text(encoding="utf-8").strip() for rank in range(2)]
+            complaints = [(folder / f"rank{rank}.log").read_text(encoding="utf-8").strip() for rank in range(count)]
             raise AutoparError(
-                "two processes of this machine can measure the link between them",
+                f"{count} processes of this machine can measure it, and the link between them",
                 value="\n".join(filter(None, complaints))[-2000:] or "no result",
                 remedy="name a device instead of 'local'",
             )
@@ -252,13 +286,13 @@ def _measure() -> dict[str, Any]:
         return result
 
 
-def _start_worker(rank: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start_worker(rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
     # the package may lie in a checkout that is not installed
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     with (folder / f"rank{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "autopar.profile.worker", str(rank), str(folder)],
+            [sys.executable, "-m", "autopar.profile.worker", str(rank), str(count), str(folder)],
             stdout=subprocess.DEVNULL,
             stderr=log,
             env=environment,

@@ -1,8 +1,8 @@
-"""One of the processes that :mod:`autopar.profile.detect` starts: ``python -m autopar.profile.worker RANK FOLDER``.
+"""One of the processes that :mod:`autopar.profile.detect` starts: ``python -m autopar.profile.worker RANK RANKS FOLDER``.
 
-Rank 0 measures the device alone, then both ranks measure the link between them over gloo; rank 0 writes the result as
-JSON to ``FOLDER/result.json``. A process of its own, so that thread counts and process groups of the caller stay as
-they are.
+Rank 0 measures the device alone, then all ranks measure the link between them: two on a CPU over gloo, one on each GPU over
+NCCL (one GPU alone has no link). Rank 0 writes the result as JSON to ``FOLDER/result.json``. A process of its own, so that
+thread counts and process groups of the caller stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from autopar.profile import measure
 from autopar.profile.overheads import measure_overheads
 
-LINK_BYTES = 8 * 2**20
+LINK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 SMALL_BYTES = 4096
 SLOW_DIMS = (1, 16)
 """Rows of products in float16 on a CPU, for which torch has no blocked kernel where there are no instructions: the rate is flat, and low."""
@@ -103,46 +103,69 @@ def measure_host(
     }
 
 
-def measure_link() -> dict[str, float]:
-    """Latency and bus bandwidth of an all-reduce over the two ranks (wall time: waiting is what counts).
+def measure_link(device: torch.device) -> dict[str, float]:
+    """Latency and bus bandwidth between the ranks (wall time: waiting is what counts).
 
-    The small one has a few elements for each rank: of fewer elements than its ring has parts gloo sends but some.
+    By an all-reduce; of GPUs by an all-gather, which no switch carries out, so that it shows what the links carry. The small one has
+    a few elements for each rank: of fewer elements than its ring has parts gloo sends but some.
     """
-    small, large = torch.ones(SMALL_BYTES // 4), torch.ones(LINK_BYTES // 4)
-    times: dict[str, list[float]] = {"small": [], "large": []}
+    ranks, large_bytes = dist.get_world_size(), LINK_BYTES[device.type]
+    timed = {"small": (SMALL_BYTES // 4 // ranks * ranks, 20), "large": (large_bytes // 4 // ranks * ranks, 1)}
+    tensors = {name: torch.ones(length, device=device) for name, (length, _) in timed.items()}
+    parts = {name: whole.chunk(ranks)[dist.get_rank()].clone() for name, whole in tensors.items()}
+    times: dict[str, list[float]] = {name: [] for name in timed}
     for repeat in range(12):
-        for name, tensor, calls in (("small", small, 20), ("large", large, 1)):
+        for name, (_, calls) in timed.items():
             dist.barrier()
+            _synchronize(device)
             start = time.perf_counter()
             for _ in range(calls):
-                dist.all_reduce(tensor)
+                _exchange(tensors[name], parts[name])
+            _synchronize(device)
             if repeat >= 2:
                 times[name].append((time.perf_counter() - start) / calls)
     small_s, large_s = statistics.median(times["small"]), statistics.median(times["large"])
-    factor = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+    factor = (1 if device.type == "cuda" else 2) * (ranks - 1) / ranks
+    more_bytes = 4 * (tensors["large"].numel() - tensors["small"].numel())
     return {
         "latency_s": small_s / DELAYS_OF_SMALL_ALL_REDUCE,
-        "bandwidth_bytes_per_s": (LINK_BYTES - SMALL_BYTES) * factor / max(large_s - small_s, 1e-9),
+        "bandwidth_bytes_per_s": more_bytes * factor / max(large_s - small_s, 1e-9),
     }
 
 
-def main(rank: int, folder: Path) -> None:
+def _exchange(whole: torch.Tensor, part: torch.Tensor) -> None:
+    if whole.is_cuda:
+        dist.all_gather_into_tensor(whole, part)
+    else:
+        dist.all_reduce(whole)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
     """Measure and write."""
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     result: dict[str, Any] = {}
-    if rank == 0 or not torch.cuda.is_available():
+    if rank == 0 or device.type == "cpu":
         # on a CPU both at once, as ranks compute in training: cores share caches, memory and often execution units
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         result = measured_in_rounds(device)
-    dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
-    result["link"] = measure_link()
-    if not torch.cuda.is_available():
-        between = measure_overheads()
-        result.setdefault("overheads", {}).update(between)
+    if ranks > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=ranks)
+        result |= {"link": measure_link(device), "link_ranks": ranks}
+        if device.type == "cpu":
+            result.setdefault("overheads", {}).update(measure_overheads())
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    dist.destroy_process_group()
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

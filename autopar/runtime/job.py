@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autopar.errors import RuntimeMismatchError
 from autopar.plan import RankGroup
-from autopar.profile.detect import shipped_profile_name
+from autopar.profile.names import shipped_profile_name
 
 DEFAULT_TIMEOUT_S = 600.0
 

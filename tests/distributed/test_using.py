@@ -28,3 +28,11 @@ def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_pa
     for losses, is_inference in found:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert not is_inference
+
+
+def test_ranks_on_two_hosts_are_planned_as_two_nodes(pool: WorkerPool) -> None:
+    subject, _, _ = planned("dp4 ZeRO 3", "gpt2")
+    (batch,) = batches(subject, 1)
+    found = pool.run(using.without_a_cluster, subject, batch, timeout_s=80.0)
+    assert {(cluster, mesh) for cluster, mesh, _ in found} == {("local (2x2)", found[0][1])}
+    assert [nodes for _, _, nodes in found] == [[(2, 2)], [], [], []]  # rank 0 plans, and knows of all

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from autopar import api
+from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
+from autopar.profile.places import place_here
+from autopar.profile.store import load_profile
 from autopar.runtime.launch import launch
 from autopar.runtime.verify import adamw
 from tests.distributed.jobs import Batch
@@ -34,3 +43,24 @@ def in_inference_mode(
         losses.append(parallel.evaluate(batch).item())
     losses.append(parallel.train_step(batch).item())
     return losses, any(tensor.is_inference() for tensor in whole.values())
+
+
+def without_a_cluster(subject: HfSubject, batch: Batch) -> tuple[str, str, list[tuple[int, int]]]:
+    """What is planned where nobody names the cluster and every two ranks say that they are on another host."""
+    rank, planned = dist.get_rank(), []
+    found = place_here()
+    node = replace(found, host=(f"node{rank // 2}", ""))
+    search = api._searched
+
+    def noted(model: nn.Module, cluster: Cluster, *rest: Any) -> tuple[Plan, Graph]:
+        planned.extend((group.num_nodes, group.devices_per_node) for group in cluster.groups)
+        return search(model, cluster, *rest)
+
+    with (
+        mock.patch("autopar.profile.places.place_here", return_value=node),
+        mock.patch("autopar.profile.places.machine_profile", return_value=load_profile("cpu")),
+        mock.patch("autopar.api._searched", noted),
+    ):
+        parallel = api.parallelize(subject.build(), example_inputs=batch, global_batch_size=16, pins=["dp=4"])
+    parallel.train_step(batch)
+    return parallel.plan.cluster, str(parallel.plan.mesh), planned

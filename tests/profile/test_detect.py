@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError, UsageError
 from autopar.host import HostLink
 from autopar.profile import detect, measure
-from autopar.profile.store import profile_from_table
+from autopar.profile.names import shipped_profile_name
+from autopar.profile.store import load_profile, profile_from_table
 from autopar.table import Table
 
 MEASURED: dict[str, Any] = {
@@ -64,6 +67,79 @@ def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatc
         measure.host_link(torch.device("cpu"))
 
 
+@pytest.fixture
+def unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this machine one of so many GPUs of a name that no profile has."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L40S")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(total_memory=47_000_000_000)
+        )
+
+    return pretend
+
+
+def test_one_gpu_of_an_unknown_name_has_assumed_links_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unknown_gpus: Callable[[int], None],
+) -> None:
+    unknown_gpus(1)
+    assert detect.num_workers() == 1  # nobody to time a link with
+    alone = {key: value for key, value in MEASURED.items() if key != "link"}
+    monkeypatch.setattr(detect, "_measure", lambda: alone)
+    profile = detect.machine_profile(cache_dir=tmp_path)
+    stand_in = load_profile(detect.STAND_IN)
+    assert profile.library == "nccl"
+    assert profile.device.memory_bytes == 47_000_000_000
+    for link, assumed in ((profile.intra_node, stand_in.intra_node), (profile.nic, stand_in.nic)):
+        assert link.bandwidth_bytes_per_s == assumed.bandwidth_bytes_per_s
+        assert link.provenance.startswith("assumed, not measured here: as of l4-24gb")
+        assert "gloo" not in link.provenance
+    assert "no shipped profile is of NVIDIA L40S" in caplog.text
+    caplog.clear()
+    detect.machine_profile(cache_dir=tmp_path)  # kept, and told again
+    assert "5.31 GB/s are assumed" in caplog.text
+
+
+def test_several_gpus_of_an_unknown_name_are_measured_by_nccl(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unknown_gpus: Callable[[int], None],
+) -> None:
+    unknown_gpus(4)
+    assert detect.num_workers() == 4
+    monkeypatch.setattr(detect, "_measure", lambda: {**MEASURED, "link_ranks": 4})
+    profile = detect.machine_profile(cache_dir=tmp_path)
+    assert profile.intra_node.bandwidth_bytes_per_s == 1.5e9
+    assert profile.intra_node.latency_s == 0.0  # NCCL's delays stand with its algorithms
+    assert "NCCL all-gather over 4 GPUs" in profile.intra_node.provenance
+    assert profile.nic.provenance.startswith("assumed")
+    assert not caplog.text
+    kept = detect.profile_path(tmp_path)
+    unknown_gpus(1)
+    assert detect.profile_path(tmp_path) != kept  # what one GPU sees says nothing of links
+
+
+def test_a_gpu_with_a_shipped_profile_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, unknown_gpus: Callable[[int], None]
+) -> None:
+    unknown_gpus(1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A10G")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(total_memory=23_686_744_637)
+    )
+    monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured"))
+    assert detect.profile_path() is None
+    assert Cluster.detect(num_ranks=8).devices[0].name == "a10g-24gb"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 def test_copies_to_and_from_the_host_are_timed() -> None:
@@ -98,13 +174,6 @@ def test_workers_that_fail_or_hang_end_in_an_error(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "cache").exists()
 
 
-def test_gpus_without_a_profile_are_not_taken_for_others() -> None:
-    assert detect.shipped_profile_name("NVIDIA H200") == "h200-sxm-141gb"
-    assert detect.shipped_profile_name("NVIDIA B200") == "b200-sxm-180gb"
-    for name in ("NVIDIA H100 NVL", "NVIDIA GB200", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090"):
-        assert detect.shipped_profile_name(name) is None
-
-
 def test_the_median_time_is_that_of_one_call() -> None:
     device, calls = torch.device("cpu"), 0
 
@@ -122,7 +191,7 @@ def test_the_median_time_is_that_of_one_call() -> None:
 def test_a_gpu_reaches_most_of_its_ceiling() -> None:
     device = torch.device("cuda")
     (time,) = measure.matmul_times(device, torch.bfloat16, smallest_dims=(8192,))
-    name = detect.shipped_profile_name(torch.cuda.get_device_name())
+    name = shipped_profile_name(torch.cuda.get_device_name(), detect.device_bytes())
     if name is None:
         pytest.skip(f"no profile for {torch.cuda.get_device_name()}")
     ceiling = Cluster.parse(f"{name}:1x1").devices[0].rate("bfloat16").ceiling_flops_per_s
