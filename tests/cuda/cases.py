@@ -1,0 +1,144 @@
+"""The plans that are run among fakes, and where a host may wait for its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+GPT2 = "hf:gpt2?n_embd=64&n_layer=2&n_head=4&vocab_size=256&n_positions=64"
+QUIET = GPT2 + "&attn_pdrop=0&embd_pdrop=0&resid_pdrop=0"
+LLAMA = (
+    "hf:llama?hidden_size=64&intermediate_size=128&num_hidden_layers={layers}&num_attention_heads=4&num_key_value_heads=2&"
+    "vocab_size=256&max_position_embeddings=64"
+)
+ODD = LLAMA.replace("vocab_size=256", "vocab_size=251")
+MIXTRAL = LLAMA.replace("hf:llama", "hf:mixtral") + "&num_local_experts=4&num_experts_per_tok=2"
+T5 = "hf:t5?d_model=64&d_kv=16&d_ff=128&num_layers=2&num_heads=4&vocab_size=256"
+BERT = (
+    "hf:bert?hidden_size=64&num_hidden_layers=2&num_attention_heads=4&intermediate_size=128&vocab_size=256&"
+    "max_position_embeddings=64"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A plan, and the ranks of it that are run one after the other.
+
+    Attributes:
+        model: of the catalogue, or ``remembering`` (buffers that steps change) or ``unusual`` (regions that run as written).
+        options: of AdamW.
+        scales: with a scaler.
+    """
+
+    model: str
+    ranks: int
+    pins: tuple[str, ...] = ()
+    precision: str = "bf16"
+    layers: int = 2
+    run: tuple[int, ...] = (0,)
+    options: dict[str, bool] = field(default_factory=dict)
+    scales: bool = False
+    evaluates: bool = True
+    is_called: bool = False
+
+
+def _plans() -> dict[str, dict[str, Case]]:
+    cp = {
+        way: Case(model=LLAMA, ranks=2, pins=("cp=2", f"cp_attention={way}")) for way in ("gather", "ulysses", "ring")
+    }
+    dense = {
+        "one rank": Case(model=LLAMA, ranks=1, is_called=True),
+        "one rank fp32": Case(model=LLAMA, ranks=1, precision="fp32", is_called=True),
+        "tp": Case(model=LLAMA, ranks=2, pins=("tp=2",), is_called=True),
+        "tp fp32": Case(model=QUIET, ranks=2, pins=("tp=2",), precision="fp32"),
+        "tp padded": Case(model=ODD, ranks=2, pins=("tp=2",)),
+        "tp x dp ZeRO 3": Case(
+            model=LLAMA, ranks=4, pins=("tp=2", "dp_shard=2", "zero=3", "micro_batch=1"), run=(0, 3)
+        ),
+        "dp replicated": Case(model=LLAMA, ranks=2, pins=("dp_replicate=2",), precision="fp32", is_called=True),
+        "ZeRO 1": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "zero=1", "micro_batch=1")),
+        "ZeRO 2": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "zero=2", "micro_batch=1"), is_called=True),
+        "HSDP": Case(model=LLAMA, ranks=4, pins=("dp_replicate=2", "dp_shard=2", "zero=3")),
+        "recompute full": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "recompute=full", "micro_batch=1")),
+        "recompute selective": Case(model=QUIET, ranks=2, pins=("dp_shard=2", "zero=2", "recompute=selective")),
+        "fused optimizer": Case(model=LLAMA, ranks=2, pins=("dp_shard=2",), options={"fused": True}),
+        "bert tp": Case(model=BERT, ranks=2, pins=("tp=2",)),
+        "t5 dp": Case(model=T5, ranks=2, pins=("dp_shard=2",)),
+    } | {f"cp {way}": case for way, case in cp.items()}
+    pipelines = {
+        "1F1B": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
+        "GPipe": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "schedule=GPipe"), run=(0, 1)),
+        "interleaved": Case(
+            model=LLAMA, layers=4, ranks=2, pins=("pp=2", "virtual_stages=2", "micro_batch=1"), run=(0, 1)
+        ),
+        "pp x tp fp32": Case(
+            model=LLAMA, ranks=4, pins=("pp=2", "tp=2", "micro_batch=1"), precision="fp32", run=(0, 3)
+        ),
+        "pp x dp ZeRO 1": Case(
+            model=LLAMA, ranks=4, pins=("pp=2", "dp_shard=2", "micro_batch=1", "zero=1"), run=(0, 3)
+        ),
+        "pp with dropout": Case(model=GPT2, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
+        "pp recomputed": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "recompute=full"), run=(0, 1)),
+    }
+    experts = {
+        "experts on one rank": Case(model=MIXTRAL, ranks=1),
+        "experts fp32": Case(model=MIXTRAL, ranks=1, precision="fp32"),
+        "experts on tp": Case(model=MIXTRAL, ranks=2, pins=("tp=2", "ep=2", "ep_data=1")),
+        "experts over data": Case(model=MIXTRAL, ranks=2, pins=("ep=2", "dp_shard=2")),
+        "experts over data and tp": Case(
+            model=MIXTRAL, ranks=4, pins=("ep=4", "ep_data=2", "dp_shard=2", "tp=2"), run=(0, 3)
+        ),
+        "experts in a pipeline": Case(model=MIXTRAL, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
+    }
+    others = {
+        "dropout": Case(model=GPT2, ranks=1, is_called=True),
+        "dropout tp": Case(model=GPT2, ranks=2, pins=("tp=2",)),
+        "dropout recomputed": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=full")),
+        "dropout selective": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=selective")),
+        "fp16 unscaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16"),
+        "fp16 scaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16", scales=True),
+        "offloaded activations": Case(
+            model=LLAMA, ranks=2, pins=("dp_shard=2", "offload=activations", "recompute=none")
+        ),
+        "offloaded optimizer": Case(model=LLAMA, ranks=2, pins=("dp_shard=2", "offload=optimizer")),
+        "offloaded with dropout": Case(model=GPT2, ranks=1, pins=("offload=activations", "recompute=none")),
+        "buffers": Case(model="remembering", ranks=2, pins=("dp_shard=2",), precision="fp32", evaluates=False),
+        "regions": Case(model="unusual", ranks=2, pins=("dp_replicate=2",), precision="fp32", evaluates=False),
+    }
+    return {"dense": dense, "pipelines": pipelines, "experts": experts, "others": others}
+
+
+PLANS = _plans()
+
+SAVES = "save"
+"""The phase in which everything is read: a checkpoint is written on the host."""
+
+LISTED: dict[tuple[str, str, str], str] = {
+    (
+        "host waits",
+        "Tensor.tolist",
+        "autopar/expert_ops.py:_read",
+    ): "sizes of what is sent to the ranks of experts, or of each "
+    "expert's rows where no grouped product is: once a call, and priced",
+    (
+        "host waits",
+        "event.synchronize",
+        "autopar/host_copy.py:wait",
+    ): "a step on the host begins when its gradients are down, and the next one when its parameters are up",
+    (
+        "host waits",
+        "event.synchronize",
+        "autopar/runtime/monitor.py:_between",
+    ): "the first steps of a run are measured, and no later",
+    ("host waits", "Tensor.item", "autopar/runtime/loss_scale.py:step"): "torch's scaler asks whether a step is made",
+    (
+        "state of generators kept",
+        "cuda.get_rng_state",
+        "autopar/opaque_ops.py:opaque",
+    ): "the user's code draws from torch's own generators, whose state is brought back after it",
+    (
+        "state of generators kept",
+        "cuda.get_rng_state",
+        "autopar/ops.py:attention",
+    ): "torch's attention with dropout draws from torch's own generator",
+}
+"""Where a program may wait or keep states: kind, what, and file and function, with the reason."""

@@ -1,0 +1,87 @@
+"""No program mixes devices, copies and waits, or reads the device in a step but where a list says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda.build import build, compiler
+from tests.cuda.cases import LISTED, PLANS, SAVES
+from tests.cuda.driver import PROBE
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler (c++, g++ or clang++), and there is none"),
+    pytest.mark.timeout(300),
+]
+
+CASES = [
+    (group, f"{name} rank {rank}")
+    for group, cases in PLANS.items()
+    for name, case in cases.items()
+    for rank in case.run
+]
+
+Seen = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("guard")
+    guard = build(folder, Path(torch.__file__).parent)
+
+    @cache
+    def of(group: str) -> dict[str, Any]:
+        output = folder / f"{group}.json"
+        command = [sys.executable, "-m", "tests.cuda.driver", str(guard), str(output), group]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240.0)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize(("group", "name"), CASES, ids=[name for _, name in CASES])
+def test_a_program_runs_on_a_device_alone(seen: Seen, group: str, name: str) -> None:
+    found = seen(group)[name]
+    assert not found["error"]
+    assert found["launches"]["step"] > 100
+    mixed = [(phase, *rest) for phase, *rest in found["seen"] if rest[0] == "devices mixed"]
+    assert not mixed
+    unlisted = [(phase, *rest) for phase, *rest in found["seen"] if phase != SAVES and tuple(rest[:3]) not in LISTED]
+    assert not [row for row in unlisted if row[0] not in {"build", "warm", "end"}]
+
+
+def test_what_is_listed_is_still_there(seen: Seen) -> None:
+    there = {tuple(row[1:4]) for group in PLANS for case in seen(group).values() for row in case["seen"]}
+    assert set(LISTED) <= there, "take it off the list"
+
+
+def test_dense_models_wait_for_nothing_in_a_step(seen: Seen) -> None:
+    for group in ("dense", "pipelines"):
+        for name, case in seen(group).items():
+            assert not [
+                row for row in case["seen"] if row[0] in {"step", "clip", "optimizer"} and row[1] == "host waits"
+            ], name
+
+
+def test_faults_are_seen(seen: Seen) -> None:
+    found: dict[str, set[str]] = {}
+    for phase, kind, *_ in seen(PROBE)["seen"]:
+        found.setdefault(phase, set()).add(kind)
+    waits, blocks = "host waits", "copy that blocks"
+    assert "devices mixed" in found["two devices"]
+    assert all(blocks in found[name] for name in ("up", "down", "into", "numbers"))
+    assert all(waits in found[name] for name in ("item", "int", "if", "list", "where", "mask", "repeats", "event"))
+    assert "state of generators kept" in found["fork"]
+    assert "all right" not in found
