@@ -245,7 +245,9 @@ class _Dropout(torch.autograd.Function):
             mask.bernoulli_(1.0 - p, generator=_generator(x.device, seed))
         ctx.scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
         ctx.save_for_backward(mask)
-        return torch.ops.aten.native_dropout_backward(x, mask, ctx.scale)  # x * mask * scale: one kernel on a GPU
+        return cast(
+            "Tensor", torch.ops.aten.native_dropout_backward(x, mask, ctx.scale)
+        )  # x * mask * scale in one kernel
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
