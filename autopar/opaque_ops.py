@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, RuntimeMismatchError
 from autopar.modes import as_trained, modes, restore
-from autopar.ops import Salt, stream_seed
+from autopar.ops import Salt, seeded
 
 MODULE, FUNCTION = "module", "function"
 
@@ -243,9 +243,8 @@ def opaque(
         AutoparError: it returns another number of tensors than when it was traced.
     """
     region, device = region_of(description), (*inputs, *parameters)[0].device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, device_type="cuda"):
-        torch.manual_seed(stream_seed(salt, seed, axes))
+    devices = (torch.device("cpu"), *((device,) if device.type == "cuda" else ()))  # the user's code may draw on both
+    with seeded(devices, salt, seed, axes):
         found = run(region, holder.call(), inputs, parameters, [b.clone() for b in buffers])
     if len(found) != len(region.outputs):
         raise AutoparError(

@@ -12,7 +12,7 @@ Shapes: collectives keep every dim except the one they name; x is one rank's ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from threading import Lock
@@ -245,12 +245,14 @@ class _Dropout(torch.autograd.Function):
             mask.bernoulli_(1.0 - p, generator=_generator(x.device, seed))
         ctx.scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
         ctx.save_for_backward(mask)
-        return torch.where(mask, x * ctx.scale, x.new_zeros(()))
+        return cast(
+            "Tensor", torch.ops.aten.native_dropout_backward(x, mask, ctx.scale)
+        )  # x * mask * scale in one kernel
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return gradients[0] * mask * ctx.scale, None, None
+        return torch.ops.aten.native_dropout_backward(gradients[0], mask, ctx.scale), None, None
 
 
 spmd_types.register_local_autograd_function(_Dropout)
@@ -283,9 +285,8 @@ def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
     axes: Sequence[str] = (),
 ) -> Tensor:
     """``scaled_dot_product_attention`` whose dropout draws from the stream that :func:`dropout` describes."""
-    devices = [query.device] if query.device.type == "cuda" else []
-    with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=devices, device_type="cuda"):
-        torch.manual_seed(stream_seed(salt, seed, axes))
+    where = (query.device,) if dropout_p else ()
+    with _DEFAULT_GENERATOR if where else nullcontext(), seeded(where, salt, seed, axes):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -308,20 +309,37 @@ def draw(
     where = device or next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)  # numbers are drawn in memory order
     named = kwargs if device is None else {**kwargs, "device": device}
-    generator = _generator(where, stream_seed(salt, seed, axes))
-    with_generator = _with_generator(target)
-    if generator is None:
+    if where.type == "meta":
         return resolve(target)(*args, **named)
+    with_generator = _with_generator(target)
     if with_generator is not None:
-        return with_generator(*args, **named, generator=generator)
-    devices = [where] if where.type == "cuda" else []
-    with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=devices, device_type="cuda"):
-        torch.manual_seed(generator.initial_seed())
+        return with_generator(*args, **named, generator=_generator(where, stream_seed(salt, seed, axes)))
+    with _DEFAULT_GENERATOR, seeded((where,), salt, seed, axes):
         return resolve(target)(*args, **named)
 
 
 _DEFAULT_GENERATOR = Lock()
-"""Held by who seeds torch's own generator, which all threads share."""
+"""Held by who seeds torch's own generators, which all threads share."""
+
+
+@contextmanager
+def seeded(devices: Sequence[torch.device], salt: Salt, seed: int, axes: Sequence[str]) -> Iterator[None]:
+    """Torch's own generators of ``devices`` are on the stream that :func:`dropout` describes, and then as they were.
+
+    No other device's generator is touched. States lie in host memory: nothing waits for a device.
+    """
+    kept = []
+    for device in devices:
+        if device.type == "meta":
+            continue
+        generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+        kept.append((generator, generator.get_state()))
+        generator.manual_seed(stream_seed(salt, seed, axes))
+    try:
+        yield
+    finally:
+        for generator, state in kept:
+            generator.set_state(state)
 
 
 @cache

@@ -219,3 +219,49 @@ def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | 
 def test_a_plain_parameter_passes() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     assert ops.local(parameter) is parameter
+
+
+# --- random operators ----------------------------------------------------------------------------
+
+
+def test_attention_draws_as_if_all_generators_were_seeded_and_leaves_torchs_as_it_was() -> None:
+    q = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    before = torch.get_rng_state()
+    found = ops.attention(q, q, q, None, 0.5, salt=3, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ops.stream_seed(3, 5, ()))
+        assert torch.equal(found, torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.5))
+
+
+def test_attention_without_dropout_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "stream_seed", None)  # a call would raise
+    q = torch.randn(2, 2, 8, 4)
+    assert torch.equal(ops.attention(q, q, q, is_causal=True), ops.attention(q, q, q, None, 0.0, True, seed=1))
+
+
+def test_only_the_generator_of_the_tensors_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [torch.Generator().manual_seed(n) for n in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", devices)
+    states = [g.get_state() for g in (torch.default_generator, *devices)]
+    with ops.seeded((torch.device("cuda", 1),), 3, 5, ()):
+        assert devices[1].initial_seed() == ops.stream_seed(3, 5, ())
+        assert devices[0].initial_seed() == 1
+        assert torch.equal(torch.get_rng_state(), states[0])
+    now = [g.get_state() for g in (torch.default_generator, *devices)]
+    assert all(torch.equal(a, b) for a, b in zip(now, states, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.25, 0.3, 1.0])
+def test_dropout_keeps_what_its_stream_says_forward_and_backward(dtype: torch.dtype, p: float) -> None:
+    x = torch.randn(6, 10, dtype=dtype).t().requires_grad_()
+    found = ops.dropout(x, p, 3, 5)
+    kept = torch.empty(10, 6, dtype=torch.bool)
+    kept.bernoulli_(1 - p, generator=torch.Generator().manual_seed(ops.stream_seed(3, 5, ())))
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    close = torch.finfo(dtype).eps * 2
+    torch.testing.assert_close(found, x * kept * scale, rtol=close, atol=0.0)
+    weight = torch.randn(10, 6, dtype=dtype)
+    (grad,) = torch.autograd.grad(found, x, weight)
+    torch.testing.assert_close(grad, weight * kept * scale, rtol=close, atol=0.0)
