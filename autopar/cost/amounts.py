@@ -49,6 +49,7 @@ class Work:
         matmuls, backward_matmuls: calls of a library for them, of which each takes ``Overheads.product_s``.
         smallest_dim: of the products' m, n, k; where efficiency curves are read.
         is_attention: the products are those of fused attention, which has a rate of its own.
+        dtype: in which products multiply, where that is not the operator's own.
         num_bytes, backward_bytes: read and written.
         beside_bytes: read and written in backward by kernels other than the products' (sums for a bias).
         launches, backward_launches: kernels; 0 for a view.
@@ -68,6 +69,7 @@ class Work:
     backward_matmuls: int = 0
     smallest_dim: int = 1
     is_attention: bool = False
+    dtype: str = ""
     num_bytes: int = 0
     backward_bytes: int = 0
     beside_bytes: int = 0

@@ -70,7 +70,7 @@ def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = 
         backward = max(backward, done.elements * function.backward_s * bool(done.backward_launches))
     if done.flops:
         dtype = op.spec.dtype
-        own = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+        own = done.dtype or str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
         is_weighted = quantized is not None and op.target in LINEAR
         rate = device.rate(quantized if is_weighted and quantized else own)
         forward = max(forward, _products_s(done.flops, done.products, done, rate, backward=False))

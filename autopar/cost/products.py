@@ -7,6 +7,9 @@ from dataclasses import replace
 from math import prod
 from typing import cast
 
+import torch
+
+from autopar import flash
 from autopar.cost.amounts import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.cost.recurrent import recurrent
 from autopar.device import Kind
@@ -104,19 +107,54 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
         flops=flops, smallest_dim=min(rows, columns, query.shape[-1]), is_attention=True, num_bytes=passes[0], backward_bytes=passes[1],
         backward_launches=2, saved=tuple(range(len(operands))), saves_output=True, saved_bytes=statistic,
     )  # fmt: skip
-    if op.target == "autopar.attention_ring":  # not fused: scores of one rank's columns at a time, in fp32
-        whole = scores * FLOAT
-        block = rows * whole // columns if rows < columns else whole
-        return replaced(
-            common, is_attention=False, backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
-            workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
-        )  # fmt: skip
-    if op.target == "autopar.attention_gathered":  # the mask, and as it is added to the scores
-        mask = rows * columns * (1 + query.dtype.itemsize)
+    if op.target in _SPLIT and not _is_fused_in_blocks(op, operands, kind):
+        if op.target == "autopar.attention_ring":  # scores of one rank's columns at a time, in fp32 or better
+            whole = scores * FLOAT
+            block = rows * whole // columns if rows < columns else whole
+            return replaced(
+                common, is_attention=False, dtype="float64" if query.dtype == torch.float64 else "float32",
+                backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
+                workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
+            )  # fmt: skip
+        mask = rows * columns * (1 + query.dtype.itemsize)  # as it is, and as it is added to the scores
         common = replaced(common, workspace_bytes=mask, backward_workspace_bytes=mask)
+    elif op.target in _SPLIT:
+        blocks = cast("int", argument(op, 99, "ranks", 2))  # gathered: the columns before, and the own ones
+        return replaced(_in_blocks(op, operands, common, blocks), backward_flops=2.5 * flops)
     if kind == "cpu" and not _is_fused_on_cpu(op, operands):
         return _written_out(op, operands, common, 2.0 * scores * (query.shape[-1] + op.spec.shape[-1]))
     return replaced(common, backward_flops=2.5 * flops)
+
+
+_SPLIT = frozenset({"autopar.attention_ring", "autopar.attention_gathered"})
+"""Attention over a sequence that is split: by blocks of columns."""
+
+
+def _is_fused_in_blocks(op: Op, operands: Specs, kind: Kind) -> bool:
+    """Whether blocks are of a fused kernel, as :mod:`autopar.sequence_ops` decides; GPUs older than flash kernels left out."""
+    query, value = operands[0], operands[2]
+    if len(operands) > 3 or argument(op, 4, "dropout_p", 0.0) or len(query.shape) != 4:
+        return False
+    return flash.takes_shapes(kind, query.dtype, query.shape[-1], value.shape[-1])
+
+
+def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
+    """Fused attention on one block of columns after the other (:mod:`autopar.flash`).
+
+    Forward keeps the sum in fp32 or better and merges each further block into it: it is read and written, the block's output is
+    read, cast and read again. Backward adds each block's gradients to sums in fp32 or better.
+    """
+    wide = 8 if operands[0].dtype == torch.float64 else FLOAT
+    out, sums = op.spec.numel * wide, sum([spec.numel for spec in operands[:3]]) * wide
+    return replaced(
+        fused, num_bytes=fused.num_bytes + 4 * out * (blocks - 1), backward_bytes=fused.backward_bytes + 3 * sums * blocks,
+        launches=1 + _MERGE * (blocks - 1), backward_launches=2 + _ADD * blocks, workspace_bytes=2 * out,
+        backward_workspace_bytes=2 * sums,
+    )  # fmt: skip
+
+
+_MERGE, _ADD = 7, 4
+"""Kernels of each further block forward (attention, and six that merge) and of each block backward (attention, and three sums)."""
 
 
 def _is_fused_on_cpu(op: Op, operands: Specs) -> bool:
