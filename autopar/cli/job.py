@@ -67,13 +67,15 @@ def torchrun_job(max_bytes: int, budget: float, timeout: float) -> Iterator[Link
 
 
 def local_device() -> torch.device:
-    """This rank's device: the GPU of its number on the node, else the CPU with one thread."""
+    """This rank's device: the GPU of its number on the node, or the only one that it sees; else the CPU with one thread."""
     import torch
 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # the clock is the thread's own, and a rank has a core
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    from autopar.runtime.job import device_index
+
+    index = device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

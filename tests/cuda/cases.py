@@ -130,15 +130,5 @@ LISTED: dict[tuple[str, str, str], str] = {
         "autopar/runtime/monitor.py:_between",
     ): "the first steps of a run are measured, and no later",
     ("host waits", "Tensor.item", "autopar/runtime/loss_scale.py:step"): "torch's scaler asks whether a step is made",
-    (
-        "state of generators kept",
-        "cuda.get_rng_state",
-        "autopar/opaque_ops.py:opaque",
-    ): "the user's code draws from torch's own generators, whose state is brought back after it",
-    (
-        "state of generators kept",
-        "cuda.get_rng_state",
-        "autopar/ops.py:attention",
-    ): "torch's attention with dropout draws from torch's own generator",
 }
 """Where a program may wait or keep states: kind, what, and file and function, with the reason."""

@@ -1,0 +1,125 @@
+"""Blocks of fused attention, merged, equal attention over all of their columns, forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar import flash
+from autopar.cluster import Cluster
+from autopar.cost.compute import time_of_work
+from autopar.cost.products import _attention  # the works of attention alone
+from autopar.graph.ir import Op, Ref, TensorSpec
+
+DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def drawn(
+    dtype: torch.dtype, rows: int, columns: int, heads: int = 4, key_heads: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(rows * 100 + columns)
+    shapes = ((2, heads, rows, 16), (2, key_heads, columns, 16), (2, key_heads, columns, 16))
+    q, k, v = (torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    wide = [x.double() for x in (q, k, v)]
+    return F.scaled_dot_product_attention(*wide, mask, scale=0.3, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def assert_near(found: Tensor, wanted: Tensor, within: float) -> None:
+    assert (found.double() - wanted.double()).abs().max() <= within * wanted.double().abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("cuts", [(0, 24), (0, 5, 24), (0, 8, 9, 24)])
+def test_blocks_merge_to_the_whole(dtype: torch.dtype, key_heads: int, cuts: tuple[int, ...]) -> None:
+    q, k, v = drawn(dtype, 7, 24, key_heads=key_heads)
+    wanted = dense(q, k, v)
+    weights = torch.linspace(-1, 1, q.numel()).view(q.shape).to(dtype)
+    wanted.backward(weights.double())  # type: ignore[no-untyped-call]
+    blocks = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    there = [(k[..., part, :].detach(), v[..., part, :].detach()) for part in blocks]
+    found = [flash.forward(q.detach(), *block, 0.3, is_causal=False) for block in there]
+    out, total = flash.wide(found[0][0]).clone(), found[0][1].clone()
+    for one, statistic, _ in found[1:]:
+        flash.merge(out, total, one, statistic)
+    assert_near(out, wanted, DTYPES[dtype])
+    result = out.to(dtype)
+    made = [flash.backward(weights, q.detach(), *block, result, total, (), 0.3, is_causal=False) for block in there]
+    assert q.grad is not None
+    assert k.grad is not None
+    assert v.grad is not None
+    assert_near(sum((flash.wide(gq) for gq, _, _ in made), torch.zeros(())), q.grad, 2 * DTYPES[dtype])
+    for (_, gk, gv), part in zip(made, blocks, strict=True):
+        assert_near(gk, k.grad[..., part, :], 2 * DTYPES[dtype])
+        assert_near(gv, v.grad[..., part, :], 2 * DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [6, 7, 18])
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_rows_after_other_columns_equal_a_mask(dtype: torch.dtype, columns: int, key_heads: int) -> None:
+    q, k, v = drawn(dtype, 6, columns, key_heads=key_heads)
+    mask = torch.ones(6, columns, dtype=torch.bool).tril(columns - 6)
+    weights = torch.linspace(-1, 1, q.numel()).view(q.shape).to(dtype)
+    wanted = dense(q, k, v, mask)
+    gradients = torch.autograd.grad(wanted, (q, k, v), weights.double())
+    found = flash.RowsAfter.apply(q, k, v, 0.3)  # type: ignore[no-untyped-call]
+    assert_near(found, wanted, DTYPES[dtype])
+    for got, right in zip(torch.autograd.grad(found, (q, k, v), weights), gradients, strict=True):
+        assert_near(got, right, 2 * DTYPES[dtype])
+
+
+def test_what_no_kernel_takes_is_known() -> None:
+    assert flash.takes_shapes("cuda", torch.bfloat16, 128, 128)
+    for refused in (
+        ("cuda", torch.float32, 128, 128),
+        ("cuda", torch.float64, 128, 128),
+        ("cuda", torch.float16, 264, 264),
+        ("cuda", torch.float16, 60, 60),
+        ("cuda", torch.bfloat16, 128, 64),
+        ("cpu", torch.float32, 32, 16),
+        ("meta", torch.float32, 32, 32),
+    ):
+        assert not flash.takes_shapes(*refused), refused
+
+
+def ring(dtype: torch.dtype, **options: Any) -> tuple[Op, list[TensorSpec]]:
+    spec = TensorSpec(shape=(1, 4, 1024, 128), dtype=dtype, requires_grad=True)
+    kwargs = {"is_causal": True, "axis": "cp", "ranks": 4, **options}
+    op = Op(
+        name="mixed",
+        target="autopar.attention_ring",
+        args=(Ref("q"), Ref("k"), Ref("v")),
+        kwargs=tuple(kwargs.items()),
+        outputs=(spec,),
+    )
+    return op, [spec] * 3
+
+
+def test_a_ring_is_priced_as_it_runs() -> None:
+    """By flash kernels where they take it; else by products in float32, ten times as slow on an H100, whose scores move."""
+    device = Cluster.parse("h100-sxm5-80gb:1x4").groups[0].device
+    fused, unfused = ring(torch.bfloat16), ring(torch.bfloat16, dropout_p=0.1)
+    fast, slow = (_attention(op, operands, "cuda") for op, operands in (fused, unfused))
+    assert fast.is_attention
+    assert (slow.is_attention, slow.dtype) == (False, "float32")
+    out = 1024 * 128 * 4
+    assert (fast.workspace_bytes, fast.backward_workspace_bytes) == (2 * out * 4, 2 * 3 * out * 4)
+    assert fast.num_bytes == 4 * 2 * out + 4 * 4 * out * 3
+    assert slow.num_bytes > 5 * fast.num_bytes
+    bfloat = time_of_work(replace(slow, dtype="", num_bytes=0), unfused[0], device)
+    single = time_of_work(replace(slow, num_bytes=0), unfused[0], device)
+    assert single.forward_s > 5 * bfloat.forward_s
+    exact = ring(torch.float64)
+    assert _attention(*exact, "cuda").dtype == "float64"
+    assert _attention(*exact, "cpu").is_attention
