@@ -348,7 +348,7 @@ def _all_to_all(
 
     So the counts are defined, and as even over ranks as the routing of this rank's own tokens.
     """
-    if dist.get_backend(pg) == "fake":
+    if pg._get_backend(given.device).name() == "fake":
         result.copy_(given)
     else:
         dist.all_to_all_single(result, given, received, sent, group=pg)
