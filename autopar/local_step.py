@@ -3,14 +3,16 @@
 An operator on DTensors takes ten times as long on the host as one on plain tensors, and ``torch.optim`` groups only plain
 ones into one kernel unless it is told to. What works element by element gives the same on the parts that a rank holds, so
 for the length of ``step`` the parameters, gradients and states of such an optimizer are the plain tensors on the same
-memory. Before and after it all of them are DTensors. Where states live on the host the plain tensors are copies there.
+memory. Before and after it all of them are DTensors. Where states live on the host the plain tensors are copies there, on
+which one kernel of torch steps where it has one for CPUs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import UsageError
-from autopar.host_copy import Copies, HostCopy, host_state
+from autopar.host_copy import HostCopies, HostCopy, host_state
 
 ELEMENTWISE = frozenset(
     {
@@ -38,6 +40,9 @@ ELEMENTWISE = frozenset(
     }
 )
 """Whose steps have no sum over elements; classes derived from them may have one."""
+
+_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+"""For whose steps torch has a kernel for CPUs that goes over the elements once, and not once for each operation."""
 
 _LOGGER = logging.getLogger("autopar")
 
@@ -57,6 +62,7 @@ class LocalSteps:
         parts: parameters that are a part of one of the model's, with their names: an optimizer that looks at whole
             parameters does something else with parts, which is a warning of the logger ``autopar``.
         check: called before any optimizer's step; it may raise.
+        threads: of the host for steps there; None: as many as there are.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class LocalSteps:
         is_staged: bool = False,
         parts: Iterable[tuple[Tensor, str]] = (),
         check: Callable[[Optimizer], None] | None = None,
+        threads: int | None = None,
     ) -> None:
         self._check = check
         self._parts = {id(p): name for p, name in parts}
@@ -74,7 +81,8 @@ class LocalSteps:
         self._own = {id(p): p for p in parameters if isinstance(p, DTensor)}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
-        self._copies = Copies()
+        self._copies, self._threads = HostCopies(), threads
+        self._undo = ExitStack()
         self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
         self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
         self._hooks = (
@@ -126,8 +134,11 @@ class LocalSteps:
                 group["params"] = parameters
             raise
         optimizer.state = states
-        self._finish_copies(parameter for own in lists for parameter in own)
         self._open = optimizer, lists, kept
+        if self._on_host:
+            self._copies.down(self._stepped(lists))
+            self._undo.enter_context(_fused(optimizer))
+            self._undo.enter_context(_threads(self._threads))
 
     def _lent_with(
         self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
@@ -143,7 +154,7 @@ class LocalSteps:
     def _lend_gradient(self, parameter: Tensor, local: nn.Parameter) -> None:
         grad = _inside(parameter.grad)
         if id(parameter) in self._hosts:
-            self._hosts[id(parameter)].down(_inside(parameter), grad)
+            self._hosts[id(parameter)].lend(grad)
         else:
             local.grad = grad
 
@@ -160,10 +171,10 @@ class LocalSteps:
         is_moved = self._on_host and isinstance(plain, Tensor) and plain.shape == local.shape
         return host_state(plain) if is_moved else plain
 
-    def _finish_copies(self, parameters: Iterable[Tensor]) -> None:
-        if self._on_host:
-            self._copies.mark(_inside(parameter) for parameter in parameters)
-            self._copies.wait()
+    def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
+        """The copies that a step changes, and what they are copies of."""
+        found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
+        return [(host, local) for host, local in found if host is not None and host.is_stepped]
 
     def _refuse_on_host(self, optimizer: Optimizer) -> None:
         """Nothing, unless states of own parameters would be made on the device."""
@@ -228,11 +239,11 @@ class LocalSteps:
             return
         lists, kept = self._open[1:]
         self._open = None
+        self._undo.close()
+        self._copies.up(self._stepped(lists))
         made, optimizer.state = optimizer.state, kept
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
             for parameter, local in zip(parameters, group["params"], strict=True):
-                if id(parameter) in self._hosts:
-                    self._hosts[id(parameter)].up(_inside(parameter))
                 local.grad = None
                 if local in made:
                     own = kept[parameter]
@@ -240,8 +251,40 @@ class LocalSteps:
                         if name not in own or _inside(own[name]) is not value:
                             own[name] = _around(name, value, local, parameter)
             group["params"] = parameters
-        if self._on_host:  # the host must not write again before they are up
-            self._copies.mark(_inside(parameter) for own in lists for parameter in own)
+
+
+@contextmanager
+def _fused(optimizer: Optimizer) -> Iterator[None]:
+    """One kernel for a parameter's step, where torch has one for CPUs and nobody has said how to step."""
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if type(optimizer) in _FUSED
+        and group.get("fused") is None
+        and not group.get("foreach")
+        and all(p.is_floating_point() for p in group["params"])
+    ]
+    for group in groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = None
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """More threads for a step on the host: torchrun gives a process one, and its share of the cores is idle meanwhile."""
+    before = torch.get_num_threads()
+    if count is None or count <= before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _inside(value: Any) -> Any:

@@ -190,7 +190,9 @@ class LinkJob:
         return {"node": self.node, "device": device_name(), "room": free_bytes(self.device)}
 
     def _open(self, number: int, groups: list[list[int]]) -> None:
-        """New groups: those in which something failed cannot be used again."""
+        """New groups: those in which something failed cannot be used again, and those of NCCL keep memory of the device."""
+        for group in self._groups.values() if self.device.type == "cuda" else ():
+            dist.destroy_process_group(group)
         self._groups = {}
         for ranks in groups:
             made = dist.new_group(ranks, timeout=timedelta(seconds=self.limits.timeout_s))

@@ -106,7 +106,8 @@ def one_rank(device: torch.device) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("cp", "tp"))
         with on_meshes((mesh,)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -210,7 +211,7 @@ class _Assembler:
         found = []
         for name, holder in stage.holders().items():
             ir = self.parameters[name]
-            registered = holder._parameters[name]
+            registered, replicated = holder._parameters[name], self._replicated(ir)
             assert registered is not None
             found.append(
                 Held(
@@ -220,7 +221,8 @@ class _Assembler:
                     leaf=registered if (stage.index, name) in self.visible else None,
                     group=self.groups[self._sum_axes(ir)],
                     tie_group=self.tie_groups.get(name),
-                    copies=self._copies(ir),
+                    copies=prod(getattr(self.plan.mesh, axis) for axis in replicated) * len(self.tied.get(name, (0,))),
+                    replicated=replicated,
                     padding=ir.padding,
                 )
             )
@@ -230,14 +232,13 @@ class _Assembler:
         """Whether FSDP shards it: no experts over data ranks, and no scalars, which it does not take."""
         return self.is_fsdp and not _is_spread(ir) and bool(ir.spec.shape)
 
-    def _copies(self, ir: Parameter) -> int:
-        mesh, kinds = self.plan.mesh, dict(ir.layout)
-        copies = len(self.tied.get(ir.name, (0,)))
-        copies *= mesh.ep_outer if _is_spread(ir) else mesh.dp_replicate if self._is_fsdps(ir) else mesh.data
-        for axis in ("cp", "tp"):
-            kind = kinds.get(axis)
-            copies *= 1 if kind is not None and kind.is_split else self.degrees[axis]
-        return copies
+    def _replicated(self, ir: Parameter) -> tuple[str, ...]:
+        """Axes along which ranks hold the same elements."""
+        kinds = dict(ir.layout)
+        data = ("dp_replicate",) if self._is_fsdps(ir) else ("dp_replicate", "dp_shard")
+        axes = ("ep_outer",) if _is_spread(ir) else data
+        whole = tuple(axis for axis in ("cp", "tp") if axis not in kinds or not kinds[axis].is_split)
+        return tuple(axis for axis in (*axes, *whole) if getattr(self.plan.mesh, axis) > 1)
 
 
 def _is_spread(parameter: Parameter) -> bool:

@@ -33,6 +33,7 @@ class Held:
         group: over which the gradient that backward leaves is summed.
         tie_group: over which it is summed after that: stages with the same parameter.
         copies: ranks that hold the same elements.
+        replicated: the axes along which they do, stages left out.
         padding: zeros that the model's parameter does not have.
     """
 
@@ -43,6 +44,7 @@ class Held:
     group: Group | None = None
     tie_group: Group | None = None
     copies: int = 1
+    replicated: tuple[str, ...] = ()
     padding: Padding | None = None
 
     @property

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
+from autopar.checksum import checksums
 from autopar.errors import AutoparError, RankFailedError
 from autopar.graph.failures import first_line
 from autopar.graph.ir import Graph
@@ -90,7 +91,8 @@ def _built(
         check_groups(plan.groups, names)
     program = lower(plan, graph, device=world.device, rank=world.rank)
     check_program(program)
-    source: Weights = ModelWeights(model, seed)
+    # what generators of GPUs draw depends on their kind: ranks on several kinds draw on their hosts
+    source: Weights = ModelWeights(model, seed, torch.device("cpu") if plan.groups else world.device)
     if weights is not None:
         source = FileWeights(weights, source)
     else:
@@ -171,19 +173,13 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
     if not tensors:
         return
     with torch.no_grad():
-        sums = torch.tensor([_sums(t) for t in tensors])
+        sums = torch.cat([checksums([t]).cpu() for t in tensors])
         first = sums.to(device, copy=True)
         dist.broadcast(first, src=0)
-        differs = (first.cpu() != sums).any(1).to(device, torch.int32)
+        differs = (first.cpu() != sums).to(device, torch.int32)
         dist.all_reduce(differs, op=dist.ReduceOp.MAX)
         for tensor, other in zip(tensors, differs.tolist(), strict=True):
             if other:
                 value = tensor.detach().to(device).contiguous()
                 dist.broadcast(value, src=0)
                 tensor.copy_(value)
-
-
-def _sums(tensor: torch.Tensor) -> list[float]:
-    """Of the elements, and of their absolute values; those of a complex tensor are its parts."""
-    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
-    return [float(real.double().sum()), float(real.double().abs().sum())]

@@ -7,7 +7,8 @@ module at a time, and files are read slice by slice (:mod:`autopar.runtime.file_
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from typing import Protocol
 
@@ -18,6 +19,10 @@ from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.ir import Parameter, digest
 
 Index = tuple[slice, ...]
+
+_CPU = torch.device("cpu")
+_SHARE = 4
+"""A module whose own tensors take more than this part of a device's memory is initialised on the host."""
 
 
 class Weights(Protocol):
@@ -72,10 +77,14 @@ def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int]
 
 
 class ModelWeights(Weights):
-    """The user's model: real weights are sliced, those on meta initialised module by module."""
+    """The user's model: real weights are sliced, those on meta initialised module by module.
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self._model, self._seed = model, seed
+    Args:
+        device: on which they are initialised; the same kind on all ranks, as what is drawn depends on it.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, device: torch.device = _CPU) -> None:
+        self._model, self._seed, self._device = model, seed, device
         self._last: tuple[str, nn.Module] | None = None
 
     @property
@@ -107,26 +116,29 @@ class ModelWeights(Weights):
 
     def _initialised(self, path: str) -> nn.Module:
         if self._last is None or self._last[0] != path:
-            self._last = (path, initialise(self._model, path, self._seed))
+            self._last = None  # one module at a time
+            self._last = (path, initialise(self._model, path, self._seed, self._device))
         return self._last[1]
 
 
-def initialise(model: nn.Module, path: str, seed: int) -> nn.Module:
-    """A copy on CPU of one submodule of a model on meta, its own tensors initialised.
+def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _CPU) -> nn.Module:
+    """A copy on ``device`` of one submodule of a model on meta, its own tensors initialised.
 
-    The same everywhere for the same seed. Submodules keep their meta tensors, on which initialisers
+    The same everywhere for the same seed and kind of device. Submodules keep their meta tensors, on which initialisers
     do nothing. Initialisers are those of Hugging Face (``_init_weights`` of the models around it)
     or of torch (``reset_parameters``).
 
     Raises:
         UsageError: there is no initialiser, or it leaves elements out.
     """
-    target = _initialised(model, path, seed, 0)
+    device = _with_room(device, _own_tensors(model.get_submodule(path)).values())
+    target = _initialised(model, path, seed, 0, device)
     own = _own_tensors(target)
     # no number of theirs says that it was left out: what is not written differs between two fillings
-    others = {} if all(map(_has_nan, own.values())) else _own_tensors(_initialised(model, path, seed, 1))
-    for name, value in own.items():
-        if bool(value.isnan().any()) if _has_nan(value) else not torch.equal(value, others[name]):
+    others = {} if all(map(_has_nan, own.values())) else _own_tensors(_initialised(model, path, seed, 1, device))
+    left_out = [value.isnan().any() if _has_nan(value) else (value != others[n]).any() for n, value in own.items()]
+    for name, is_left_out in zip(own, torch.stack(left_out).tolist() if left_out else (), strict=True):
+        if is_left_out:
             raise UsageError(
                 "a module on meta has an initialiser (reset_parameters, or _init_weights of its model)",
                 value=type(target).__name__,
@@ -136,7 +148,15 @@ def initialise(model: nn.Module, path: str, seed: int) -> nn.Module:
     return target
 
 
-def _initialised(model: nn.Module, path: str, seed: int, fill: int) -> nn.Module:
+def _with_room(device: torch.device, tensors: Iterable[Tensor]) -> torch.device:
+    """The device, or the host for a module that is large beside it; the same for all ranks on devices of one kind."""
+    if device.type != "cuda":
+        return _CPU
+    num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+    return _CPU if num_bytes * _SHARE > torch.cuda.get_device_properties(device).total_memory else device
+
+
+def _initialised(model: nn.Module, path: str, seed: int, fill: int, device: torch.device) -> nn.Module:
     """See :func:`initialise`; what is not written is nan, and ``fill`` where a dtype has none."""
     chain = [model]
     for name in path.split(".") if path else ():
@@ -147,11 +167,11 @@ def _initialised(model: nn.Module, path: str, seed: int, fill: int) -> nn.Module
     target = skeleton[-1]
     for name, parameter in target._parameters.items():
         if parameter is not None:
-            target._parameters[name] = nn.Parameter(_unset_like(parameter, fill), parameter.requires_grad)
+            unset = _unset_like(parameter, fill, device)
+            target._parameters[name] = nn.Parameter(unset, parameter.requires_grad)
     for name, buffer in target._buffers.items():
-        target._buffers[name] = None if buffer is None else _unset_like(buffer, fill)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int(digest(f"{seed} {path}"), 16) % 2**63)
+        target._buffers[name] = None if buffer is None else _unset_like(buffer, fill, device)
+    with _seeded(int(digest(f"{seed} {path}"), 16) % 2**63, device), torch.no_grad():
         reset = getattr(target, "reset_parameters", None)
         if callable(reset):
             reset()
@@ -160,6 +180,16 @@ def _initialised(model: nn.Module, path: str, seed: int, fill: int) -> nn.Module
             if owner is not None:
                 owner._init_weights(skeleton[depth])  # type: ignore[operator]
     return target
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws of the host and of this device begin at ``seed``; after it they go on as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -177,6 +207,6 @@ def _has_nan(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _unset_like(value: Tensor, fill: int) -> Tensor:
-    """A CPU tensor that shows (by nan, or by ``fill``) what an initialiser leaves out."""
-    return torch.full_like(value, float("nan") if _has_nan(value) else fill, device="cpu")
+def _unset_like(value: Tensor, fill: int, device: torch.device) -> Tensor:
+    """A tensor that shows (by nan, or by ``fill``) what an initialiser leaves out."""
+    return torch.full_like(value, float("nan") if _has_nan(value) else fill, device=device)

@@ -33,6 +33,7 @@ from autopar.runtime.loss_scale import NUM_STATES, LossScale, ParallelScaler
 from autopar.runtime.materialize import Weights
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.pipeline import Accumulation, Batch, Pipeline, Runner, micro_batches
+from autopar.runtime.replicas import Replicas
 from autopar.runtime.shared_samples import SharedSamples
 from autopar.runtime.state import State
 from autopar.runtime.step_gradients import StepGradients
@@ -84,6 +85,7 @@ class Parallel:
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._number = torch.float64 if self.plan.precision.compute == "float64" else torch.float32
         self._norm = Norm(held, world.sums_group(), world.device, self._number)
+        self._replicas = Replicas(held, world, self._norm.group)
         recovers, launched = not self._assembly.is_fsdp, launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
@@ -100,6 +102,7 @@ class Parallel:
             is_staged=self.plan.mesh.pp > 1,
             parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
             check=scale.check_step,
+            threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
         self._given = Given(weights.model)
@@ -319,6 +322,7 @@ class Parallel:
         """
         with self._calls.at_once("save"):
             self._parameters.check_memory()
+            self._replicas.check_now()
             checkpoint.save(path, self._assembly.held, self._progress(), optimizer, self._state.named())
 
     def load(self, path: str | Path, optimizer: Optimizer | None = None) -> None:
@@ -349,6 +353,7 @@ class Parallel:
         self._parameters.check()
         self._given.check(self.step_count)
         self._alarm.runs()
+        self._replicas.check(self.step_count)
         totals = self._totals(local)
         base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.checksum import checksums
 from autopar.errors import UsageError
 from autopar.graph.ir import Input
 from autopar.runtime.alarm import Alarm
@@ -27,8 +28,6 @@ _EVERY = 32
 
 _ELEMENTS = 1 << 16
 """Of an input that are looked at, at most: two batches differ nearly everywhere."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SharedSamples:
@@ -103,10 +102,6 @@ class SharedSamples:
 
 
 def _mark(value: Tensor) -> int:
-    """A number of the elements and their places; of integers, so that it is the same on all kinds of device."""
-    value = value.detach()
-    flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).contiguous().view(-1)
-    flat = flat[:: (flat.numel() // _ELEMENTS) | 1]
-    bits = flat.to(torch.int8) if flat.dtype == torch.bool else flat.contiguous().view(_INTEGERS[flat.element_size()])
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits.to(torch.int64) * places).sum())
+    """A number of the elements and their places."""
+    flat = value.detach().contiguous().view(-1)
+    return int(checksums([flat[:: (flat.numel() // _ELEMENTS) | 1]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -13,7 +14,7 @@ from torch.distributed.tensor import debug as tensor_debug
 
 from autopar.errors import RuntimeMismatchError
 from autopar.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
-from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device
+from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device, num_cores
 
 _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
 """Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""
@@ -145,6 +146,15 @@ class World:
         if self._host_group is None:
             self._host_group = self._beside(on_host=True)
         return self._host_group
+
+    def host_threads(self) -> int | None:
+        """This rank's share of the cores of its host; None on CPUs, where ranks compute on them. All ranks call this."""
+        if self.device.type != "cuda":
+            return None
+        names: list[str] = [socket.gethostname()] * self.mesh.world_size
+        if self.mesh.world_size > 1 and dist.get_backend() != FAKE:
+            dist.all_gather_object(names, socket.gethostname(), group=self.host_group())
+        return max(num_cores() // names.count(socket.gethostname()), 1)
 
     def _beside(self, *, on_host: bool) -> dist.ProcessGroup | None:
         if self.mesh.world_size == 1:

