@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint bench gpu clean
+.PHONY: setup demo test lint bench gpu gpus clean
 
 setup: $(STAMP)
 	@:
@@ -34,15 +34,15 @@ bench: setup
 
 # A GPU machine may have no network: there the python3 that already has torch runs it from the checkout, with what else
 # is missing from a folder of wheels (pip download --no-deps -d wheels NAME, on a machine that has a network).
-# GPU="--only profile predictions" runs some of its steps.
-gpu:
+# GPU="--only profile predictions" runs some of its steps. gpus: on several GPUs of one machine, over NCCL.
+gpu gpus:
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 		if ls wheels/*.whl >/dev/null 2>&1; then \
 			$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target out/site wheels/*.whl; \
 		fi; \
-		PYTHONPATH=.:out/site $(PYTHON) -m autopar.benchmark.gpu --out out/gpu $(GPU); \
+		PYTHONPATH=.:out/site $(PYTHON) -m autopar.benchmark.$@ --out out/$@ $(GPU); \
 	else \
-		$(MAKE) --no-print-directory setup && $(BIN)/python -m autopar.benchmark.gpu --out out/gpu $(GPU); \
+		$(MAKE) --no-print-directory setup && $(BIN)/python -m autopar.benchmark.$@ --out out/$@ $(GPU); \
 	fi
 
 clean:

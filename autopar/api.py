@@ -70,7 +70,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         global_batch_size: samples of one optimizer step.
         pins: constraints, as ``tp<=4`` (see ``autopar.search.pins``).
         precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp16``: in float16 likewise, and the
-            loss is scaled (``Parallel.grad_scaler``); ``fp64``: all in float64; ``fp8`` is planned, and not run.
+            loss is scaled (``Parallel.grad_scaler``); ``tf32``: float32 with products as GPUs make them under
+            ``torch.set_float32_matmul_precision("high")``, which the training script sets; ``fp64``: all in float64; ``fp8`` is planned, and not run.
         optimizer: ``adamw``, ``adam``, ``momentum``, ``sgd`` or ``adafactor``; ``adamw:bytes=2`` declares the bytes of
             states for each element (8-bit optimizers).
         space: what may be chosen: a name or a TOML file.

@@ -6,7 +6,7 @@ Every number is in SI units (bytes, seconds, FLOP/s) and every group of numbers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autopar.errors import UsageError
@@ -162,6 +162,17 @@ class Device:
             place=f"device '{self.name}'",
             remedy=f"choose another precision, or add [device.matmul.{dtype}] to the profile; it has {', '.join(known)}",
         )
+
+    def multiplying(self, dtype: str, products: str) -> Device:
+        """The same device, whose products of ``dtype`` are as fast as the profile says of ``products``.
+
+        Raises:
+            UsageError: it does not say it.
+        """
+        if dtype == products:
+            return self
+        others = tuple(rate for rate in self.matmul if rate.dtype != dtype)
+        return replace(self, matmul=(*others, replace(self.rate(products), dtype=dtype)))
 
     def to_dict(self) -> dict[str, Any]:
         """The profile's ``[device]`` table, as plain data."""

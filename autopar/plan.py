@@ -44,13 +44,17 @@ class ModelInfo:
     """Elements of the first batch input of one sample, 1 if it is not a sequence of ids."""
 
 
+TF32_PRODUCTS = "tf32"
+"""Products of float32 from 10 bits of each number's 23 (NVIDIA A100 white paper), summed in float32: a mode of the process."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Which dtype is used where, by torch's names (``float32``, ``bfloat16``).
 
     ``compute``: parameters at their use, activations. ``storage``: parameters at rest, optimizer
     states. ``reduce``: gradient sums. ``products``: in which activations and weights are multiplied, where it
-    is another one than ``compute``.
+    is another one than ``compute``: ``float8_e4m3fn``, or ``tf32`` for what GPUs multiply float32 in if they are allowed to.
     """
 
     name: str = "fp32"
@@ -62,7 +66,12 @@ class Precision:
     @property
     def needs_scales(self) -> bool:
         """Tensors have to be scaled into the range of a dtype one by one, which the runtime does not do."""
-        return bool(self.products)
+        return self.products.startswith("float8")
+
+    @property
+    def rate(self) -> str:
+        """By whose rate a device's profile says how fast products are that no tensor is cast for."""
+        return TF32_PRODUCTS if self.products == TF32_PRODUCTS else self.compute
 
     @property
     def scales_loss(self) -> bool:
@@ -75,6 +84,8 @@ BF16 = Precision(name="bf16", compute="bfloat16", storage="float32", reduce="flo
 FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
 FP8 = Precision(name="fp8", compute="bfloat16", storage="float32", reduce="float32", products="float8_e4m3fn")
 """bf16, with the products of linears in 8 bits forward and backward."""
+TF32 = Precision(name="tf32", products=TF32_PRODUCTS)
+"""fp32, with products as ``torch.set_float32_matmul_precision("high")`` has them on GPUs."""
 FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
 """For comparing: what two runs differ by beyond its rounding is no rounding."""
 

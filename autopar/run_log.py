@@ -38,7 +38,11 @@ _FIELDS = {
     PIPELINE: ("pipeline_s", "bubble_s"),
     OPTIMIZER: ("optimizer_s", "offload_s"),
 }
+REST = "forward and backward"
+"""All but the optimizer, where a device works on several streams at once, and no clock of the host tells them apart."""
+
 _REMEDIES = {
+    REST: "`autopar profile all` measures this device and its links; torch.profiler shows what a step does",
     COMPUTE: "`autopar profile ops` measures the model's operators on this device",
     OPTIMIZER: "`autopar profile ops` measures this device; is the optimizer the plan's, and nothing else on the device?",
     PIPELINE: "`autopar profile links` measures this cluster's links; stages of unequal speed wait for each other as well",
@@ -68,6 +72,7 @@ class RunRecord:
         parts: by category, of the rank that computes longest.
         predicted_bytes, measured_bytes: peak memory of tensors, reserves left out, of the rank that is furthest above its
             prediction; ``measured_bytes`` is None where the system does not tell.
+        reserved_bytes: what the allocator held at most on that rank, its gaps included; None where there is none.
         memory_kind: ``allocator`` (of CUDA) or ``resident`` (pages of the process on a CPU, the model's own weights included).
     """
 
@@ -84,6 +89,7 @@ class RunRecord:
     predicted_bytes: int
     measured_bytes: int | None
     memory_kind: str
+    reserved_bytes: int | None = None
 
     @property
     def is_outside(self) -> bool:
@@ -142,6 +148,7 @@ class RankTimes:
     between_s: float
     measured_bytes: int | None
     predicted_bytes: int
+    reserved_bytes: int | None = None
 
     @property
     def total_s(self) -> float:
@@ -166,13 +173,23 @@ def step_of(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: value * whole / parts if parts else 0.0 for name, value in medians.items()}
 
 
-def record_of(plan: Plan, ranks: Sequence[RankTimes], *, num_steps: int, memory_kind: str) -> RunRecord:
-    """Puts the ranks together: the slowest one's step, the parts of the one that computes longest."""
+def record_of(
+    plan: Plan, ranks: Sequence[RankTimes], *, num_steps: int, memory_kind: str, is_coarse: bool = False
+) -> RunRecord:
+    """Puts the ranks together: the slowest one's step, the parts of the one that computes longest.
+
+    ``is_coarse``: nothing but the optimizer is told apart from the rest, which is in ``compute``.
+    """
     slowest = max(ranks, key=lambda rank: rank.total_s)
     busiest = max(ranks, key=lambda rank: rank.seconds[COMPUTE])
     known = [rank for rank in ranks if rank.measured_bytes is not None]
     fullest = max(known, key=lambda r: (r.measured_bytes or 0) - r.predicted_bytes) if known else ranks[0]
-    predicted = predicted_parts(plan.predicted.breakdown)
+    predicted, seconds = predicted_parts(plan.predicted.breakdown), dict(busiest.seconds)
+    names: tuple[str, ...] = CATEGORIES
+    if is_coarse:
+        for values in (predicted, seconds):
+            values[REST] = sum(values[name] for name in CATEGORIES if name != OPTIMIZER)
+        names = (REST, OPTIMIZER)
     return RunRecord(
         model=plan.model.name,
         cluster=plan.cluster,
@@ -183,11 +200,10 @@ def record_of(plan: Plan, ranks: Sequence[RankTimes], *, num_steps: int, memory_
         interval_s=plan.predicted.step_time_interval_s,
         measured_s=slowest.total_s,
         between_s=slowest.between_s,
-        parts=tuple(
-            Part(name=name, predicted_s=predicted[name], measured_s=busiest.seconds[name]) for name in CATEGORIES
-        ),
+        parts=tuple(Part(name=name, predicted_s=predicted[name], measured_s=seconds[name]) for name in names),
         predicted_bytes=fullest.predicted_bytes,
         measured_bytes=fullest.measured_bytes,
+        reserved_bytes=fullest.reserved_bytes,
         memory_kind=memory_kind,
     )
 
@@ -255,7 +271,13 @@ def _record(event: dict[str, Any]) -> RunRecord:
 def _check(record: RunRecord) -> None:
     """Raises ValueError unless texts are texts and numbers finite and not negative, those that are divided by above zero."""
     texts = (record.model, record.cluster, record.mesh, record.memory_kind, *(part.name for part in record.parts))
-    counts = (record.num_ranks, record.num_steps, record.predicted_bytes, record.measured_bytes or 0)
+    counts = (
+        record.num_ranks,
+        record.num_steps,
+        record.predicted_bytes,
+        record.measured_bytes or 0,
+        record.reserved_bytes or 0,
+    )
     times = [record.predicted_s, *record.interval_s, record.measured_s, record.between_s]
     times += [value for part in record.parts for value in (part.predicted_s, part.measured_s)]
     wrong: list[object] = [text for text in texts if not isinstance(text, str)]

@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
-from autopar.plan import BF16, FP8, FP16, FP32, FP64, Precision
+from autopar.plan import BF16, FP8, FP16, FP32, FP64, TF32, Precision
 from autopar.search.outcome import Progress
 from autopar.search.pins import Pins
 from autopar.search.planner import Planner, Task
@@ -21,8 +21,8 @@ from autopar.search.space import load_space, with_sampler
 from autopar.table import closest
 from autopar.tracing import trace_model
 
-PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
-PRECISIONS = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
+PRECISIONS = {"fp32": FP32, "tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": FP8, "fp64": FP64}
 """The runtime runs all but fp8, which is priced; fp16 with a scaler (``Parallel.grad_scaler``)."""
 
 

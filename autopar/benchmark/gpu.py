@@ -13,6 +13,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError
+from autopar.benchmark.facts import facts_text, machine_facts
+from autopar.graph.failures import first_line
 from autopar.profile import measure
 from autopar.profile.files import write_json, write_text
 
@@ -35,7 +37,7 @@ NEEDED = ("spmd_types", "optuna", "networkx", "numpy", "scipy", "jsonschema", "t
 RANKS, SAMPLE = 8, 6
 """Plans for so many ranks, of which one is run alone, and how many of them."""
 
-PROFILE = "device.toml"
+PROFILE, ERRORS = "device.toml", "errors.log"
 
 
 def run_tests(out: Path) -> bool:
@@ -189,14 +191,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = options.out
     chosen = [STEPS[name] for name in options.only or STEPS]
     if not torch.cuda.is_available():
-        print("No CUDA device here. Where there is one, 'make gpu' runs:")
-        for step in chosen:
-            said = (step.run.__doc__ or "").splitlines()[0].replace("FOLDER", str(out)).replace("`", "")
-            print(f"- {step.title}: {said}")
+        titles = ", ".join(step.title for step in chosen)
+        print(f"No CUDA device here; where there is one 'make gpu' runs {titles}, and writes pages to send in to {out}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    failed = sum(not passed(step, out) for step in chosen)
-    print(f"{len(chosen) - failed} of {len(chosen)} steps passed on {torch.cuda.get_device_name()}")
+    outcomes = {step.title: passed(step, out) for step in chosen}
+    failed = sum(not outcome for outcome in outcomes.values())
+    facts = machine_facts()
+    write_json(out / "machine.json", facts)
+    lines = ["# What ran on this machine", "", facts_text(facts), ""]
+    lines += [f"- {title}: {'passed' if outcome else 'failed'}" for title, outcome in outcomes.items()]
+    write_text(out / "summary.md", "\n".join(lines) + "\n")
+    print(f"{len(chosen) - failed} of {len(chosen)} steps passed on {torch.cuda.get_device_name()}; send in {out}")
     return failed
 
 
@@ -208,8 +214,10 @@ def passed(step: Step, out: Path) -> bool:
         return False
     try:
         return step.run(out)
-    except (AutoparError, subprocess.TimeoutExpired, torch.OutOfMemoryError) as error:
-        print(f"  failed: {error}")
+    except Exception as error:  # noqa: BLE001  of whatever kind, drivers' among them: the other steps are to be run
+        print(f"  failed: {type(error).__name__}: {first_line(error)}; all of it is in {out / ERRORS}")
+        with (out / ERRORS).open("a", encoding="utf-8") as file:
+            file.write(f"{step.title}:\n{''.join(traceback.format_exception(error))}\n")
         return False
 
 

@@ -35,7 +35,11 @@ Sequence_ = Annotated[
     typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; the model's own length if not given."),
 ]
 PrecisionOption = Annotated[
-    str, typer.Option("--precision", help="fp32, bf16, fp16 (with a loss scaler) or fp64; fp8 is planned, not run.")
+    str,
+    typer.Option(
+        "--precision",
+        help="fp32, tf32 (products of fp32, on GPUs), bf16, fp16 (with a loss scaler) or fp64; fp8 is planned, not run.",
+    ),
 ]
 Optimizer = Annotated[
     str, typer.Option("--optimizer", help="adamw, momentum, sgd, adafactor, adamw:bytes=2: for memory and time.")

@@ -49,11 +49,13 @@ class BlockModel:
         self.cluster, self.precision, self.places = cluster, precision, places
         self.optimizer = optimizer_cost(optimizer)
         groups = [group for i, group in enumerate(cluster.groups) if places is None or i in places]
-        self.devices = tuple(dict.fromkeys(group.device for group in groups))
+        self.devices = tuple(
+            dict.fromkeys(group.device.multiplying(precision.compute, precision.rate) for group in groups)
+        )
         check_kinds(cluster)
         self.device = slowest(self.devices, precision.compute)
         self.collectives = collectives or CollectiveModel(cluster, places)
-        self.quantized = self.device.rate(precision.products).dtype if precision.products else None
+        self.quantized = self.device.rate(precision.products).dtype if precision.needs_scales else None
         table = self.device.operators
         self.measured: OperatorTimes | None = Measured(table, self.device) if table is not None else None
         self._datas: dict[tuple[Mesh, int, tuple[bool, ...]], DataParallel] = {}

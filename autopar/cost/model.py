@@ -266,7 +266,7 @@ class CostModel(BlockModel):
             memory_limits_bytes=tuple(limits) if self.is_mixed else (),
             mfu=step.flops_per_sample
             * step.global_batch_size
-            / (time_s * peak_flops(step.mesh, self.cluster, self.precision.compute)),
+            / (time_s * peak_flops(step.mesh, self.cluster, self.precision.rate)),
             tokens_per_s=step.global_batch_size * step.tokens_per_sample / time_s,
             breakdown=parts,
             memory=memory,

@@ -11,14 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
 from autopar.profile.files import write_toml
+from autopar.profile.modes import multiplies_in_tf32
 from autopar.profile.names import shipped_profile_name
 from autopar.profile.store import MachineProfile, load_library, load_profile, profile_from_table
 from autopar.table import Table
@@ -26,7 +28,7 @@ from autopar.table import Table
 _LOGGER = logging.getLogger("autopar")
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 8
+_CACHE_VERSION = 9
 
 STAND_IN = "l4-24gb"
 """The shipped profile whose links count where a GPU has none and there is nothing to measure them with: PCIe without a way from device
@@ -40,10 +42,28 @@ def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refre
 
     Raises:
         AutoparError: the measuring processes failed or took longer than ``TIMEOUT_S``.
+        UsageError: GPUs differ.
     """
+    _check_alike()
     ranks = num_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
     profile = machine_profile(cache_dir=cache_dir, refresh=refresh)
     return Cluster(name="local", groups=(profile.group(1, ranks),), library=load_library(profile.library))
+
+
+def _check_alike() -> None:
+    """Nothing, where all GPUs that this process sees are of one kind.
+
+    Raises:
+        UsageError: names those that there are.
+    """
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    kinds = sorted({(device.name, device.total_memory) for device in found})
+    if len(kinds) > 1:
+        raise UsageError(
+            "the GPUs of this machine are of one kind, if it is to be described by what is found",
+            value=", ".join(f"{name} of {num_bytes:,} bytes" for name, num_bytes in kinds),
+            remedy="show those of one kind (CUDA_VISIBLE_DEVICES), or describe groups of nodes in a cluster file",
+        )
 
 
 def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> MachineProfile:
@@ -97,14 +117,15 @@ def device_bytes() -> int:
 
 def identity() -> str:
     """What measured times belong to: the device and the software."""
-    return f"{device_name()}, torch {torch.__version__}"
+    mode = ", products in TF32" if torch.cuda.is_available() and multiplies_in_tf32() else ""
+    return f"{device_name()}, torch {torch.__version__}{mode}"
 
 
 def fingerprint() -> str:
     """What a kept measurement belongs to: machine, processor, cores, torch; with GPUs how many of them their links joined."""
     parts: tuple[object, ...] = (platform.node(), device_name(), os.cpu_count(), torch.__version__, _CACHE_VERSION)
     if torch.cuda.is_available():
-        parts += (torch.cuda.device_count(),)
+        parts += (torch.cuda.device_count(), multiplies_in_tf32())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -139,7 +160,7 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
             "fragmentation": {"fraction": 0.05, "provenance": "assumed: not measured"},
             "interference": {"fraction": 0.15 if cuda else 1.0, "provenance": "assumed: as in the shipped profiles"},
             "uncertainty": {"fraction": 0.25 if cuda else 0.6, "provenance": "assumed: as in the shipped profiles"},
-            "reserve": [_reserve(cuda)],
+            "reserve": _reserves(cuda),
             "matmul": {
                 dtype: _rate(points, where) | _attention(points, measured.get("attention", {}).get(dtype, []))
                 for dtype, points in measured["matmul"].items()
@@ -198,12 +219,14 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _reserve(cuda: bool) -> dict[str, Any]:
-    return {
-        "name": "CUDA context" if cuda else "interpreter and libraries",
-        "num_bytes": 600 * 2**20 if cuda else 400 * 2**20,
-        "provenance": "assumed: as in the shipped profiles",
-    }
+def _reserves(cuda: bool) -> list[dict[str, Any]]:
+    if cuda:  # context, communicators and workspaces take about the same on all
+        return [
+            {**asdict(reserve), "provenance": f"{_ASSUMED}: as of {STAND_IN}, {reserve.provenance}"}
+            for reserve in load_profile(STAND_IN).device.reserves
+        ]
+    note = "assumed: as in the shipped profiles"
+    return [{"name": "interpreter and libraries", "num_bytes": 400 * 2**20, "provenance": note}]
 
 
 def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:

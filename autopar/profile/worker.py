@@ -28,6 +28,9 @@ SLOW_DIMS = (1, 16)
 DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 * 2 steps
 
 
+_HAS_TF32 = (8, 0)
+"""From which compute capability on GPUs have it (NVIDIA A100 white paper)."""
+
 ROUNDS, BUDGET_S = 5, 6.0
 
 
@@ -73,7 +76,19 @@ def measure_device(device: torch.device) -> dict[str, Any]:
         found |= measure_host(device, dtypes, found["matmul"])
     else:
         found["host"] = measure.host_link(device)
+        if torch.cuda.get_device_capability(device) >= _HAS_TF32:
+            found["matmul"]["tf32"] = _in_tf32(device)
     return found
+
+
+def _in_tf32(device: torch.device) -> list[dict[str, float]]:
+    """Rates of products of float32 in the mode that makes them in TF32; this process is there for measuring alone."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        times = measure.matmul_times(device, torch.float32)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    return [{"smallest_dim": min(t.m, t.n, t.k), "flops_per_s": t.flops_per_s} for t in times]
 
 
 def measure_host(

@@ -9,7 +9,8 @@ import torch
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.lower.emit import is_random
 from autopar.lower.program import Program
-from autopar.plan import Plan, Precision
+from autopar.plan import TF32_PRODUCTS, Plan, Precision
+from autopar.profile.modes import multiplies_in_tf32
 from autopar.runtime.gradients import Held
 from autopar.runtime.quiet import noise
 
@@ -59,7 +60,7 @@ def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
         learns: whether the step has a backward.
 
     Raises:
-        UsageError: autocast is on, or gradients are off for a step that needs them.
+        UsageError: autocast is on, products of float32 are made in another way, or gradients are off for a step that needs them.
     """
     if torch.is_autocast_enabled(device.type):
         dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
@@ -69,6 +70,8 @@ def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
             value=f"torch.autocast to {dtype}",
             remedy='leave it out, and choose the precision with the plan: autopar.parallelize(..., precision="bf16")',
         )
+    if device.type == "cuda" and plan.precision.compute == "float32":
+        _check_products(plan.precision)
     if learns and not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise UsageError(
@@ -76,6 +79,19 @@ def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
             value=f"torch.{mode}()",
             remedy="call par.evaluate(batch) for the loss alone",
         )
+
+
+def _check_products(precision: Precision) -> None:
+    wanted = precision.products == TF32_PRODUCTS
+    if multiplies_in_tf32() == wanted:
+        return
+    mode, other = ("high", "fp32") if wanted else ("highest", "tf32")
+    raise UsageError(
+        f"products of float32 are made as the plan has them ({precision.name}): their speed and their rounding differ",
+        value="products in TF32" if not wanted else "products in float32",
+        place="torch.backends.cuda.matmul",
+        remedy=f'torch.set_float32_matmul_precision("{mode}") before the first step, or make the plan with precision="{other}"',
+    )
 
 
 class Parameters:

@@ -1,9 +1,10 @@
 """Self-correction: the first steps of a run are timed by category and held against the plan's prediction.
 
 A clock switches between categories, exclusively: what starts inside another stops that one until it ends. On a CPU it
-reads wall time, on a GPU it records events in the stream of computation, which are read once a step is done. Collectives
-are caught where torch.distributed has them, for the few steps that are measured and no longer; their category is that of
-their process group.
+reads wall time; collectives are caught where torch.distributed has them, for the few steps that are measured and no
+longer, and their category is that of their process group. On a GPU it records events in the stream of computation, which
+are read once a step is done: collectives run beside it on streams of their own, and to wait for each would change what is
+measured, so that a step is told apart into the optimizer and the rest.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class Monitor:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         self._warm_up, self._wanted = warm_up, steps
         self._memory = _Memory(world.device)
+        self._is_coarse = world.device.type == "cuda"
         self._clock: Clock | None = None
         self._seen, self._steps = 0, list[dict[str, float]]()
         self._undo, self._caught = ExitStack(), ExitStack()
@@ -180,8 +182,9 @@ class Monitor:
         if len(self._steps) == self._wanted:
             self._finish()
         elif self._clock is not None:
-            self._caught.enter_context(_caught(dist, _COLLECTIVES, self._clock, self._groups, waits=False))
-            self._caught.enter_context(_caught(funcol, _FUNCTIONAL, self._clock, self._groups, waits=True))
+            if not self._is_coarse:
+                self._caught.enter_context(_caught(dist, _COLLECTIVES, self._clock, self._groups, waits=False))
+                self._caught.enter_context(_caught(funcol, _FUNCTIONAL, self._clock, self._groups, waits=True))
             self._clock.enter(COMPUTE)
 
     def end_step(self) -> None:
@@ -194,7 +197,7 @@ class Monitor:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """See :meth:`Clock.part`."""
-        if self._clock is None:
+        if self._clock is None or self._is_coarse:
             yield
         else:
             with self._clock.part(name):
@@ -233,20 +236,23 @@ class Monitor:
         world = self._world
         mine = step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
         between = sorted(step.get(_BETWEEN, 0.0) for step in steps)[len(steps) // 2]
-        peak = self._memory.peak_bytes()
-        row = [*mine.values(), between, -1.0 if peak is None else float(peak)]
+        peak, reserved = self._memory.peak_bytes(), self._memory.reserved_bytes()
+        row = [*mine.values(), between, *(-1.0 if size is None else float(size) for size in (reserved, peak))]
         ranks = []
         for rank, values in enumerate(_gathered(row, world)):
             ranks.append(
                 RankTimes(
                     rank=rank,
                     seconds=dict(zip(CATEGORIES, values, strict=False)),
-                    between_s=values[-2],
+                    between_s=values[-3],
+                    reserved_bytes=None if values[-2] < 0 else int(values[-2]),
                     measured_bytes=None if values[-1] < 0 else int(values[-1]),
                     predicted_bytes=predicted_bytes(self._plan, rank),
                 )
             )
-        self.record = record_of(self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind)
+        self.record = record_of(
+            self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind, is_coarse=self._is_coarse
+        )
         if world.rank == 0:
             self._tell(self.record, ranks, steps)
 
@@ -337,6 +343,10 @@ class _Memory:
             return int(torch.cuda.max_memory_allocated(self._device))
         now = _pages("VmHWM")
         return None if now is None or self._before is None else max(now - self._before, 0)
+
+    def reserved_bytes(self) -> int | None:
+        """What the allocator held at most; None where there is none of CUDA's."""
+        return int(torch.cuda.max_memory_reserved(self._device)) if self._device.type == "cuda" else None
 
 
 def _pages(key: str) -> int | None:

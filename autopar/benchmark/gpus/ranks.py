@@ -1,0 +1,181 @@
+"""One rank of a job that ``make gpus`` starts under torchrun: ``-m autopar.benchmark.gpus.ranks WHAT RESULT DEVICE [CASE]``."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.api import parallelize
+from autopar.benchmark.gpus.cases import BATCH, LENGTH, Case, cases_of
+from autopar.models import ModelSource, resolve_model
+from autopar.profile.files import write_json
+from autopar.runtime.job import stop
+from autopar.runtime.parallel import Parallel
+from autopar.runtime.trained import adamw, loss_of
+
+STEPS, TIMED = 3, 7
+
+PATIENCE_S = 90.0
+"""How long a rank that has failed stays alive: what ends the others is the alarm, not the end of its process."""
+
+
+def train(result: Path, device: str, case: Case) -> None:
+    """Steps of a plan against those of the model on this rank's device alone; then steps that are timed, and syncs."""
+    source = resolve_model(case.model, sequence_length=LENGTH)
+    parallel = _parallel(source, device, case)
+    model = _model(source).to(parallel._world.device)
+    mine, theirs = adamw(parallel.parameters()), adamw(model.parameters())
+    losses: list[tuple[float, float]] = []
+    for seed in range(STEPS):
+        batch = source.make_batch(BATCH, seed=seed)
+        loss = loss_of(model(**{name: value.to(parallel._world.device) for name, value in batch.items()}))
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append((parallel.train_step(batch).item(), loss.item()))
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = parallel.full_state_dict()
+    wanted = {name: value.detach().cpu() for name, value in model.state_dict().items() if name in found}
+    loss_error = max(abs(a - b) / abs(b) for a, b in losses)
+    errors = {name: _error(found[name], value) for name, value in wanted.items()}
+    parallel.monitor.close()
+    batch = source.make_batch(BATCH, seed=STEPS)
+    syncs = _syncs(parallel, batch)
+    seconds = _step_s(parallel, mine, batch)
+    row = {
+        "losses": losses,
+        "loss_error": loss_error,
+        "parameter_error": max(errors.values()),
+        "worst": max(errors, key=lambda name: errors[name]),
+        "num_parameters": len(errors),
+        "step_s": seconds,
+        "predicted_s": parallel.plan.predicted.step_time_s,
+        "syncs": syncs,
+        "mesh": str(parallel.plan.mesh),
+        "cluster": parallel.plan.cluster,
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, row)
+    if dist.get_rank() == 0:
+        slowest = max(one["step_s"] for one in everyone)
+        worst = max(everyone, key=lambda one: (one["parameter_error"], one["loss_error"]))
+        write_json(result, worst | {"step_s": slowest, "syncs": [one["syncs"] for one in everyone]})
+
+
+def fail(result: Path, device: str) -> None:
+    """The second rank fails in its third step and stays alive; the others wait for the loss of theirs."""
+    case = Case(name="failure", pins=(f"dp_replicate={dist_size()}",))
+    source = resolve_model(case.model, sequence_length=LENGTH)
+    parallel = _parallel(source, device, case)
+    batch, rank = source.make_batch(BATCH), dist.get_rank()
+    for step in range(3):
+        if step == 2 and rank == 1:
+            parallel._runner = _Failing()
+            write_json(result, {"began": time.time()})
+        try:
+            loss = parallel.train_step(batch)
+        except RuntimeError as error:
+            if rank != 1:
+                raise
+            print(f"rank 1 stays alive with its error: {error}", file=sys.stderr, flush=True)
+            time.sleep(PATIENCE_S)
+            return
+        loss.item()
+
+
+class _Failing:
+    """In place of what runs a step's micro-batches."""
+
+    def run(self, local: object) -> Tensor:
+        raise RuntimeError("a failure made on purpose")
+
+    evaluate = run
+
+
+def dist_size() -> int:
+    """Ranks of the job, which torchrun may have told torch alone as yet."""
+    from autopar.runtime.job import start
+
+    start("cuda" if torch.cuda.is_available() else "cpu")
+    return dist.get_world_size()
+
+
+def _parallel(source: ModelSource, device: str, case: Case) -> Parallel:
+    """The plan is for what the ranks stand on."""
+    size = dist_size()
+    return parallelize(
+        _model(source),
+        cluster=f"cpu:1x{size}" if device == "cpu" else None,
+        example_inputs=source.make_batch(2),
+        global_batch_size=BATCH,
+        pins=case.pins,
+        precision=case.precision,  # type: ignore[arg-type]
+    )
+
+
+def _model(source: ModelSource) -> nn.Module:
+    """No parameter is zero: of such the optimizer's first steps are those of their gradients' signs, which rounding may turn."""
+    model, generator = source.build(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest element."""
+    wide = wanted.double()
+    return float((found.double() - wide).abs().max() / wide.abs().max().clamp(min=1e-30))
+
+
+def _syncs(parallel: Parallel, batch: dict[str, Tensor]) -> int | None:
+    """How often the host waits for the device in a step; None where there is no GPU."""
+    if parallel._world.device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            parallel.train_step(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in said)
+
+
+def _step_s(parallel: Parallel, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
+    """The median of a few steps, optimizer included."""
+    found = []
+    for _ in range(TIMED):
+        optimizer.zero_grad()
+        dist.barrier()
+        start_s = time.perf_counter()
+        parallel.train_step(batch).item()
+        optimizer.step()
+        if parallel._world.device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start_s)
+    return statistics.median(found[2:])
+
+
+def main(arguments: list[str]) -> None:
+    """See the module."""
+    what, result, device = arguments[:3]
+    if device == "cpu":
+        torch.set_num_threads(1)
+    if what == "fail":
+        fail(Path(result), device)
+    else:
+        train(Path(result), device, cases_of(dist_size())[int(arguments[3])])
+    stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

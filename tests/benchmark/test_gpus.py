@@ -1,0 +1,91 @@
+"""What ``make gpus`` runs, over gloo where there are no GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.benchmark import gpu
+from autopar.benchmark.facts import facts_text, machine_facts
+from autopar.benchmark.gpus import __main__ as gpus
+from autopar.benchmark.gpus.cases import BATCH, cases_of
+from autopar.benchmark.gpus.page import page
+from autopar.search.pins import Pins
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs: the command would run everything")
+def test_without_gpus_a_line_says_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpus.main(["--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "trains plans of every axis over NCCL" in said and "'--device cpu' does so over gloo" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ranks", gpus.SIZES)
+def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(ranks: int) -> None:
+    axes = set()
+    for case in cases_of(ranks):
+        Pins.parse(case.pins)
+        degrees = {name: int(value) for name, value in (pin.split("=") for pin in case.pins) if value.isdecimal()}
+        mesh = {axis: degrees.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+        size = 1
+        for degree in mesh.values():
+            size *= degree
+        assert size == ranks, case
+        assert BATCH % (mesh["dp_replicate"] * mesh["dp_shard"]) == 0
+        axes |= {axis for axis, degree in mesh.items() if degree > 1} | ({"ep"} if "ep" in degrees else set())
+    assert axes == {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}
+    assert len({case.name for case in cases_of(ranks)}) == len(cases_of(ranks))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_plans_are_held_against_one_device_and_a_failure_is_told(tmp_path: Path) -> None:
+    chosen = [case for case in cases_of(2) if case.name in {"tensor parallel, GPT-2", "experts over data in bf16"}]
+    arguments = ["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--only", "failure"]
+    assert gpus.main(arguments) == 0
+    found: dict[str, Any] = json.loads((tmp_path / "gpus.json").read_text(encoding="utf-8"))
+    assert found["failure"]["is_told"]
+    assert "RuntimeError: a failure made on purpose" in (tmp_path / "gpus.md").read_text(encoding="utf-8")
+    options = type("Options", (), {"device": "cpu", "ranks": 2})()
+    for number, case in enumerate(cases_of(2)):
+        if case in chosen:
+            result = tmp_path / f"{number}.json"
+            code, text = gpus._job(options, tmp_path / "log", "train", result, str(number))  # type: ignore[arg-type]
+            assert code == 0, text[-3000:]
+            row = json.loads(result.read_text(encoding="utf-8"))
+            assert gpus._is_right(row["loss_error"], row["parameter_error"], case.precision), row
+            assert row["num_parameters"] > 10 and row["step_s"] > 0 and row["predicted_s"] > 0
+
+
+def test_a_page_says_what_failed_and_what_is_wrong() -> None:
+    row = {
+        "loss_error": 1e-7, "parameter_error": 0.5, "is_right": False, "step_s": 0.1, "predicted_s": 0.2, "syncs": [0, 3],
+        "mesh": "tp=2",
+    }  # fmt: skip
+    found = {
+        "machine": machine_facts(), "ranks": 2, "trainings": {"one": row, "other": {"failure": "Traceback\nNCCL error"}},
+        "failure": {"said": "The others were not told."},
+    }  # fmt: skip
+    text = page(found)
+    assert "| one | tp=2 | 1.0e-07 | 5.0e-01 | no | 100 ms | 200 ms | 3 |" in text
+    assert "| other | | | | failed | | | |" in text and "NCCL error" in text
+    assert facts_text(machine_facts()) in text
+    assert not gpus._is_right(1e-7, 0.5, "fp32") and gpus._is_right(1e-3, 0.5, "bf16")
+
+
+def test_a_step_that_fails_in_whatever_way_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: Path) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    assert not gpu.passed(gpu.Step(title="a step", run=fails, needs=()), tmp_path)
+    assert "failed: RuntimeError: CUDA error: an illegal memory access" in capsys.readouterr().out
+    log = (tmp_path / gpu.ERRORS).read_text(encoding="utf-8")
+    assert "a step:" in log and "Traceback" in log and "more" in log
