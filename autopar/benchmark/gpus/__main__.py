@@ -108,7 +108,7 @@ def _torchrun(options: argparse.Namespace, log: Path, arguments: Sequence[str]) 
     """Exit status and what all ranks said, which goes to the log as well; a job that takes too long is ended."""
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
     try:
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
