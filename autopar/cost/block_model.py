@@ -54,6 +54,7 @@ class BlockModel:
         )
         check_kinds(cluster)
         self.device = slowest(self.devices, precision.compute)
+        self._at_best = self.device.at_best()
         self.collectives = collectives or CollectiveModel(cluster, places)
         self.quantized = self.device.rate(precision.products).dtype if precision.needs_scales else None
         table = self.device.operators
@@ -85,9 +86,15 @@ class BlockModel:
         found: BlockWork = graph.passes[key]
         return found
 
-    def price(self, work: BlockWork, mesh: Mesh) -> BlockCost:
-        """The cost of :meth:`block_work`."""
-        return price_block(work, mesh, self.device, self.collectives, quantized=self.quantized, measured=self.measured)
+    def price(self, work: BlockWork, mesh: Mesh, *, at_best: bool = False) -> BlockCost:
+        """The cost of :meth:`block_work`.
+
+        Args:
+            at_best: what its parts take together at the least, however they are padded and aligned
+                (:meth:`autopar.device.Device.at_best`).
+        """
+        device = self._at_best if at_best else self.device
+        return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
 
     def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
         """The cost of a block of one rank's graph for one micro-batch."""
