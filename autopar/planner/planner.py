@@ -16,6 +16,7 @@ from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph.ir import Graph
+from autopar.graph.padding import vocabulary_sizes
 from autopar.plan import Plan
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch, on_device
 from autopar.planner.branch_and_bound.collection import seldom_collected
@@ -27,6 +28,7 @@ from autopar.planner.evaluate.evaluator import Evaluation, Misfit, memory_of_dev
 from autopar.planner.evaluate.unequal_shares import SharedEvaluator
 from autopar.planner.explain.alternatives import explain
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
+from autopar.planner.layouts.types import Split
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Limits, Outcome, Progress, peak_bytes
 from autopar.planner.sharding.batch_axis import mixes_samples
@@ -104,6 +106,8 @@ class Planner:
             experts=expert_counts(task.graph),
             casts=is_mixed(task.precision),
             num_layers=_num_layers(task.graph),
+            vocabularies=vocabulary_sizes(task.graph),
+            unaligned_fraction=self.model.unaligned_fraction,
         )
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
@@ -220,8 +224,9 @@ class Planner:
         """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
         most = self.task.global_batch_size
         layouts, placed = self.evaluator.layouts, self.evaluator.placed
-        sizes = [m for m in self.task.space.micro_batches if m <= most]
-        return most * min((placed.least_s(layouts.whole(size, 1)) / size for size in sizes), default=0.0)
+        splits = [Split(micro_batch_size=m, tp=most) for m in self.task.space.micro_batches if m <= most]
+        times = (placed.least_s(layouts.whole(s)) / s.micro_batch_size for s in splits)
+        return most * min(times, default=0.0)
 
     def _outcome(self, limits: Limits, *, sharing: Sharing | None, progress: Progress | None, crew: Crew) -> Outcome:
         with ExitStack() as stack:

@@ -49,7 +49,7 @@ class Bounding(FirstBounding):
                 rows.append(row)
                 places.append(i)
                 continue
-            split = split_of(c.micro_batch_size, c.mesh)
+            split = split_of(c)
             if split.tp == split.cp == 1 or self.layouts.by_rule:  # the ideal is the only layout, or it is bounded next
                 continue
             whole = self._whole(c)
@@ -78,7 +78,7 @@ class Bounding(FirstBounding):
         """As :meth:`bounds_s`, by layouts that are solved."""
         loads: dict[Split, list[Load]] = {}
         for candidate in candidates:
-            loads.setdefault(split_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
+            loads.setdefault(split_of(candidate), []).append(load_of(candidate))
         for split, own in loads.items():
             try:
                 self.layouts.solving.solve_ahead(split, own)
@@ -202,7 +202,7 @@ class Bounding(FirstBounding):
     def _drafts(self, candidate: Candidate) -> tuple[Draft, ...]:
         """Its layouts before they are priced; none where there is none, which its evaluation explains."""
         try:
-            return self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+            return self.layouts.drafts(split_of(candidate), load_of(candidate))
         except InfeasibleError:
             return ()
 

@@ -19,7 +19,7 @@ from autopar.planner.bounds.rough import Rough
 from autopar.planner.bounds.row_bounds import row_bounds
 from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import Option, split_of
 from autopar.planner.model_stats import flops_per_sample, tokens_per_sample
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.host_offload import first_bound_s
@@ -201,8 +201,8 @@ class FirstBounding:
         return self.cores.rows_s(candidates, found, rows, options)
 
     def _whole(self, candidate: Candidate) -> Option:
-        """The layout of its micro-batch with neither ``cp`` nor ``tp``."""
-        return self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        """What its parts are taken of: see :meth:`Layouts.whole`."""
+        return self.layouts.whole(split_of(candidate))
 
     def _whole_step(self, candidate: Candidate, whole: Option) -> Step:
         """A candidate's step in the layout of its micro-batch with neither ``cp`` nor ``tp``."""
@@ -227,7 +227,7 @@ class FirstBounding:
             return self.cores.work_s(candidate, first_bound_s(candidate, ideal, 0.0), ideal.total_s)
         key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
         if key not in self._host_s:
-            whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
+            whole = self._whole(candidate)
             here, there = (self.rows.once_s(whole, self.step(c, whole)) for c in (twin, candidate))
             self._host_s[key] = there - here
         bound_s = first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)

@@ -82,12 +82,10 @@ class Rough:
 
     def moved_s(self, candidate: Candidate) -> tuple[float, float]:
         """As :meth:`data_s`, with the least of collectives on ``tp``."""
-        return self.data_s(
-            candidate, self.layouts.solving.least_moved_s(split_of(candidate.micro_batch_size, candidate.mesh))
-        )
+        return self.data_s(candidate, self.layouts.solving.least_moved_s(split_of(candidate)))
 
     def _whole(self, candidate: Candidate) -> Option:
-        return self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        return self.layouts.whole(split_of(candidate))
 
     def _work(self, whole: Option) -> _Work:
         if id(whole) not in self._works:

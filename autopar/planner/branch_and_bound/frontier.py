@@ -73,14 +73,14 @@ class BestFirst:
     def split(self, index: int) -> Split:
         """Equal for candidates that share their layouts."""
         if index not in self._splits:
-            self._splits[index] = split_of(self.pool[index].micro_batch_size, self.pool[index].mesh)
+            self._splits[index] = split_of(self.pool[index])
         return self._splits[index]
 
     def begin(self) -> None:
         """First bounds of all."""
-        whole: dict[tuple[int, int], list[int]] = {}
+        whole: dict[Split, list[int]] = {}
         for i, candidate in enumerate(self.pool):
-            whole.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
+            whole.setdefault(split_of(candidate).whole, []).append(i)
         mine = sorted(i for own in self.crew.share(list(whole.values()), len) for i in own)
         rough = [i for i in mine if self._is_rough(i)]
         found = dict(zip(rough, self.evaluator.work_bounds_s([self.pool[i] for i in rough]), strict=True))

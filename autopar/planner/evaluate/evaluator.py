@@ -83,7 +83,7 @@ class Evaluator(Closer):
         failures: list[Failure] = []
         speed = self.cores.speed(candidate)
         try:
-            left = [*self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
+            left = [*self.layouts.drafts(split_of(candidate), load_of(candidate))]
             while left:
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
                 draft = self._next(candidate, left, least, is_first=not (best or failures))
@@ -139,7 +139,7 @@ class Evaluator(Closer):
         """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
         if self.placed.has(candidate):
             return None  # what one rank has too much, a larger one may take
-        option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        option = self.layouts.whole(split_of(candidate))
         blocks = self.cuts.blocks(option, self.step(candidate, option), self.model, moves=candidate.moves)
         device = self.model.device
         least = self.cuts.least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)

@@ -20,7 +20,7 @@ from autopar.planner.bounds.closer import ROUNDING
 from autopar.planner.branch_and_bound.mixed_closing import Opened
 from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.polish import Polisher
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import Option, Split, split_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
@@ -50,9 +50,9 @@ class SharedEvaluator(Polisher):
         self._fastest: dict[Candidate, float] = {}
         self._found: dict[Candidate, Evaluation | Misfit] = {}
 
-    def seconds(self, place: int, size: int) -> float:
+    def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
         """Computation of a micro-batch on a node group, by its place in the cluster as given, collectives left out."""
-        option = self._option(place, size)
+        option = self._option(place, size, vocab_multiple)
         times = zip(option.costs, self.layouts.compact.members, strict=True)
         return option.prelude_s + sum((c.forward_s + c.backward_s) * len(blocks) for c, blocks in times)
 
@@ -121,7 +121,7 @@ class SharedEvaluator(Polisher):
     def _computation_s(self, candidate: Candidate) -> float:
         if candidate not in self._least:
             groups = zip(self._places(candidate), candidate.shares, strict=True)
-            longest_s = max(self.seconds(place, share) for place, share in groups)
+            longest_s = max(self.seconds(place, share, candidate.vocab_multiple) for place, share in groups)
             self._least[candidate] = candidate.num_micro_batches * longest_s * (1 - ROUNDING)
         return self._least[candidate]
 
@@ -165,7 +165,7 @@ class SharedEvaluator(Polisher):
                 if best is None or prediction.step_time_s < best.prediction.step_time_s:
                     best = Evaluation(
                         candidate=candidate,
-                        option=self.layouts.whole(candidate.micro_batch_size),
+                        option=self.layouts.whole(split_of(candidate)),
                         stops=(len(modes),),
                         modes=modes,
                         prediction=prediction,
@@ -227,15 +227,16 @@ class SharedEvaluator(Polisher):
         """Of the node groups in the order of ranks, in the cluster as given."""
         return candidate.order or range(len(candidate.shares))
 
-    def _option(self, place: int, size: int) -> Option:
-        return self.layouts.priced(self.layouts.whole(size), self.model.part(frozenset({place})))
+    def _option(self, place: int, size: int, vocab_multiple: int) -> Option:
+        split = Split(micro_batch_size=size, vocab_multiple=vocab_multiple)
+        return self.layouts.priced(self.layouts.whole(split), self.model.part(frozenset({place})))
 
     def _parts(self, candidate: Candidate) -> _Shared:
         if candidate not in self._shared:
             if candidate.order not in self._alone:
                 self._alone[candidate.order] = self.placed.ordered(candidate).alone()
             groups = zip(self._places(candidate), candidate.shares, strict=True)
-            options = tuple(self._option(place, share) for place, share in groups)
+            options = tuple(self._option(place, share, candidate.vocab_multiple) for place, share in groups)
             steps = tuple(self.step(candidate, option) for option in options)
             self._shared[candidate] = _Shared(models=self._alone[candidate.order], options=options, steps=steps)
         return self._shared[candidate]

@@ -26,6 +26,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
+    ("vocab_multiple", lambda c: c.vocab_multiple),
     ("data_shares", lambda c: "unequal" if c.shares else "equal"),
     ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
     ("offload", lambda c: ", ".join(c.on_host) or "none"),
@@ -63,7 +64,7 @@ def explain(
         near = _neighbours(pool, far, values, own)[: MAX_REASONS - len(others)]
         others += [(f"{name}={value(other)}", other) for other in near]
     distinct = list(dict.fromkeys(other for _, other in others))  # one may be a neighbour by several choices
-    splits = [split_of(other.micro_batch_size, other.mesh) for other in distinct]
+    splits = [split_of(other) for other in distinct]
     if crew.is_forked:
         _exchange(evaluator.layouts, splits, crew)
     said: dict[Candidate, str] = {}

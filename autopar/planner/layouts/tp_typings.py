@@ -14,7 +14,6 @@ from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph, Op
 from autopar.layout import Type
-from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.rank_graphs import Bases
 from autopar.planner.layouts.types import Load, Split
 from autopar.planner.layouts.uncounted import sums_s
@@ -76,7 +75,6 @@ class Solving:
         self._solvers: dict[tuple[Split, str], AxisSolver] = {}
         self._costs: dict[tuple[int, int, int], dict[tuple[object, ...], Cost | None]] = {}
         """Of changes of type, by what of a split decides the groups that communicate."""
-        self._wide: dict[tuple[Split, str], Compact] = {}
         self._saved: dict[int, Saved] = {}  # by the id of a graph, which is kept
         self._rules: dict[tuple[Split, str], SplitWeights] = {}
         self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
@@ -135,8 +133,8 @@ class Solving:
         key = (split, kind, (1, 1), 0.0)
         if key not in self._solutions:
             found = self._ruled.solution(split, kind)
-            whole = self.costs(Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data), "")
-            graph, pricing = self._padded(split, kind).graph, self.bases.pricing(TP, split)
+            whole = self.costs(split.whole, "")
+            graph, pricing = self.bases.base(split, kind).graph, self.bases.pricing(TP, split)
             share = 0.0 if self.model.measured is not None else 1.0 / (split.cp * split.tp)
             own = (share * (cost.forward_s + cost.backward_s) for cost in whole)
             changes = self._changes_of(found, graph)
@@ -170,19 +168,12 @@ class Solving:
     def _rule(self, split: Split, kind: str) -> SplitWeights:
         key = (split, kind)
         if key not in self._rules:
-            graph, narrow = self._padded(split, kind).graph, partial(weakly(self._narrow), split)
+            graph, narrow = self.bases.base(split, kind).graph, partial(weakly(self._narrow), split)
             self._rules[key] = SplitWeights(graph, self.pinned, narrow)
         return self._rules[key]
 
-    def _padded(self, split: Split, kind: str) -> Compact:
-        """The graph before ``tp``, its vocabularies as long as that wants them."""
-        key = (split, kind)
-        if key not in self._wide:
-            self._wide[key] = padded(self.bases.base(split, kind), split.tp)
-        return self._wide[key]
-
     def _base(self, split: Split, kind: str) -> Graph:
-        return self._padded(split, kind).graph
+        return self.bases.base(split, kind).graph
 
     def _solved(self, split: Split, kind: str, weights: Weights) -> AxisSolution:
         return self.solver(split, kind).solve(weights)
@@ -190,7 +181,7 @@ class Solving:
     def solver(self, split: Split, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base = self._padded(split, kind)
+            base = self.bases.base(split, kind)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,

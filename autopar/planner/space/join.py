@@ -14,7 +14,19 @@ import numpy as np
 
 from autopar.planner.space.constraints import Column, Constraint
 
-COLUMNS = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "micro_batch", "zero", "schedule", "virtual_stages", "ep_data")
+COLUMNS = (
+    "tp",
+    "cp",
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "micro_batch",
+    "zero",
+    "schedule",
+    "virtual_stages",
+    "ep_data",
+    "vocab_multiple",
+)
 """In the order in which they are combined: those first that most constraints read alone."""
 
 _SAMPLES = ("micro_batch", "dp_replicate", "dp_shard")

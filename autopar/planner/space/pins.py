@@ -4,6 +4,7 @@
 |-------------------------------------------------|----------------------------------------------------|
 | ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
 | ``ep=4``, ``ep_data=2``                         | experts split over 4 ranks, 2 of the data axes     |
+| ``vocab_multiple=128``, ``vocab_multiple=1``    | of each rank's rows of a vocabulary, padded to it  |
 | ``bucket_bytes=1048576``, ``bucket_bytes<=999`` | bytes of gradients that are summed together        |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |

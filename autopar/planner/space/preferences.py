@@ -24,4 +24,5 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
         mesh.dp_replicate,
         mesh.ep_data,
         SCHEDULES.index(candidate.schedule),
+        candidate.vocab_multiple,
     )
