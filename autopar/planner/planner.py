@@ -28,7 +28,7 @@ from autopar.planner.evaluate.evaluator import Evaluation, Misfit, memory_of_dev
 from autopar.planner.evaluate.unequal_shares import SharedEvaluator
 from autopar.planner.explain.alternatives import explain
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
-from autopar.planner.layouts.types import Split
+from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Limits, Outcome, Progress, peak_bytes
 from autopar.planner.sharding.batch_axis import mixes_samples
@@ -224,7 +224,7 @@ class Planner:
         """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
         most = self.task.global_batch_size
         layouts, placed = self.evaluator.layouts, self.evaluator.placed
-        splits = [Split(micro_batch_size=m, tp=most) for m in self.task.space.micro_batches if m <= most]
+        splits = [LayoutKey(micro_batch_size=m, tp=most) for m in self.task.space.micro_batches if m <= most]
         times = (placed.least_s(layouts.whole(s)) / s.micro_batch_size for s in splits)
         return most * min(times, default=0.0)
 

@@ -11,7 +11,7 @@ from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import split_of
+from autopar.planner.layouts.types import layout_key_of
 
 if TYPE_CHECKING:
     from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
@@ -36,7 +36,9 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
         task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
     )
     splits = dict.fromkeys(
-        replace(split_of(c), micro_batch_size=size) for c in planner.pool for size in c.shares or (c.micro_batch_size,)
+        replace(layout_key_of(c), micro_batch_size=size)
+        for c in planner.pool
+        for size in c.shares or (c.micro_batch_size,)
     )
     for done, split in enumerate(splits):
         if progress is not None:
@@ -49,7 +51,7 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
 def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
-    graph = layouts.local_graph(split_of(best.candidate), option.kind, option.solution)
+    graph = layouts.local_graph(layout_key_of(best.candidate), option.kind, option.solution)
     device, ideal = model.device, model.device.at_best()
     lost: dict[Op, float] = {}
     total_s = 0.0
@@ -83,7 +85,7 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    split = split_of(best.candidate)
+    split = layout_key_of(best.candidate)
     graph = layouts.local_graph(split, option.kind, option.solution)
     counts: Counter[Source] = Counter()
 

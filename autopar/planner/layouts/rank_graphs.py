@@ -18,7 +18,7 @@ from autopar.graph.ir import Graph
 from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.planner.layouts.padding import padded
-from autopar.planner.layouts.types import Split
+from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisPricing
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
@@ -75,7 +75,7 @@ class Bases:
         *,
         global_batch_size: int,
         pins: Pins,
-        costs: Callable[[Split], Sequence[BlockCost]],
+        costs: Callable[[LayoutKey], Sequence[BlockCost]],
     ) -> None:
         self.graph, self.compact, self.model = graph, compact, model
         self.global_batch_size, self._whole_costs = global_batch_size, costs
@@ -83,8 +83,8 @@ class Bases:
         self._kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
         self._sizes = _sizes(compact.graph, self.batch, global_batch_size)
         self._micro: dict[int, Compact] = {}
-        self._sequences: dict[tuple[Split, str], AxisSolution | InfeasibleError] = {}
-        self._bases: dict[tuple[Split, str], Compact] = {}
+        self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
+        self._bases: dict[tuple[LayoutKey, str], Compact] = {}
 
     def micro(self, micro_batch_size: int) -> Compact:
         """The compact graph of one micro-batch."""
@@ -110,7 +110,7 @@ class Bases:
     def _batch_typing(self, micro_batch_size: int) -> Typing:
         return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
 
-    def base(self, split: Split, kind: str) -> Compact:
+    def base(self, split: LayoutKey, kind: str) -> Compact:
         """The compact graph of one micro-batch and one rank of ``cp``; ``kind``: of attention there."""
         micro = self._spread(split)
         if split.cp == 1:
@@ -121,7 +121,7 @@ class Bases:
             self._bases[key] = replace(micro, graph=graph)
         return self._bases[key]
 
-    def _spread(self, split: Split) -> Compact:
+    def _spread(self, split: LayoutKey) -> Compact:
         """The compact graph of one micro-batch on one data rank, with its share of the experts and vocabularies padded."""
         micro = self.micro(split.micro_batch_size)
         key = (replace(split, cp=1), "")  # no kind of attention
@@ -133,7 +133,7 @@ class Bases:
 
     # --- context parallelism
 
-    def kinds(self, split: Split) -> tuple[str, ...]:
+    def kinds(self, split: LayoutKey) -> tuple[str, ...]:
         """The kinds of attention that can split the sequence; one without a name where it is not split.
 
         Raises:
@@ -152,7 +152,7 @@ class Bases:
             raise failure or InfeasibleError("some kind of attention is allowed on cp", value="none")
         return tuple(found)
 
-    def sequence(self, split: Split, kind: str) -> AxisSolution:
+    def sequence(self, split: LayoutKey, kind: str) -> AxisSolution:
         """The typing on ``cp``: work and what is kept for backward are split wherever they can be.
 
         Raises:
@@ -166,7 +166,7 @@ class Bases:
             raise found
         return found
 
-    def _split_sequence(self, split: Split, kind: str) -> AxisSolution | InfeasibleError:
+    def _split_sequence(self, split: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
         micro = self._spread(split)
         costs = self._whole_costs(split.whole)
         saved = sum(n.saved_bytes for n in costs)
@@ -187,7 +187,7 @@ class Bases:
 
     # --- prices
 
-    def pricing(self, axis: str, split: Split) -> AxisPricing:
+    def pricing(self, axis: str, split: LayoutKey) -> AxisPricing:
         """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
         precision = self.model.precision
         storage, compute, reduce = (itemsize(name) for name in (precision.storage, precision.compute, precision.reduce))
@@ -203,7 +203,7 @@ class Bases:
             measured=self.model.measured,
         )
 
-    def mesh(self, split: Split) -> Mesh:
+    def mesh(self, split: LayoutKey) -> Mesh:
         """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
         outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
         return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp, ep=split.ep_data, ep_data=split.ep_data)
