@@ -24,7 +24,7 @@ from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction, Recompute
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Load, PricedLayout, LayoutKey
+from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
 from autopar.planner.model_stats import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space

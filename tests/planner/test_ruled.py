@@ -25,7 +25,7 @@ from autopar.planner import planner as planning
 from autopar.planner.branch_and_bound.process_group import Crew
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Load, PricedLayout, LayoutKey
+from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.sharding.batch_axis import solve_batch

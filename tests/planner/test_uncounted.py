@@ -16,7 +16,7 @@ from autopar.models import resolve_model
 from autopar.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.remade import Freed, points_of
-from autopar.planner.layouts.types import Load, LayoutKey
+from autopar.planner.layouts.types import LayoutKey, Load
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.validate.families import Sizes, build

@@ -12,7 +12,7 @@ from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.first_bounding import COARSE, FirstBounding
 from autopar.planner.bounds.mixed_bounds import impossible
 from autopar.planner.bounds.mixed_rows import MixedRow
-from autopar.planner.layouts.types import TypedLayout, Load, LayoutKey, layout_key_of
+from autopar.planner.layouts.types import LayoutKey, Load, TypedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space

@@ -17,7 +17,7 @@ from autopar.planner.bounds.programs import program
 from autopar.planner.bounds.row_bounds import row_bounds
 from autopar.planner.bounds.unstaged import unstaged
 from autopar.planner.branch_and_bound.mixed_closing import Opened
-from autopar.planner.layouts.types import TypedLayout, PricedLayout
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space

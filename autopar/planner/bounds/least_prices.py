@@ -13,7 +13,7 @@ from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, least_and_most_done
 from autopar.planner.bounds.flow import least_flow_s
 from autopar.planner.bounds.lines import again_prices
-from autopar.planner.layouts.types import TypedLayout, PricedLayout
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.equal_blocks import EqualBlocks
 

@@ -19,7 +19,7 @@ from autopar.layout import I, Type
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.lines import again_prices, least_of
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import TypedLayout, PricedLayout
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.layouts.uncounted import Needs
 from autopar.planner.space.candidates import Candidate
 

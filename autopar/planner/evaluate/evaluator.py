@@ -17,7 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.plan import BUCKET_BYTES, Memory, Prediction
 from autopar.planner.bounds.bounding import load_of
 from autopar.planner.bounds.closer import ROUNDING, Closer
-from autopar.planner.layouts.types import TypedLayout, PricedLayout, layout_key_of
+from autopar.planner.layouts.types import PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.model_stats import readable
 from autopar.planner.sharding.every import every_cut
 from autopar.planner.space.candidates import Candidate

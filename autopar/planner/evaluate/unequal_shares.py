@@ -20,7 +20,7 @@ from autopar.planner.bounds.closer import ROUNDING
 from autopar.planner.branch_and_bound.mixed_closing import Opened
 from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.polish import Polisher
-from autopar.planner.layouts.types import PricedLayout, LayoutKey, layout_key_of
+from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space

@@ -21,7 +21,7 @@ from autopar.planner.layouts.block_pricing import BlockPrices, PricedBlocks
 from autopar.planner.layouts.padding import padding_of
 from autopar.planner.layouts.rank_graphs import Bases
 from autopar.planner.layouts.tp_typings import Solving, pinned_types
-from autopar.planner.layouts.types import TypedLayout, Load, Made, PricedLayout, LayoutKey
+from autopar.planner.layouts.types import LayoutKey, Load, Made, PricedLayout, TypedLayout
 from autopar.planner.layouts.uncounted import LayoutNeeds, Needs
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.block_table import Narrow

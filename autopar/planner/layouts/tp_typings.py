@@ -15,7 +15,7 @@ from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph, Op
 from autopar.layout import Type
 from autopar.planner.layouts.rank_graphs import Bases
-from autopar.planner.layouts.types import Load, LayoutKey
+from autopar.planner.layouts.types import LayoutKey, Load
 from autopar.planner.layouts.uncounted import sums_s
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
 from autopar.planner.sharding.block_table import Common, Narrow, Saved

@@ -24,7 +24,7 @@ from autopar.planner.bounds.mixed_place import PlaceRows, Works
 from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.planner.bounds.once import at_both_ends, tie_s
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import TypedLayout, PricedLayout
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.rank_orders import origins
 from autopar.planner.stages.fitting import Fitting
