@@ -21,7 +21,7 @@ from autopar.planner.bounds.bounds import bounds
 from autopar.planner.bounds.core_bounds import least_ends_s
 from autopar.planner.bounds.cores import at_part, at_speed_s, chain_s, least_part
 from autopar.planner.evaluate.evaluator import Evaluation
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
@@ -158,7 +158,7 @@ def planner_of(ranks: int, cores: int) -> Planner:
     )
 
 
-def every_cut_s(planner: Planner, candidate: Candidate, option: Option) -> dict[tuple[int, ...], float]:
+def every_cut_s(planner: Planner, candidate: Candidate, option: PricedLayout) -> dict[tuple[int, ...], float]:
     """Steps by where stages end, where nothing recomputes; memory is no matter."""
     evaluator, blocks, pp = planner.evaluator, len(planner.task.graph.blocks), candidate.mesh.pp
     found = {}

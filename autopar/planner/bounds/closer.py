@@ -17,7 +17,7 @@ from autopar.planner.bounds.programs import program
 from autopar.planner.bounds.row_bounds import row_bounds
 from autopar.planner.bounds.unstaged import unstaged
 from autopar.planner.branch_and_bound.mixed_closing import Opened
-from autopar.planner.layouts.types import Draft, Option
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
@@ -49,7 +49,7 @@ class Closer(Bounding):
         return found
 
     def _settled(
-        self, candidate: Candidate, drafts: Sequence[Draft], best_s: float, precision: float
+        self, candidate: Candidate, drafts: Sequence[TypedLayout], best_s: float, precision: float
     ) -> list[tuple[float, bool]]:
         """In each layout, and whether that is of its priced blocks: not where it takes ``best_s`` without.
 
@@ -95,18 +95,22 @@ class Closer(Bounding):
             found = min(found, bound_s)
         return max(found, known_s)
 
-    def _program_s(self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float) -> float:
+    def _program_s(
+        self, candidate: Candidate, option: PricedLayout, bound_s: float, goal_s: float, most_s: float
+    ) -> float:
         made = program(self.rows, candidate, option, self.step(candidate, option))
         for share in AGAIN:
             bound_s = max(bound_s, row_bounds([made.row], share * goal_s)[0])
         return made.bound_s(bound_s, goal_s) if bound_s < most_s else bound_s
 
-    def _of_cuts_s(self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float) -> float:
+    def _of_cuts_s(
+        self, candidate: Candidate, option: PricedLayout, bound_s: float, goal_s: float, most_s: float
+    ) -> float:
         step = self.step(candidate, option)
         return max(bound_s, self.core_cuts.bound_s(candidate, option, step))
 
     def _unstaged_bound_s(
-        self, candidate: Candidate, option: Option, bound_s: float, goal_s: float, most_s: float
+        self, candidate: Candidate, option: PricedLayout, bound_s: float, goal_s: float, most_s: float
     ) -> float:
         step = self.step(candidate, option)
 
@@ -131,7 +135,7 @@ class Closer(Bounding):
                 break
         return min(found, default=0.0)
 
-    def _closest_s(self, candidate: Candidate, draft: Draft, at_most_s: float) -> float:
+    def _closest_s(self, candidate: Candidate, draft: TypedLayout, at_most_s: float) -> float:
         """In one layout."""
         bound = self._bound(candidate, draft, at_most_s)[0]
         key = candidate, id(draft)
@@ -186,7 +190,7 @@ class Closer(Bounding):
         options = [self.layouts.option(draft) for draft in self._drafts(candidate)]
         return max(bound_s, min(self._unstaged_s(option, self.step(candidate, option)) for option in options))
 
-    def _unstaged_s(self, option: Option, step: Step) -> float:
+    def _unstaged_s(self, option: PricedLayout, step: Step) -> float:
         """Without a pipeline: the step with as little recompute as there may be."""
         modes = self.cuts.fastest_modes()
         (stage,) = self.cuts.stages((len(modes),), modes, option, 1)

@@ -27,7 +27,7 @@ from autopar.frozen import replaced
 from autopar.mesh import Mesh
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.mixed_rows import MixedRow
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 
 
@@ -43,13 +43,13 @@ class SharedCores:
     def __init__(
         self,
         model: CostModel,
-        step_of: Callable[[Candidate, Option], Step],
-        whole_of: Callable[[Candidate], Option],
+        step_of: Callable[[Candidate, PricedLayout], Step],
+        whole_of: Callable[[Candidate], PricedLayout],
     ) -> None:
         self.model, self.step_of, self.whole_of = model, step_of, whole_of
         self._always: dict[tuple[Mesh, tuple[int, ...]], float] = {}
         self._host: dict[
-            tuple[int, int, int], tuple[Option, float]
+            tuple[int, int, int], tuple[PricedLayout, float]
         ] = {}  # the layout is kept, so that its id stays its own
 
     @property
@@ -91,7 +91,7 @@ class SharedCores:
         candidates: Sequence[Candidate],
         found_s: Sequence[float],
         rows: Sequence[Row | MixedRow],
-        options: Sequence[Option] | None = None,
+        options: Sequence[PricedLayout] | None = None,
     ) -> list[float]:
         """Bounds of steps.
 
@@ -102,10 +102,10 @@ class SharedCores:
         """
         if not self.are_shared:
             return [*found_s]
-        layouts: Sequence[Option | None] = options or [None] * len(rows)
+        layouts: Sequence[PricedLayout | None] = options or [None] * len(rows)
         return [self._row_s(*own) for own in zip(candidates, found_s, rows, layouts, strict=True)]
 
-    def _row_s(self, candidate: Candidate, found_s: float, row: Row | MixedRow, option: Option | None) -> float:
+    def _row_s(self, candidate: Candidate, found_s: float, row: Row | MixedRow, option: PricedLayout | None) -> float:
         speed = self.speed(candidate)
         if speed == 1.0:
             return found_s
@@ -120,7 +120,7 @@ class SharedCores:
             is_work=self.model.sums_are_work,
         )
 
-    def _always_s(self, candidate: Candidate, option: Option | None) -> float:
+    def _always_s(self, candidate: Candidate, option: PricedLayout | None) -> float:
         """What each rank does once a step whatever its blocks."""
         layout = option or self.whole_of(candidate)
         # counts of a layout that is not known may be smaller
@@ -130,7 +130,7 @@ class SharedCores:
             self._always[key] = self.model.scalars_s(replace(self.step_of(candidate, layout), totals=key[1]))
         return self._always[key]
 
-    def _host_s(self, candidate: Candidate, option: Option | None) -> float:
+    def _host_s(self, candidate: Candidate, option: PricedLayout | None) -> float:
         """What actions and messages take of the cores for one micro-batch on all stages.
 
         Between any two stages there are as many tensors as between the blocks with the fewest, whatever the layout; both stages handle each.

@@ -19,7 +19,7 @@ from autopar.planner.bounds.rough import Rough
 from autopar.planner.bounds.row_bounds import row_bounds
 from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.model_stats import flops_per_sample, tokens_per_sample
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.host_offload import first_bound_s
@@ -82,7 +82,7 @@ class FirstBounding:
         """Whether each candidate has one layout, by a rule, and ranks are alike; then work is divided as in the ideal."""
         return self.layouts.by_rule and not self.differs and self.model.measured is None
 
-    def step(self, candidate: Candidate, option: Option) -> Step:
+    def step(self, candidate: Candidate, option: PricedLayout) -> Step:
         """How the cost model sees a candidate."""
         return Step(
             mesh=candidate.mesh,
@@ -180,7 +180,7 @@ class FirstBounding:
         rows: Sequence[Row | MixedRow],
         at_most_s: float = math.inf,
         *,
-        options: Sequence[Option] | None = None,
+        options: Sequence[PricedLayout] | None = None,
         precision: float = PRECISION,
         settles: bool = False,
         is_rough: bool = False,
@@ -200,11 +200,11 @@ class FirstBounding:
         found = row_bounds(quickest, at_most_s, precision=precision, settles=settles, mixed=mixed)
         return self.cores.rows_s(candidates, found, rows, options)
 
-    def _whole(self, candidate: Candidate) -> Option:
+    def _whole(self, candidate: Candidate) -> PricedLayout:
         """The layout of its micro-batch with neither ``cp`` nor ``tp``."""
         return self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
 
-    def _whole_step(self, candidate: Candidate, whole: Option) -> Step:
+    def _whole_step(self, candidate: Candidate, whole: PricedLayout) -> Step:
         """A candidate's step in the layout of its micro-batch with neither ``cp`` nor ``tp``."""
         found = self._whole_steps.get(candidate)
         if found is None:

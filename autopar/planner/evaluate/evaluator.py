@@ -17,7 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.plan import BUCKET_BYTES, Memory, Prediction
 from autopar.planner.bounds.bounding import load_of
 from autopar.planner.bounds.closer import ROUNDING, Closer
-from autopar.planner.layouts.types import Draft, Option, split_of
+from autopar.planner.layouts.types import PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.model_stats import readable
 from autopar.planner.sharding.every import every_cut
 from autopar.planner.space.candidates import Candidate
@@ -48,7 +48,7 @@ class Evaluation:
     """
 
     candidate: Candidate
-    option: Option
+    option: PricedLayout
     stops: tuple[int, ...]
     modes: tuple[Way, ...]
     prediction: Prediction
@@ -83,7 +83,7 @@ class Evaluator(Closer):
         failures: list[Failure] = []
         speed = self.cores.speed(candidate)
         try:
-            left = [*self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
+            left = [*self.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
             while left:
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
                 draft = self._next(candidate, left, least, is_first=not (best or failures))
@@ -113,7 +113,9 @@ class Evaluator(Closer):
         reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
-    def _next(self, candidate: Candidate, left: Sequence[Draft], at_most_s: float, *, is_first: bool) -> Draft:
+    def _next(
+        self, candidate: Candidate, left: Sequence[TypedLayout], at_most_s: float, *, is_first: bool
+    ) -> TypedLayout:
         """Of layouts the one of the least bound, which is priced if it may take less than ``at_most_s``.
 
         The first one alone, and then all that by their first bounds may take less than the plans that there are.
@@ -153,7 +155,9 @@ class Evaluator(Closer):
         self._done[found.candidate] = found
         return found
 
-    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
+    def _plan(
+        self, candidate: Candidate, option: PricedLayout, at_most_s: float, *, fits: bool
+    ) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step = self.step(candidate, option)
         if self.placed.has(candidate):
@@ -173,7 +177,7 @@ class Evaluator(Closer):
         return self._bucketed(candidate, option, best[1].cut, step, best[0])
 
     def _quickest(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> tuple[tuple[Prediction, Fitting] | None, list[Failure]]:
         """Of the cuts of a layout the quickest that fits, and that with other blocks recomputed; and why others do not."""
         model, speed = self.placed.ordered(candidate), self.cores.speed(candidate)
@@ -216,7 +220,7 @@ class Evaluator(Closer):
         return best, failures
 
     def _turns(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], plan: Fitting,
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], plan: Fitting,
         late_s: float,
     ) -> list[tuple[float, int, Cut]]:  # fmt: skip
         """The cut of a plan with other blocks of its virtual stages recomputed; none where all take ``late_s`` at least.
@@ -250,7 +254,7 @@ class Evaluator(Closer):
         return not is_plain and bool({"selective", "full"} & {*cut.modes})
 
     def _tries(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> Iterator[tuple[Sequence[StageCutter], Callable[[float], Fitting | Failure]]]:
         """What a candidate's stages are cut by, each with what gives the cut of one of :meth:`_ways` up to a time.
 
@@ -279,7 +283,7 @@ class Evaluator(Closer):
                 yield own, partial(fits, own, at_most_s, way)
 
     def _ways(
-        self, candidate: Candidate, option: Option, step: Step, placed: Placed
+        self, candidate: Candidate, option: PricedLayout, step: Step, placed: Placed
     ) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
@@ -292,7 +296,7 @@ class Evaluator(Closer):
         return [None]
 
     def _bucketed(
-        self, candidate: Candidate, option: Option, cut: Cut, step: Step, prediction: Prediction
+        self, candidate: Candidate, option: PricedLayout, cut: Cut, step: Step, prediction: Prediction
     ) -> Evaluation:
         """A plan with the size of buckets that is quickest and fits; ``prediction``: with the first one.
 
@@ -322,7 +326,7 @@ class Evaluator(Closer):
         return best
 
     def _fitting(
-        self, candidate: Candidate, option: Option, cut: Cut, step: Step, room: Sequence[int]
+        self, candidate: Candidate, option: PricedLayout, cut: Cut, step: Step, room: Sequence[int]
     ) -> tuple[Step, Fitting]:
         """A cut with the first size of buckets with which it fits; as the step has it where it fits with none."""
         usual = self.cuts.fitting(candidate, cut, option, step)
@@ -335,7 +339,7 @@ class Evaluator(Closer):
         return step, usual
 
     def _best_of_all(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> Evaluation | Failure:
         """Every cut with every choice of recompute, by their bounds."""
         pp, model, room = candidate.mesh.pp, self.placed.ordered(candidate), self.placed.limits(candidate)
@@ -368,7 +372,9 @@ class Evaluator(Closer):
             return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
-    def _best_of_few(self, candidate: Candidate, option: Option, step: Step, at_most_s: float) -> Evaluation | None:
+    def _best_of_few(
+        self, candidate: Candidate, option: PricedLayout, step: Step, at_most_s: float
+    ) -> Evaluation | None:
         """Where ranks differ and all cuts without selective recompute are few, the best of these."""
         plain, stages = self.placed.plain, candidate.mesh.pp * candidate.virtual_stages
         if plain is None or not self.placed.has(candidate) or not self.rows.tries_all(stages, without="selective"):

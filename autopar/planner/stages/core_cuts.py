@@ -21,7 +21,7 @@ from autopar.cost.model import Step
 from autopar.cost.step.simulation import After, StageTimes, durations_of, sends_of, shared_ends_s
 from autopar.planner.bounds.core_bounds import least_ends_s
 from autopar.planner.bounds.cores import SharedCores
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
 from autopar.planner.stages.equal_blocks import EqualBlocks
@@ -69,7 +69,7 @@ class CoreCuts:
 
     def __init__(self, cuts: Cuts, cores: SharedCores, blocks: EqualBlocks, *, is_even: bool) -> None:
         self.cuts, self.cores, self.blocks, self.is_even = cuts, cores, blocks, is_even
-        self._known: dict[tuple[Candidate, int], tuple[Option, list[Bounded] | None]] = {}
+        self._known: dict[tuple[Candidate, int], tuple[PricedLayout, list[Bounded] | None]] = {}
 
     def has(self, candidate: Candidate) -> bool:
         """Whether ranks share cores, and nothing is kept on the host."""
@@ -78,7 +78,7 @@ class CoreCuts:
             self.cuts.placed.has(candidate) or candidate.on_host or candidate.moves or self.cuts.moved
         )
 
-    def bound_s(self, candidate: Candidate, option: Option, step: Step) -> float:
+    def bound_s(self, candidate: Candidate, option: PricedLayout, step: Step) -> float:
         """The least bound of all cuts; 0 where there are too many."""
         every = self._every(candidate, option, step)
         return every[0].least_s if every else 0.0
@@ -86,7 +86,7 @@ class CoreCuts:
     def tries(
         self,
         candidate: Candidate,
-        option: Option,
+        option: PricedLayout,
         step: Step,
         ways: Iterable[MaybeWay],
         fits: Callable[[MaybeWay, float], Fitting | Failure],
@@ -126,7 +126,7 @@ class CoreCuts:
         ends_s = shared_ends_s(*degrees, cut.times, cut.after, self.cores.model.device.core_share)
         return max(ends_s) * (1 - ROUNDING)
 
-    def _every(self, candidate: Candidate, option: Option, step: Step) -> list[Bounded] | None:
+    def _every(self, candidate: Candidate, option: PricedLayout, step: Step) -> list[Bounded] | None:
         """All cuts by their bounds; None where there are too many."""
         key = candidate, id(option)
         if key not in self._known:  # the layout is kept, so that its id stays its own
@@ -137,7 +137,7 @@ class CoreCuts:
             self._known[key] = option, every
         return self._known[key][1]
 
-    def _may(self, candidate: Candidate, option: Option) -> Callable[[int, int, int], bool]:
+    def _may(self, candidate: Candidate, option: PricedLayout) -> Callable[[int, int, int], bool]:
         """Whether a stage may hold these blocks, by pins and the laws of the space."""
         pp, virtual_stages = candidate.mesh.pp, candidate.virtual_stages
         ways = self.blocks.even_stages(option, pp, virtual_stages) if virtual_stages > 1 else []
@@ -152,7 +152,7 @@ class CoreCuts:
 
         return may
 
-    def _near(self, candidate: Candidate, option: Option, step: Step) -> Stops:
+    def _near(self, candidate: Candidate, option: PricedLayout, step: Step) -> Stops:
         """Where stages end that begin with equal numbers of blocks, once no block on the next stage shortens the step.
 
         With the quickest mode of every block: the same stops whatever else is known.
@@ -171,12 +171,12 @@ class CoreCuts:
                 return best
             best = least
 
-    def _modes(self, candidate: Candidate, option: Option, step: Step) -> tuple[Way, ...]:
+    def _modes(self, candidate: Candidate, option: PricedLayout, step: Step) -> tuple[Way, ...]:
         """Of each block the one that takes the least time."""
         cutter = self.cuts.cutters(candidate, option, step)[0]
         return tuple(min(block.options, key=lambda option: option.time_s).mode for block in cutter.blocks)
 
-    def _beside(self, candidate: Candidate, option: Option, stops: Stops) -> Iterator[Stops]:
+    def _beside(self, candidate: Candidate, option: PricedLayout, stops: Stops) -> Iterator[Stops]:
         """Cuts with a block of one stage on one beside it."""
         may = self._may(candidate, option)
         for place in range(len(stops) - 1):
@@ -186,7 +186,7 @@ class CoreCuts:
                 if all(start < stop and may(s, start, stop) for s, (start, stop) in enumerate(edges)):
                     yield moved
 
-    def _bounded(self, candidate: Candidate, option: Option, step: Step, every: Sequence[Stops]) -> list[Bounded]:
+    def _bounded(self, candidate: Candidate, option: PricedLayout, step: Step, every: Sequence[Stops]) -> list[Bounded]:
         """These cuts, that of the least bound first."""
         model, pp = self.cores.model, candidate.mesh.pp
         modes = self._modes(candidate, option, step)
