@@ -77,11 +77,12 @@ def lengths(graph: Graph, ranks: int, multiple: int = 1) -> dict[str, int]:
 
     Args:
         ranks: over which vocabularies may be split.
-        multiple: of the rows that a rank then holds.
+        multiple: of the rows that a rank then holds, of vocabularies that are multiplied with (tables that are only looked up
+            in, such as those of positions, gain nothing by it).
     """
     if ranks == multiple == 1:
         return {}
-    found = {v: length(v.size, ranks, multiple) for v in vocabularies(graph)}
+    found = {v: length(v.size, ranks, multiple if v.values else 1) for v in vocabularies(graph)}
     return {
         graph.parameter(name).key: size
         for vocabulary, size in found.items()
@@ -91,9 +92,11 @@ def lengths(graph: Graph, ranks: int, multiple: int = 1) -> dict[str, int]:
 
 
 def vocabulary_sizes(graph: Graph) -> tuple[tuple[int, int], ...]:
-    """Of each vocabulary its length, and the elements that its parameters have for one of it."""
+    """Of each vocabulary that is multiplied with its length, and the elements that its parameters have for one of it."""
     return tuple(
-        (v.size, sum(graph.parameter(name).spec.numel // v.size for name in v.parameters)) for v in vocabularies(graph)
+        (v.size, sum(graph.parameter(name).spec.numel // v.size for name in v.parameters))
+        for v in vocabularies(graph)
+        if v.values
     )
 
 

@@ -37,17 +37,24 @@ def planned(layout: str, *pins: str) -> Plan:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_257_tokens_split_and_17_positions_do_not(pool: WorkerPool, layout: str) -> None:
+def test_257_tokens_and_17_positions_split(pool: WorkerPool, layout: str) -> None:
     subject, graph = traced()
     plan = planned(layout, SPLIT)
     length = 260 if plan.mesh.tp == 4 else 258
-    assert [(entry.parameter, entry.length) for entry in plan.padding] == [("transformer.wte.weight", length)]
+    positions = 20 if plan.mesh.tp == 4 else 18
+    padded = {entry.parameter: entry.length for entry in plan.padding}
+    assert padded == {"transformer.wte.weight": length, "transformer.wpe.weight": positions}
     assert any(f"257 padded to {length}" in note for note in plan.notes)
     verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
 
 
-def test_a_table_split_by_columns_is_not_padded() -> None:
-    assert planned("tp4", "transformer.wte.weight=tp:S(1)").padding == ()
+@pytest.mark.parametrize("pins", [["transformer.wte.weight=tp:S(1)"], ["transformer.wte.weight=tp:I"]])
+def test_a_table_that_is_not_split_by_rows_is_padded_likewise(pool: WorkerPool, pins: list[str]) -> None:
+    """What is padded follows from the degree, not from the typing: one graph is solved for, priced and run."""
+    subject, graph = traced()
+    plan = planned("tp4", *pins)
+    assert {entry.length for entry in plan.padding} == {260, 20}
+    verify(subject, plan, graph, steps=2, pool=pool, timeout_s=60.0).check()
 
 
 @pytest.mark.parametrize(

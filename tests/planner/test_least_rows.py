@@ -57,12 +57,12 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
             schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
         )  # fmt: skip
         assert candidate.schedule in SCHEDULES
-        whole = evaluator.layouts.whole(size)
+        whole = evaluator._whole(candidate)
         step = evaluator.step(candidate, whole)
         ideal = evaluator._ideal_row(candidate)
         assert isinstance(ideal, Row)
         assert not evaluator.least_rows.is_too_large(candidate, whole, evaluator.step)
-        split = layout_key_of(size, mesh)
+        split = layout_key_of(candidate)
         quickest = evaluator.layouts.quickest_s(split), evaluator.layouts.least_s(split)
         for draft in evaluator._drafts(candidate):
             option = evaluator.layouts.option(draft)
@@ -94,7 +94,7 @@ def test_bounds_of_drafts_know_what_selective_recompute_takes(graph: Graph, zero
             mesh=mesh, micro_batch_size=size, num_micro_batches=64 // (size * shards), zero_stage=zero_stage,
             schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
         )  # fmt: skip
-        whole = evaluator.layouts.whole(size)
+        whole = evaluator._whole(candidate)
         step = evaluator.step(candidate, whole)
         ideal = evaluator._ideal_row(candidate)
         assert isinstance(ideal, Row)
@@ -124,7 +124,7 @@ def test_recompute_beside_collectives_that_outlast_blocks_is_not_counted_whole(g
         mesh=Mesh(dp_shard=8), micro_batch_size=16, num_micro_batches=4, zero_stage=zero_stage, schedule="none",
         virtual_stages=1,
     )  # fmt: skip
-    option, ideal = evaluator.layouts.whole(16), evaluator._ideal_row(candidate)
+    option, ideal = evaluator._whole(candidate), evaluator._ideal_row(candidate)
     exact = evaluator.rows.exact(candidate, option, evaluator.step(candidate, option))
     assert isinstance(ideal, Row)
     for part, name in product(("first", "last", "group"), ("again_s", "least_again_s", "full_s")):
@@ -144,7 +144,7 @@ def test_the_bound_of_a_cut_is_no_more_than_its_step(graph: Graph, zero_stage: i
             mesh=mesh, micro_batch_size=16, num_micro_batches=32 // mesh.dp_shard, zero_stage=zero_stage,
             schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
         )  # fmt: skip
-        option = evaluator.layouts.whole(16)
+        option = evaluator._whole(candidate)
         step = evaluator.step(candidate, option)
         cutters = evaluator.cuts.cutters(candidate, option, step)
         for stop in range(1, count) if pp == 2 else (count,):
