@@ -209,18 +209,16 @@ def _cast(logits: TensorSpec) -> tuple[int, int]:
 def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
     """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values.
 
-    Of padded logits the real ones are taken: a copy, which is the cast where there is one, and backward zeros that the gradient
-    is put into.
+    Of padded logits the real ones are copied, and their gradient back: that is the cast where there is one.
     """
     whole, cast_bytes = _cast(operands[0])
     is_padded = op.target == "autopar.cross_entropy_sum" and bool(argument(op, 4, "classes", 0))
-    copied = 0 if cast_bytes or not is_padded else 2 * whole
-    filled = 3 * operands[0].num_bytes if is_padded else 0
+    cast_bytes = cast_bytes or 2 * whole * is_padded
     return Work(
-        num_bytes=cast_bytes + copied + 2 * whole,
-        backward_bytes=cast_bytes + filled + 4 * whole,
-        launches=2 + (cast_bytes + copied > 0),
-        backward_launches=2 + (cast_bytes > 0) + 2 * is_padded,
+        num_bytes=cast_bytes + 2 * whole,
+        backward_bytes=cast_bytes + 4 * whole,
+        launches=2 + (cast_bytes > 0),
+        backward_launches=2 + (cast_bytes > 0) + is_padded,
         saved_bytes=whole,
         workspace_bytes=whole if cast_bytes else 0,
         backward_workspace_bytes=2 * whole if cast_bytes else whole,
