@@ -14,7 +14,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +24,23 @@ ROOT = HOME.parents[1]
 WORKER = HOME / "problem_worker.py"
 
 NOT_TRACING = frozenset(
-    "search planner cost lower runtime report cli validate verify benchmark measure profile hardware questions "
-    "integrations".split()
+    [
+        "search",
+        "planner",
+        "cost",
+        "lower",
+        "runtime",
+        "report",
+        "cli",
+        "validate",
+        "verify",
+        "benchmark",
+        "measure",
+        "profile",
+        "hardware",
+        "questions",
+        "integrations",
+    ]
 )
 """Packages that a traced graph does not depend on."""
 
@@ -209,10 +224,11 @@ def traced(worker: Worker, problem: Problem) -> Path:
     return path
 
 
-def search_once(worker: Worker, problem: Problem, limit_s: float) -> dict[str, Any]:
-    """The record of one search; ``failed`` says why there is no plan."""
+def search_once(worker: Worker, problem: Problem, limit_s: float, pins: Sequence[str] = ()) -> dict[str, Any]:
+    """The record of one search, under further pins; ``failed`` says why there is no plan."""
     try:
         graph = traced(worker, problem)
+        problem = replace(problem, pins=(*problem.pins, *pins))
         result: dict[str, Any] = worker.ask("search", problem, graph, most_s=NO_PLAN_S * limit_s, limit_s=limit_s)
     except AnswerError as error:
         return {"failed": str(error)}
@@ -244,6 +260,19 @@ def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "rounds": len(runs),
         "is_steady": all(run.get(key) == runs[0].get(key) for run in runs for key in compared),
     }
+
+
+def evaluated(worker: Worker, problem: Problem, folder: Path) -> list[dict[str, Any]]:
+    """Every candidate of a problem's pool with its step time or the reason why it has none; kept in ``folder`` one by one.
+
+    Raises:
+        AnswerError: the evaluation ended early; what it came to is kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = hashlib.sha256(json.dumps(problem.asked()).encode()).hexdigest()[:8]
+    kept = folder / f"{problem.name}-{worker.tree.key()}-{asked}.jsonl"
+    worker.ask("evaluate", problem, traced(worker, problem), kept=str(kept))
+    return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
 
 
 def write_whole(path: Path, text: str) -> None:

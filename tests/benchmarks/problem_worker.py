@@ -145,6 +145,16 @@ def described(plan: Any) -> dict[str, Any]:
     return {key: value for key, value in choices.items() if value or key in ("zero",)}
 
 
+def choices_of(plan: Any) -> list[str]:
+    """The plan's candidate as pins, for another tree to price: layouts, stages and recompute are left to it."""
+    mesh = plan.mesh
+    pins = [f"{axis}={getattr(mesh, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep_data")]
+    pins += [f"zero={plan.zero_stage}", f"micro_batch={plan.micro_batch_size}"]
+    if mesh.pp > 1:
+        pins += [f"schedule={plan.schedule}", f"virtual_stages={plan.virtual_stages}"]
+    return [*pins, f"data_shares={'-'.join(map(str, plan.data_shares))}"] if plan.data_shares else pins
+
+
 def cpu_s() -> float:
     """CPU seconds of this process and of those that it waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -182,6 +192,7 @@ def searched(problem: Mapping[str, Any], graph_file: Path, limit_s: float) -> di
         "candidates": plan.search.candidates,
         "evaluated": plan.search.evaluated,
         "plan": described(plan),
+        "choices": choices_of(plan),
     }
 
 
@@ -220,7 +231,7 @@ def in_a_copy(question: Mapping[str, Any]) -> dict[str, Any]:
     def work() -> None:
         try:
             own.send({"answer": answer(question)})
-        except BaseException:  # told to the other side, whatever it is
+        except BaseException:  # noqa: BLE001  told to the other side, whatever it is
             own.send({"error": traceback.format_exc()})
 
     copy = multiprocessing.get_context("fork").Process(target=work)
