@@ -215,7 +215,7 @@ class _RealClasses(torch.autograd.Function):
         return logits[..., :classes].to(dtype, memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         shape, dtype = ctx.like
         whole = grad.new_empty(shape, dtype=dtype)
         whole[..., : ctx.classes].copy_(grad)
@@ -231,9 +231,10 @@ def cross_entropy_sum(
     ``classes``: how many of the logits are real, the first ones; 0: all.
     """
     wide = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
-    logits = cast("Tensor", _RealClasses.apply(logits, classes, wide)) if classes else logits.to(wide)
+    if classes:
+        logits = cast("Tensor", _RealClasses.apply(logits, classes, wide))  # type: ignore[no-untyped-call]
     return F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]),
+        logits.to(wide).reshape(-1, logits.shape[-1]),
         target.reshape(-1),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
