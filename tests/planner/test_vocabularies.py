@@ -16,7 +16,6 @@ from autopar.graph import trace
 from autopar.graph.ir import Graph
 from autopar.graph.padding import vocabulary_sizes
 from autopar.models import resolve_model
-from autopar.plan import BF16
 from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.planner import Planner
@@ -24,25 +23,28 @@ from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Task
+from autopar.wish import PRECISIONS, PrecisionName
 
 A100 = "a100-sxm4-80gb:1x8"
 
 
 @cache
-def graph_of(spec: str, seq: int = 64) -> Graph:
+def graph_of(spec: str, seq: int = 64, precision: PrecisionName = "bf16") -> Graph:
     source = resolve_model(spec, sequence_length=seq)
-    return api.trace_model(source.model, source.example_inputs, BF16, name=source.name)
+    return api.trace_model(source.model, source.example_inputs, PRECISIONS[precision], name=source.name)
 
 
 def _square(y: Tensor, batch: object) -> Tensor:
     return y.square().mean()
 
 
-def planner(graph: Graph, cluster: str, batch: int, *pins: str, space: str = "default") -> Planner:
+def planner(
+    graph: Graph, cluster: str, batch: int, *pins: str, space: str = "default", precision: PrecisionName = "bf16"
+) -> Planner:
     return Planner(
         Task(
-            graph=graph, cluster=Cluster.parse(cluster), global_batch_size=batch, precision=BF16, optimizer="adamw",
-            pins=Pins.parse(pins), space=load_space(space),
+            graph=graph, cluster=Cluster.parse(cluster), global_batch_size=batch, precision=PRECISIONS[precision],
+            optimizer="adamw", pins=Pins.parse(pins), space=load_space(space),
         )
     )  # fmt: skip
 
@@ -63,9 +65,12 @@ def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
     spec: str, seq: int, cluster: str, batch: int, pins: tuple[str, ...]
 ) -> None:
     """All that a split or padding aligns: vocabularies, heads, widths, sequences, micro-batches."""
-    graph = graph_of(spec, seq)
-    plan = api.search(graph, cluster=cluster, global_batch_size=batch, precision="bf16", pins=pins, workers=1)
-    whole = planner(graph, cluster, batch, *pins)
+    precision: PrecisionName = "fp16" if "v100" in cluster else "bf16"
+    graph = graph_of(spec, seq, precision)
+    plan = api.search(
+        graph, cluster=cluster, global_batch_size=batch, precision=precision, pins=pins, space="quick", workers=1
+    )
+    whole = planner(graph, cluster, batch, *pins, space="quick", precision=precision)
     found = 0
     for candidate, bound_s in zip(whole.pool, whole.evaluator.ideal_bounds_s(whole.pool), strict=True):
         evaluation = whole.evaluator.evaluate(candidate)
@@ -94,18 +99,18 @@ def test_rows_are_aligned_where_the_device_loses_by_it(pins: tuple[str, ...]) ->
 
 
 def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
-    graph = graph_of("gpt:layers=2,hidden=512,heads=8,vocab=20011")
+    spec = "gpt:layers=2,hidden=512,heads=8,vocab=20011"
     notes = {}
-    for device in ("a100-sxm4-80gb", "v100-sxm2-32gb"):
+    for device, precision in (("a100-sxm4-80gb", "bf16"), ("v100-sxm2-32gb", "fp16")):
         plan = api.estimate(
-            graph, cluster=f"{device}:1x8", global_batch_size=64, precision="bf16" if "a100" in device else "fp16",
+            graph_of(spec, 64, precision), cluster=f"{device}:1x8", global_batch_size=64, precision=precision,
             pins=["vocab_multiple=1"],
         )  # fmt: skip
         notes[device] = [note for note in plan.notes if "16 bytes" in note]
     assert "0.45 of the rate" in notes["a100-sxm4-80gb"][0]
     assert "profile" in notes["a100-sxm4-80gb"][0]
     assert "assumed" in notes["v100-sxm2-32gb"][0]
-    aligned = api.estimate(graph, cluster=A100, global_batch_size=64, precision="bf16")
+    aligned = api.estimate(graph_of(spec), cluster=A100, global_batch_size=64, precision="bf16")
     assert not [note for note in aligned.notes if "16 bytes" in note]
 
 
