@@ -24,7 +24,7 @@ from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction, Recompute
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Load, Option, Split
+from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
 from autopar.planner.model_stats import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
@@ -100,7 +100,7 @@ class Expressed:
 
     def _solved(self, run: Run) -> Sequence[Structure]:
         layouts = self._layouts_of(run)
-        split = Split(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
+        split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
         mesh = layouts.bases.mesh(split)
         kind = layouts.model.device.kind
         found = {}
@@ -169,7 +169,7 @@ def _recomputes(run: Run) -> str:
     return run.recompute or "none"
 
 
-def _structure(layouts: Layouts, split: Split, option: Option, run: Run, kind: Kind, site: Site) -> Structure:
+def _structure(layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Run, kind: Kind, site: Site) -> Structure:
     graph = layouts.local_graph(split, option.kind, option.solution)
     again: list[Callable[[Op], bool]] = [regathered] if site.regathers else []
     if _recomputes(run) == "selective":

@@ -16,7 +16,7 @@ from autopar.plan import BF16
 from autopar.planner.branch_and_bound.collection import OBJECTS, YOUNG, seldom_collected
 from autopar.planner.layouts import block_pricing as block_prices
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Draft, Option, Split
+from autopar.planner.layouts.types import LayoutKey, PricedLayout, TypedLayout
 from autopar.planner.sharding.tables import Weights
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
@@ -35,7 +35,7 @@ def layouts_of(graph: Graph) -> Layouts:
     return Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("wide"))
 
 
-def options_of(layouts: Layouts, split: Split) -> list[Option]:
+def options_of(layouts: Layouts, split: LayoutKey) -> list[PricedLayout]:
     """Layouts that prices of memory and of sums far apart make best."""
     weights = [
         Weights(per_step_s=step, saved_byte=price, state_byte=price)
@@ -43,7 +43,7 @@ def options_of(layouts: Layouts, split: Split) -> list[Option]:
         for price in (0.0, 1e-9, 1e-7, 1e-5, 1e-3)
     ]
     solutions = {solution.signature: solution for solution in layouts.solving.solver(split, "").solve_all(weights)}
-    return [layouts.option(Draft(split=split, kind="", solution=solution)) for solution in solutions.values()]
+    return [layouts.option(TypedLayout(split=split, kind="", solution=solution)) for solution in solutions.values()]
 
 
 def unnamed(cost: BlockCost) -> BlockCost:
@@ -54,7 +54,7 @@ def unnamed(cost: BlockCost) -> BlockCost:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_costs_are_those_of_each_layout_alone(graph: Graph, tp: int, micro_batch_size: int) -> None:
-    layouts, split = layouts_of(graph), Split(micro_batch_size=micro_batch_size, tp=tp)
+    layouts, split = layouts_of(graph), LayoutKey(micro_batch_size=micro_batch_size, tp=tp)
     options = options_of(layouts, split)
     assert len(options) > 1
     for option in options:
@@ -70,7 +70,7 @@ def test_layouts_that_differ_in_some_blocks_share_the_others(graph: Graph, monke
     plain = block_prices.shard
     monkeypatch.setattr(block_prices, "shard", lambda *a, only: asked.append(len(only)) or plain(*a, only=only))
     layouts = layouts_of(graph)
-    options = options_of(layouts, Split(micro_batch_size=4, tp=4))
+    options = options_of(layouts, LayoutKey(micro_batch_size=4, tp=4))
     assert len(options) > 1
     assert sum(asked) < len(asked) * len(layouts.compact.graph.blocks)
 

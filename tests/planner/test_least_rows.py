@@ -22,7 +22,7 @@ from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.bounds import bounds
 from autopar.planner.bounds.least_rows import _Added
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import split_of
+from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
@@ -62,7 +62,7 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
         ideal = evaluator._ideal_row(candidate)
         assert isinstance(ideal, Row)
         assert not evaluator.least_rows.is_too_large(candidate, whole, evaluator.step)
-        split = split_of(size, mesh)
+        split = layout_key_of(size, mesh)
         quickest = evaluator.layouts.quickest_s(split), evaluator.layouts.least_s(split)
         for draft in evaluator._drafts(candidate):
             option = evaluator.layouts.option(draft)

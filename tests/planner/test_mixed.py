@@ -30,7 +30,7 @@ from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
 from autopar.planner.branch_and_bound.mixed_closing import Closing, key_of_candidate
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.evaluate.polish import Polisher
-from autopar.planner.layouts.types import split_of
+from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins
@@ -380,7 +380,9 @@ def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_mem
     for candidate in outer(graph, cluster, "default").pool:
         if candidate.virtual_stages == 1 or not placed.has(candidate):
             continue
-        for draft in evaluator.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate)):
+        for draft in evaluator.layouts.drafts(
+            layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate)
+        ):
             option = placed.option(candidate, evaluator.layouts.option(draft))
             step = placed.step(evaluator.step(candidate, option), option)
             cutters = cuts.cutters(candidate, option, step)
@@ -412,7 +414,7 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     evaluator = search.evaluator
     placed, below, several = evaluator.placed, 0, 0
     for candidate in search.pool:
-        drafts = evaluator.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+        drafts = evaluator.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
         if not placed.has(candidate):
             continue
         options = [evaluator.layouts.option(draft) for draft in drafts]

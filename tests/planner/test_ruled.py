@@ -25,7 +25,7 @@ from autopar.planner import planner as planning
 from autopar.planner.branch_and_bound.process_group import Crew
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Load, Option, Split
+from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.sharding.batch_axis import solve_batch
@@ -60,8 +60,8 @@ def planner(graph: Graph, space: Space, *pins: str, cluster: str = "h100-sxm5-80
     return Planner(task)
 
 
-def option_of(layouts: Layouts, micro_batch_size: int, tp: int, ep_data: int = 1) -> Option:
-    split = Split(micro_batch_size=micro_batch_size, tp=tp, ep_data=ep_data)
+def option_of(layouts: Layouts, micro_batch_size: int, tp: int, ep_data: int = 1) -> PricedLayout:
+    split = LayoutKey(micro_batch_size=micro_batch_size, tp=tp, ep_data=ep_data)
     (draft,) = layouts.drafts(split, Load(num_micro_batches=4, in_flight=1))
     return layouts.option(draft)
 
@@ -134,12 +134,12 @@ def test_blocks_that_feed_their_equals_move_no_less(space: Space, graph: Graph, 
     counts = [len(members) for members in layouts.compact.members]
     shares = []
     for size, tp in (*SIZES, (12, 6), (3, 8)):
-        least_s = layouts.solving.least_moved_s(Split(micro_batch_size=size, tp=tp))
+        least_s = layouts.solving.least_moved_s(LayoutKey(micro_batch_size=size, tp=tp))
         sent = [c.communication_forward_s + c.communication_backward_s for c in option_of(layouts, size, tp).costs]
         inner_s = sum(n * own_s for n, own_s in zip(counts, sent, strict=True) if n > 1)
         assert least_s <= inner_s * (1 + 1e-9)
         shares.append(least_s / inner_s if inner_s else 1.0)
-    assert layouts.solving.least_moved_s(Split(micro_batch_size=4)) == 0.0
+    assert layouts.solving.least_moved_s(LayoutKey(micro_batch_size=4)) == 0.0
     if max(counts) > 1 and not pins:
         assert min(shares[:4]) > 0.95  # it says something, and all where nothing but the way counts
 
@@ -151,8 +151,8 @@ def test_degrees_that_do_not_divide_have_a_solution_of_their_own(space: Space) -
     two, four = (solution_of(layouts, 4, tp).typing for tp in (2, 4))
     assert two.parameters["up0"] == S(0) and two.parameters["down0"] == S(1)
     assert four.parameters["up0"] != S(0)
-    assert [s.tp for s in sources(Split(micro_batch_size=4, tp=4))] == [2, 4, 4]
-    assert [s.micro_batch_size for s in sources(Split(micro_batch_size=4, tp=6))] == [3, 7, 4]
+    assert [s.tp for s in sources(LayoutKey(micro_batch_size=4, tp=4))] == [2, 4, 4]
+    assert [s.micro_batch_size for s in sources(LayoutKey(micro_batch_size=4, tp=6))] == [3, 7, 4]
 
 
 def test_vocabularies_are_padded_as_they_are_in_a_search(space: Space) -> None:

@@ -16,7 +16,7 @@ from autopar.models import resolve_model
 from autopar.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.remade import Freed, points_of
-from autopar.planner.layouts.types import Load, Split
+from autopar.planner.layouts.types import LayoutKey, Load
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.validate.families import Sizes, build
@@ -45,7 +45,7 @@ def test_what_is_known_of_a_layout_is_no_more_than_its_price(name: str) -> None:
     layouts = Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
     again = saved = compared = 0.0
     for size, tp, cp in ((1, 2, 1), (4, 4, 1), (4, 2, 2)):
-        split = Split(micro_batch_size=size, tp=tp, cp=cp)
+        split = LayoutKey(micro_batch_size=size, tp=tp, cp=cp)
         least_s = layouts.least_s(split)
         for draft in layouts.drafts(split, Load(num_micro_batches=8, in_flight=2)):
             option = layouts.option(draft)
@@ -108,7 +108,7 @@ def test_what_selective_recompute_takes_is_known_before_a_layout_is_priced(name:
     layouts = Layouts(graph_of(name), costs, global_batch_size=64, pins=Pins.parse(()), space=load_space("wide"))
     share = compared = 0.0
     for size, tp, cp in ((1, 2, 1), (4, 4, 1), (4, 2, 2)):
-        split = Split(micro_batch_size=size, tp=tp, cp=cp)
+        split = LayoutKey(micro_batch_size=size, tp=tp, cp=cp)
         try:
             drafts = layouts.drafts(split, Load(num_micro_batches=8, in_flight=2))
         except InfeasibleError:  # nothing that cp splits
@@ -143,5 +143,5 @@ def test_needs_are_not_known_where_a_vocabulary_may_be_padded() -> None:
     model = CostModel(Cluster.parse("h100-sxm5-80gb:1x8"), BF16, "adamw")
     layouts = Layouts(graph, model, global_batch_size=8, pins=Pins.parse(()), space=load_space("default"))
     for tp, is_known in ((2, True), (4, False)):
-        drafts = layouts.drafts(Split(micro_batch_size=1, tp=tp), Load(num_micro_batches=8, in_flight=1))
+        drafts = layouts.drafts(LayoutKey(micro_batch_size=1, tp=tp), Load(num_micro_batches=8, in_flight=1))
         assert all(bool(layouts.needs(draft)) == is_known for draft in drafts)

@@ -12,7 +12,7 @@ from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.first_bounding import COARSE, FirstBounding
 from autopar.planner.bounds.mixed_bounds import impossible
 from autopar.planner.bounds.mixed_rows import MixedRow
-from autopar.planner.layouts.types import Draft, Load, Split, split_of
+from autopar.planner.layouts.types import LayoutKey, Load, TypedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
@@ -49,7 +49,7 @@ class Bounding(FirstBounding):
                 rows.append(row)
                 places.append(i)
                 continue
-            split = split_of(c.micro_batch_size, c.mesh)
+            split = layout_key_of(c.micro_batch_size, c.mesh)
             if split.tp == split.cp == 1 or self.layouts.by_rule:  # the ideal is the only layout, or it is bounded next
                 continue
             whole = self._whole(c)
@@ -76,9 +76,9 @@ class Bounding(FirstBounding):
 
     def _solved_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
         """As :meth:`bounds_s`, by layouts that are solved."""
-        loads: dict[Split, list[Load]] = {}
+        loads: dict[LayoutKey, list[Load]] = {}
         for candidate in candidates:
-            loads.setdefault(split_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
+            loads.setdefault(layout_key_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
         for split, own in loads.items():
             try:
                 self.layouts.solving.solve_ahead(split, own)
@@ -90,7 +90,7 @@ class Bounding(FirstBounding):
             [(c, draft) for c, drafts in zip(candidates, every, strict=True) for draft in drafts], at_most_s
         )
         for most in (1, math.inf):  # layouts are priced where their first bounds are below what the first one gives
-            asked: list[tuple[Candidate, Draft]] = []
+            asked: list[tuple[Candidate, TypedLayout]] = []
             for candidate, drafts in zip(candidates, every, strict=True):
                 priced = [
                     self._bounds[candidate, id(draft)][0] for draft in drafts if self._is_priced(candidate, draft)
@@ -122,18 +122,20 @@ class Bounding(FirstBounding):
             self._bounds = remembered
         return found
 
-    def _least_first(self, candidate: Candidate) -> list[Draft]:
+    def _least_first(self, candidate: Candidate) -> list[TypedLayout]:
         """Its layouts by their first bounds."""
         drafts = self._drafts(candidate)
         self._open([(candidate, draft) for draft in drafts], 0.0)
         return sorted(drafts, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
-    def _test_least(self, candidates: Sequence[Candidate], every: Sequence[Sequence[Draft]], at_most_s: float) -> None:
+    def _test_least(
+        self, candidates: Sequence[Candidate], every: Sequence[Sequence[TypedLayout]], at_most_s: float
+    ) -> None:
         """Where ranks differ: candidates that take no less than ``at_most_s`` in any layout, each by one row below all of these."""
         if math.isinf(at_most_s):
             return
         rows: list[MixedRow] = []
-        asked: list[tuple[Candidate, list[Draft]]] = []
+        asked: list[tuple[Candidate, list[TypedLayout]]] = []
         for candidate, drafts in zip(candidates, every, strict=True):
             if self.placed.has(candidate):
                 own = [draft for _, draft in self._open([(candidate, draft) for draft in drafts], at_most_s)]
@@ -141,15 +143,14 @@ class Bounding(FirstBounding):
                     options = [self.layouts.option(draft) for draft in own]
                     rows.append(self.placed.least(candidate, options, self.step(candidate, options[0])))
                     asked.append((candidate, own))
-        stated_s = at_most_s / self.cores.least_speed([candidate for candidate, _ in asked])
-        for (candidate, own), is_slow in zip(asked, impossible(rows, stated_s).tolist(), strict=True):
+        for (candidate, own), is_slow in zip(asked, impossible(rows, at_most_s).tolist(), strict=True):
             if is_slow:  # so is each by its own row, now or asked for in less time: the certificate depends on that
                 self._bounds |= {(candidate, id(draft)): (at_most_s, False) for draft in own}
 
-    def _is_priced(self, candidate: Candidate, draft: Draft) -> bool:
+    def _is_priced(self, candidate: Candidate, draft: TypedLayout) -> bool:
         return self._bounds[candidate, id(draft)][1]
 
-    def _price(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
+    def _price(self, pairs: Sequence[tuple[Candidate, TypedLayout]], at_most_s: float) -> None:
         """Bounds of candidates in layouts: of priced blocks where a first bound is below ``at_most_s``."""
         asked = []
         for candidate, draft in self._open(pairs, at_most_s):
@@ -158,13 +159,15 @@ class Bounding(FirstBounding):
             return
         makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
-        some, options = [c for c, _, _ in asked], [option for _, _, option in asked]
-        found = self._row_bounds_s(some, rows, at_most_s, options=options)
+        some = [c for c, _, _ in asked]
+        found = self._row_bounds_s(some, rows, at_most_s)
         for (candidate, draft, _), bound in zip(asked, found, strict=True):
             known, _ = self._bounds[candidate, id(draft)]
             self._bounds[candidate, id(draft)] = (max(bound, known), True)
 
-    def _open(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> list[tuple[Candidate, Draft]]:
+    def _open(
+        self, pairs: Sequence[tuple[Candidate, TypedLayout]], at_most_s: float
+    ) -> list[tuple[Candidate, TypedLayout]]:
         """Those that are not priced, with a first bound below ``at_most_s``."""
         found = []
         for candidate, draft in pairs:
@@ -176,7 +179,7 @@ class Bounding(FirstBounding):
                 found.append((candidate, draft))
         return found
 
-    def _tell_slow(self, pairs: Sequence[tuple[Candidate, Draft]], at_most_s: float) -> None:
+    def _tell_slow(self, pairs: Sequence[tuple[Candidate, TypedLayout]], at_most_s: float) -> None:
         """Another first bound of those that take no less than ``at_most_s`` by the times and parameters of their blocks."""
         if math.isinf(at_most_s):
             return
@@ -187,7 +190,7 @@ class Bounding(FirstBounding):
             if bound >= at_most_s:
                 self._bounds[c, id(draft)] = (bound, False)
 
-    def _drafted_row(self, candidate: Candidate, draft: Draft) -> Row:
+    def _drafted_row(self, candidate: Candidate, draft: TypedLayout) -> Row:
         """Of a layout before it is priced."""
         ideal = self._ideal_row(candidate)
         assert isinstance(ideal, Row)
@@ -195,27 +198,25 @@ class Bounding(FirstBounding):
         step = self.step(candidate, whole)
         return self.least_rows_of(candidate).drafted(candidate, ideal, draft, whole, step, needs)
 
-    def _bound(self, candidate: Candidate, draft: Draft, at_most_s: float = 0.0) -> tuple[float, bool]:
+    def _bound(self, candidate: Candidate, draft: TypedLayout, at_most_s: float = 0.0) -> tuple[float, bool]:
         self._price([(candidate, draft)], at_most_s)
         return self._bounds[candidate, id(draft)]
 
-    def _drafts(self, candidate: Candidate) -> tuple[Draft, ...]:
+    def _drafts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
         """Its layouts before they are priced; none where there is none, which its evaluation explains."""
         try:
-            return self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+            return self.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
         except InfeasibleError:
             return ()
 
-    def _draft_s(self, candidate: Candidate, draft: Draft) -> float:
+    def _draft_s(self, candidate: Candidate, draft: TypedLayout) -> float:
         if not draft.time_s and not self.placed.has(candidate):
             return 0.0
         whole = self._whole(candidate)
         step = self._whole_step(candidate, whole)
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
-        return self.cores.work_s(
-            candidate, self.rows_of(candidate).draft_s(candidate, draft, whole, step), draft.time_s
-        )
+        return self.rows_of(candidate).draft_s(candidate, draft, whole, step)
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""

@@ -11,7 +11,6 @@ from autopar.cost.model import CostModel, Step
 from autopar.graph.ir import Graph
 from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.bounds import PRECISION
-from autopar.planner.bounds.cores import SharedCores
 from autopar.planner.bounds.least_rows import LeastRows
 from autopar.planner.bounds.mixed_bounds import mixed_bounds
 from autopar.planner.bounds.mixed_rows import MixedRow
@@ -19,7 +18,7 @@ from autopar.planner.bounds.rough import Rough
 from autopar.planner.bounds.row_bounds import row_bounds
 from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.model_stats import flops_per_sample, tokens_per_sample
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.host_offload import first_bound_s
@@ -59,7 +58,6 @@ class FirstBounding:
         self.moving_rows.moves = True
         """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
         self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
-        self.cores = SharedCores(model, weakly(self.step), weakly(self._whole))
         self.rough = Rough(self.least_rows, self.layouts, weakly(self.step), is_even=space.equal_stages)
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
@@ -82,7 +80,7 @@ class FirstBounding:
         """Whether each candidate has one layout, by a rule, and ranks are alike; then work is divided as in the ideal."""
         return self.layouts.by_rule and not self.differs and self.model.measured is None
 
-    def step(self, candidate: Candidate, option: Option) -> Step:
+    def step(self, candidate: Candidate, option: PricedLayout) -> Step:
         """How the cost model sees a candidate."""
         return Step(
             mesh=candidate.mesh,
@@ -101,17 +99,17 @@ class FirstBounding:
 
     def work_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate of :attr:`by_rule` seconds of its work alone, without a row; infinite where it cannot fit."""
-        return [self.cores.work_s(c, *self.rough.work_s(c)) for c in candidates]
+        return [self.rough.work_s(c)[0] for c in candidates]
 
     def data_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """As :meth:`work_bounds_s`, of what may fit, with the data axes."""
-        return [self.cores.work_s(c, *self.rough.data_s(c)) for c in candidates]
+        return [self.rough.data_s(c)[0] for c in candidates]
 
     def moved_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> dict[Candidate, float]:
         """As :meth:`data_bounds_s`, with the least of collectives on ``tp``, of those that this makes ``at_most_s`` or more."""
         if not self.by_rule or math.isinf(at_most_s):
             return {}
-        found = {c: self.cores.work_s(c, *self.rough.moved_s(c)) for c in candidates if c.mesh.tp > 1 and not c.on_host}
+        found = {c: self.rough.moved_s(c)[0] for c in candidates if c.mesh.tp > 1 and not c.on_host}
         return {c: bound_s for c, bound_s in found.items() if at_most_s <= bound_s}
 
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
@@ -147,7 +145,7 @@ class FirstBounding:
         rows = [self._ideal_row(candidate) for candidate in plain]
         bounds_s = self._row_bounds_s(plain, rows, precision=COARSE)
         found = dict(zip(plain, bounds_s, strict=True))
-        found |= {c: self.cores.work_s(c, self._first_s(c), 0.0) for c in placed}
+        found |= {c: self._first_s(c) for c in placed}
         return [found[c] if c in found else self._offloaded_s(c) if c.on_host else math.inf for c in candidates]
 
     def _first_s(self, candidate: Candidate) -> float:
@@ -180,7 +178,6 @@ class FirstBounding:
         rows: Sequence[Row | MixedRow],
         at_most_s: float = math.inf,
         *,
-        options: Sequence[Option] | None = None,
         precision: float = PRECISION,
         settles: bool = False,
         is_rough: bool = False,
@@ -189,22 +186,18 @@ class FirstBounding:
 
         Args:
             at_most_s: of a step.
-            options: the layouts of the rows; None: each is below several.
             is_rough: those whose devices differ are coarse, and only tested where there is a time to be below.
         """
-        stated_s = at_most_s / self.cores.least_speed(candidates)
-        mixed = partial(mixed_bounds, at_most_s=stated_s)
+        mixed = partial(mixed_bounds, at_most_s=at_most_s)
         if is_rough:
             mixed = partial(mixed, only_test=True, precision=ROUGH)
-        quickest = self.cores.quickest(candidates, rows)
-        found = row_bounds(quickest, at_most_s, precision=precision, settles=settles, mixed=mixed)
-        return self.cores.rows_s(candidates, found, rows, options)
+        return row_bounds(rows, at_most_s, precision=precision, settles=settles, mixed=mixed)
 
-    def _whole(self, candidate: Candidate) -> Option:
+    def _whole(self, candidate: Candidate) -> PricedLayout:
         """The layout of its micro-batch with neither ``cp`` nor ``tp``."""
         return self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
 
-    def _whole_step(self, candidate: Candidate, whole: Option) -> Step:
+    def _whole_step(self, candidate: Candidate, whole: PricedLayout) -> Step:
         """A candidate's step in the layout of its micro-batch with neither ``cp`` nor ``tp``."""
         found = self._whole_steps.get(candidate)
         if found is None:
@@ -224,11 +217,10 @@ class FirstBounding:
         ideal = self._ideal_row(twin)
         assert isinstance(ideal, Row)
         if not candidate.offload:
-            return self.cores.work_s(candidate, first_bound_s(candidate, ideal, 0.0), ideal.total_s)
+            return first_bound_s(candidate, ideal, 0.0)
         key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
         if key not in self._host_s:
             whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
             here, there = (self.rows.once_s(whole, self.step(c, whole)) for c in (twin, candidate))
             self._host_s[key] = there - here
-        bound_s = first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)
-        return self.cores.work_s(candidate, bound_s, ideal.total_s)
+        return first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)

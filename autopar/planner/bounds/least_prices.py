@@ -13,7 +13,7 @@ from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, least_and_most_done
 from autopar.planner.bounds.flow import least_flow_s
 from autopar.planner.bounds.lines import again_prices
-from autopar.planner.layouts.types import Draft, Option
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.equal_blocks import EqualBlocks
 
@@ -48,15 +48,15 @@ class LeastPrices(EqualBlocks):
         self._lean: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._private: dict[int, tuple[BlockCost, BlockCost]] = {}
         self._ideal: dict[tuple[int, tuple[Recompute, ...], int], tuple[BlockCost, dict[str, float]]] = {}
-        self._held: dict[int, tuple[Option, float]] = {}  # the layout is kept too, so that its id stays its own
-        self._prices: dict[tuple[object, ...], tuple[Option, list[BlockPrice], list[float]]] = {}  # likewise
-        self._counted: dict[tuple[int, bool], tuple[Option, list[BlockCost], tuple[ParameterCost, ...]]] = {}
+        self._held: dict[int, tuple[PricedLayout, float]] = {}  # the layout is kept too, so that its id stays its own
+        self._prices: dict[tuple[object, ...], tuple[PricedLayout, list[BlockPrice], list[float]]] = {}  # likewise
+        self._counted: dict[tuple[int, bool], tuple[PricedLayout, list[BlockCost], tuple[ParameterCost, ...]]] = {}
 
-    def private_costs(self, option: Option, *, is_lean: bool = True) -> list[BlockCost]:
+    def private_costs(self, option: PricedLayout, *, is_lean: bool = True) -> list[BlockCost]:
         costs = self._lean_costs(option) if is_lean else option.costs
         return [costs[0], *(self.without_shared(cost) for cost in costs[1:])]
 
-    def _lean_costs(self, option: Option) -> list[BlockCost]:
+    def _lean_costs(self, option: PricedLayout) -> list[BlockCost]:
         """As if blocks kept nothing where what some of their class keep lives on the host."""
         found = []
         for cost, moved in zip(option.costs, self.is_moved, strict=True):
@@ -65,7 +65,7 @@ class LeastPrices(EqualBlocks):
             found.append(self._lean[id(cost)][1] if moved else cost)
         return found
 
-    def ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
+    def ideal_prices(self, mesh: Mesh, whole: PricedLayout, step: Step) -> list[BlockPrice]:
         """Prices of the blocks of the compact graph if ``cp`` and ``tp`` divided everything and sent nothing.
 
         Args:
@@ -76,7 +76,7 @@ class LeastPrices(EqualBlocks):
             self._prices[key] = (whole, self._ideal_prices(mesh, whole, step), [])
         return self._prices[key][1]
 
-    def _ideal_prices(self, mesh: Mesh, whole: Option, step: Step) -> list[BlockPrice]:
+    def _ideal_prices(self, mesh: Mesh, whole: PricedLayout, step: Step) -> list[BlockPrice]:
         known: dict[tuple[int, tuple[Recompute, ...]], BlockPrice] = {}
         prices = []
         for cost, modes in zip(self.private_costs(whole), self.modes, strict=True):
@@ -125,7 +125,7 @@ class LeastPrices(EqualBlocks):
             **again_prices([seconds[mode] for mode in modes], kept),
         }
 
-    def draft_s(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
+    def draft_s(self, candidate: Candidate, draft: TypedLayout, whole: PricedLayout, step: Step) -> float:
         """The bound of a candidate in a layout that is not priced yet; infinite where it cannot fit.
 
         Collectives of data axes are left out, and the memory of all pipeline ranks is taken together.
@@ -140,28 +140,28 @@ class LeastPrices(EqualBlocks):
         once_s = self.once_s(whole, step) / mesh.tp
         return max(least_flow_s(draft.time_s, m, mesh.pp, stages), (m * draft.time_s + once_s) / mesh.pp)
 
-    def draft_bytes(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> float:
+    def draft_bytes(self, candidate: Candidate, draft: TypedLayout, whole: PricedLayout, step: Step) -> float:
         """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
         return self.model.state_bytes_per_element(step) * draft.numel + self.least_held_bytes(candidate, whole)
 
-    def least_held_bytes(self, candidate: Candidate, whole: Option) -> float:
+    def least_held_bytes(self, candidate: Candidate, whole: PricedLayout) -> float:
         """The least that all pipeline ranks keep together between forwards and backwards."""
         return self._least_held(whole) * least_held(candidate) / (candidate.mesh.cp * candidate.mesh.tp)
 
-    def once_s(self, whole: Option, step: Step) -> float:
+    def once_s(self, whole: PricedLayout, step: Step) -> float:
         """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""
         found = 0.0
         for k, (cost, n) in enumerate(zip(whole.costs, self.counts, strict=True)):
             found += n * self.model.block_once_s(self.without_shared(cost) if k else cost, step)
         return found
 
-    def last_bytes(self, whole: Option) -> int:
+    def last_bytes(self, whole: PricedLayout) -> int:
         """What one rank that has all blocks whole needs in passing at the last one's peak, over the least that they keep."""
         last, modes = whole.costs[-1], self.modes[-1]
         least = min(_least_kept(last, mode) for mode in modes)
         return min(_least_passing(last, mode) + _least_kept(last, mode) for mode in modes) - least
 
-    def _least_held(self, whole: Option) -> float:
+    def _least_held(self, whole: PricedLayout) -> float:
         """Bytes of one micro-batch between forward and backward at least, of all blocks."""
         if id(whole) not in self._held:
             kept = [

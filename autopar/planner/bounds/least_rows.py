@@ -19,7 +19,7 @@ from autopar.layout import I, Type
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.lines import again_prices, least_of
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import Draft, Option
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.layouts.uncounted import Needs
 from autopar.planner.space.candidates import Candidate
 
@@ -65,16 +65,18 @@ class LeastRows:
 
     def __init__(self, rows: RowMaker) -> None:
         self.rows, self.model = rows, rows.model
-        self._places: dict[int, tuple[Option, tuple[int, ...]]] = {}  # the layout is kept, so that its id stays its own
+        self._places: dict[
+            int, tuple[PricedLayout, tuple[int, ...]]
+        ] = {}  # the layout is kept, so that its id stays its own
         self._same: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
-        self._whole: dict[int, tuple[Option, list[BlockCost]]] = {}  # likewise
+        self._whole: dict[int, tuple[PricedLayout, list[BlockCost]]] = {}  # likewise
         self._parts: dict[tuple[object, ...], BlockCost] = {}
         self._added: dict[tuple[object, ...], list[_Added]] = {}
-        self._ideal: dict[tuple[object, ...], tuple[Option, list[BlockPrice], Row]] = {}  # likewise
+        self._ideal: dict[tuple[object, ...], tuple[PricedLayout, list[BlockPrice], Row]] = {}  # likewise
         self._numel: dict[tuple[int, ...], float] = {}
-        self._state: dict[tuple[object, ...], tuple[Option, float]] = {}  # likewise
+        self._state: dict[tuple[object, ...], tuple[PricedLayout, float]] = {}  # likewise
         self._drafted: dict[
-            tuple[object, ...], tuple[Draft, tuple[BlockPrice, ...], float, float, float, float]
+            tuple[object, ...], tuple[TypedLayout, tuple[BlockPrice, ...], float, float, float, float]
         ] = {}  # likewise
 
     # --- the best of all layouts
@@ -82,8 +84,8 @@ class LeastRows:
     def is_too_large(
         self,
         candidate: Candidate,
-        whole: Option,
-        step_of: Callable[[Candidate, Option], Step],
+        whole: PricedLayout,
+        step_of: Callable[[Candidate, PricedLayout], Step],
         beside_bytes: float = 0.0,
     ) -> bool:
         """Whether all pipeline ranks together cannot hold a candidate in any layout.
@@ -100,7 +102,7 @@ class LeastRows:
         held = self.rows.least_held_bytes(candidate, whole)
         return self._state[key][1] + held + beside_bytes > self.rows.limit_bytes * mesh.pp
 
-    def _numel_of(self, whole: Option) -> float:
+    def _numel_of(self, whole: PricedLayout) -> float:
         """Trained elements of all blocks, experts over data ranks left out."""
         costs = self._costs(whole)
         key = tuple([id(cost.parameters) for cost in costs])  # kept, and the same ones for all micro-batches
@@ -111,7 +113,7 @@ class LeastRows:
             self._numel[key] = total
         return self._numel[key]
 
-    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> Row:
+    def ideal(self, candidate: Candidate, whole: PricedLayout, step: Step) -> Row:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing.
 
         Args:
@@ -127,7 +129,7 @@ class LeastRows:
             stage_gathers_s=(0.0,) * (candidate.mesh.pp * candidate.virtual_stages + 1),
         )
 
-    def _ideal_of(self, candidate: Candidate, whole: Option, step: Step) -> tuple[list[BlockPrice], Row]:
+    def _ideal_of(self, candidate: Candidate, whole: PricedLayout, step: Step) -> tuple[list[BlockPrice], Row]:
         """Prices of the blocks, and a row, which but for the schedule is that of all candidates of these prices."""
         key = (id(whole), candidate.mesh, *_kind(step))
         if key not in self._ideal:
@@ -145,7 +147,13 @@ class LeastRows:
         return self._ideal[key][1:]
 
     def least(
-        self, candidate: Candidate, ideal: Row, whole: Option, step: Step, total_s: float, least_s: Sequence[float]
+        self,
+        candidate: Candidate,
+        ideal: Row,
+        whole: PricedLayout,
+        step: Step,
+        total_s: float,
+        least_s: Sequence[float],
     ) -> Row:
         """An ideal row at times of work that no layout goes below.
 
@@ -172,7 +180,13 @@ class LeastRows:
     # --- a draft
 
     def drafted(
-        self, candidate: Candidate, ideal: Row, draft: Draft, whole: Option, step: Step, needs: Sequence[Needs] = ()
+        self,
+        candidate: Candidate,
+        ideal: Row,
+        draft: TypedLayout,
+        whole: PricedLayout,
+        step: Step,
+        needs: Sequence[Needs] = (),
     ) -> Row:
         """A candidate in a layout with times and parameters of its blocks, but messages as in the best of all.
 
@@ -201,7 +215,7 @@ class LeastRows:
         )
 
     def _drafted_prices(
-        self, candidate: Candidate, draft: Draft, whole: Option, step: Step, needs: Sequence[Needs]
+        self, candidate: Candidate, draft: TypedLayout, whole: PricedLayout, step: Step, needs: Sequence[Needs]
     ) -> tuple[tuple[BlockPrice, ...], float, float, float, float]:
         """Of the first block, the last one, and the least of the largest group; of all their time, what they do once, gathers.
 
@@ -249,7 +263,7 @@ class LeastRows:
 
     # --- parameters
 
-    def _split(self, whole: Option, step: Step) -> tuple[list[BlockCost], list[_Added]]:
+    def _split(self, whole: PricedLayout, step: Step) -> tuple[list[BlockCost], list[_Added]]:
         """Blocks with one part of each of their parameters on ``tp``, and what the data axes add to them."""
         parted = [self._part(cost, step.mesh.tp) for cost in self._costs(whole)]
         key = (*map(id, parted), *_kind(step))
@@ -260,7 +274,7 @@ class LeastRows:
             self._added[key] = [made[id(cost), k * depends] for k, cost in enumerate(parted)]
         return parted, self._added[key]
 
-    def floors_s(self, whole: Option, step: Step) -> tuple[float, float]:
+    def floors_s(self, whole: PricedLayout, step: Step) -> tuple[float, float]:
         """What the data axes add to all blocks at the least, to each micro-batch and once a step.
 
         Args:
@@ -294,7 +308,7 @@ class LeastRows:
             found += data.gathers_always * unit.gather_s + data.reduces_always * unit.reduce_s
         return found
 
-    def _costs(self, whole: Option) -> list[BlockCost]:
+    def _costs(self, whole: PricedLayout) -> list[BlockCost]:
         """The blocks of a layout, those with equal parameters that bring the same ones as one object."""
         if id(whole) not in self._whole:
             costs = self.rows.private_costs(whole)
@@ -327,7 +341,7 @@ class LeastRows:
             self._parts[key] = replaced(cost, parameters=tuple(found))
         return self._parts[key]
 
-    def _largest(self, whole: Option) -> tuple[int, ...]:
+    def _largest(self, whole: PricedLayout) -> tuple[int, ...]:
         if id(whole) not in self._places:
             self._places[id(whole)] = whole, self.rows.largest(whole)
         return self._places[id(whole)][1]

@@ -19,7 +19,7 @@ from autopar.planner.bounds.lines import NOTHING, again_prices, least_of
 from autopar.planner.bounds.mixed_rows import PlaceRow
 from autopar.planner.bounds.once import at_both_ends, least_sums_s
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 
 
@@ -37,7 +37,7 @@ class Works:
         costs_of: for each block those in these layouts, of equal parameters one.
     """
 
-    options: tuple[Option, ...]
+    options: tuple[PricedLayout, ...]
     prices: tuple[BlockPrice, ...]
     behind_s: tuple[float, ...]
     longest_s: float
@@ -79,12 +79,12 @@ class PlaceRows(RowMaker):
         self._known_ends: dict[tuple[int, int], _Ends] = {}
         self._works: dict[tuple[int, ...], Works] = {}
         self._known_axes: dict[tuple[object, ...], tuple[BlockCost, _Axes]] = {}
-        self._known_static: dict[tuple[object, ...], tuple[Option, float]] = {}
+        self._known_static: dict[tuple[object, ...], tuple[PricedLayout, float]] = {}
         self._known_sums: dict[tuple[object, ...], tuple[Sequence[BlockCost], list[float]]] = {}
 
     # --- prices
 
-    def works(self, options: Sequence[Option]) -> Works:
+    def works(self, options: Sequence[PricedLayout]) -> Works:
         """Of the devices of this part; of several layouts the least of each block."""
         key = tuple(map(id, options))
         if key not in self._works:
@@ -94,7 +94,7 @@ class PlaceRows(RowMaker):
             )
         return self._works[key]
 
-    def _made_works(self, option: Option) -> Works:
+    def _made_works(self, option: PricedLayout) -> Works:
         shared = at_both_ends(option.costs)
         costs = self.private_costs(option)
         if shared:  # the rank of the last block has no other that brings these
@@ -166,7 +166,7 @@ class PlaceRows(RowMaker):
             self._known_sums[key] = costs, least_sums_s(self.model, costs, self.counts, step, others=True)
         return self._known_sums[key][1]
 
-    def ideal_static_bytes(self, whole: Option, step: Step) -> float:
+    def ideal_static_bytes(self, whole: PricedLayout, step: Step) -> float:
         """Of each block of the group, as :meth:`ideal_prices` has them."""
         key = (id(whole), step.mesh, step.zero_stage, step.num_micro_batches, step.offload)
         if key not in self._known_static:  # the layout is kept, so that its id stays its own

@@ -13,14 +13,14 @@ from autopar.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.linear import Every, Kind, LinearProgram
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 
 LONGEST: tuple[tuple[int, Recompute], ...] = ((0, "none"), (1, "full"))
 """Forward and backward, each in the mode in which it takes longest."""
 
 
-def program(rows: RowMaker, candidate: Candidate, option: Option, step: Step) -> LinearProgram:
+def program(rows: RowMaker, candidate: Candidate, option: PricedLayout, step: Step) -> LinearProgram:
     """The program of a candidate in a layout."""
     costs, prices, _ = rows.priced(option, step)
     modes = [tuple(sorted(own, key=RECOMPUTES.index)) for own in rows.modes]

@@ -15,7 +15,7 @@ from autopar.cost.model import Step
 from autopar.planner.bounds.flow import least_flow_s
 from autopar.planner.bounds.least_rows import LeastRows
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Option, split_of
+from autopar.planner.layouts.types import PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 
 ROUNDING = 1e-9
@@ -47,10 +47,10 @@ class Rough:
     """
 
     def __init__(
-        self, rows: LeastRows, layouts: Layouts, step_of: Callable[[Candidate, Option], Step], *, is_even: bool
+        self, rows: LeastRows, layouts: Layouts, step_of: Callable[[Candidate, PricedLayout], Step], *, is_even: bool
     ) -> None:
         self.rows, self.layouts, self.step_of, self.is_even = rows, layouts, step_of, is_even
-        self._works: dict[int, tuple[Option, _Work]] = {}  # the layout is kept, so that its id stays its own
+        self._works: dict[int, tuple[PricedLayout, _Work]] = {}  # the layout is kept, so that its id stays its own
 
     def work_s(self, candidate: Candidate) -> tuple[float, float]:
         """The bound by work alone, infinite where the candidate cannot fit; and seconds of a micro-batch through all stages."""
@@ -83,18 +83,18 @@ class Rough:
     def moved_s(self, candidate: Candidate) -> tuple[float, float]:
         """As :meth:`data_s`, with the least of collectives on ``tp``."""
         return self.data_s(
-            candidate, self.layouts.solving.least_moved_s(split_of(candidate.micro_batch_size, candidate.mesh))
+            candidate, self.layouts.solving.least_moved_s(layout_key_of(candidate.micro_batch_size, candidate.mesh))
         )
 
-    def _whole(self, candidate: Candidate) -> Option:
+    def _whole(self, candidate: Candidate) -> PricedLayout:
         return self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
 
-    def _work(self, whole: Option) -> _Work:
+    def _work(self, whole: PricedLayout) -> _Work:
         if id(whole) not in self._works:
             self._works[id(whole)] = whole, self._work_of(whole)
         return self._works[id(whole)][1]
 
-    def _work_of(self, whole: Option) -> _Work:
+    def _work_of(self, whole: PricedLayout) -> _Work:
         maker = self.rows.rows
         times = [cost.forward_s + cost.backward_s for cost in whole.costs]
         total_s = sum(n * time_s for n, time_s in zip(maker.counts, times, strict=True))

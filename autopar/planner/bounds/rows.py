@@ -17,7 +17,7 @@ from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.least_prices import LeastPrices
 from autopar.planner.bounds.lines import NOTHING, again_prices, least_of, moving_price
 from autopar.planner.bounds.once import at_both_ends, least_sums_s, tie_s
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 
 
@@ -33,7 +33,7 @@ class RowMaker(LeastPrices):
             found[k].add((before, after))
         return found
 
-    def exact(self, candidate: Candidate, option: Option, step: Step) -> Row:
+    def exact(self, candidate: Candidate, option: PricedLayout, step: Step) -> Row:
         """A candidate in a layout."""
         costs, prices, alone_s = self.priced(option, step)
         sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
@@ -50,7 +50,7 @@ class RowMaker(LeastPrices):
             most=self.most_blocks(option, row.pp * row.virtual_stages) if row.virtual_stages > 1 else math.inf,
         )
 
-    def priced(self, option: Option, step: Step) -> tuple[list[BlockCost], list[BlockPrice], list[float]]:
+    def priced(self, option: PricedLayout, step: Step) -> tuple[list[BlockCost], list[BlockPrice], list[float]]:
         """Blocks of the compact graph with the parameters that count for them, and their prices as in :meth:`exact_prices`.
 
         With sums of gradients, and what both ends of a pipeline have.
@@ -61,7 +61,7 @@ class RowMaker(LeastPrices):
         )
         return costs, prices, alone_s
 
-    def _counted_costs(self, option: Option, step: Step) -> tuple[list[BlockCost], tuple[ParameterCost, ...]]:
+    def _counted_costs(self, option: PricedLayout, step: Step) -> tuple[list[BlockCost], tuple[ParameterCost, ...]]:
         """Blocks of the compact graph with the parameters that count for them, and those that both ends of a pipeline have."""
         key = id(option), step.mesh.pp > 1
         if key not in self._counted:  # the layout is kept, so that its id stays its own
@@ -73,7 +73,7 @@ class RowMaker(LeastPrices):
         return self._counted[key][1:]
 
     def _summed_prices(
-        self, option: Option, costs: Sequence[BlockCost], shared: Sequence[ParameterCost], step: Step
+        self, option: PricedLayout, costs: Sequence[BlockCost], shared: Sequence[ParameterCost], step: Step
     ) -> tuple[list[BlockPrice], list[float]]:
         prices, alone_s = self._exact_prices(costs, step)
         sums_s = self._sums_s(costs, prices, self.largest(option), step)
@@ -98,14 +98,14 @@ class RowMaker(LeastPrices):
         """What the first and the last rank take to sum the gradients of parameters that both have."""
         return tie_s(self.model, shared, step)
 
-    def exact_prices(self, option: Option, step: Step) -> tuple[list[BlockPrice], list[float]]:
+    def exact_prices(self, option: PricedLayout, step: Step) -> tuple[list[BlockPrice], list[float]]:
         """Of the blocks of the compact graph in a layout; and what their first gathers take longer with no forward beside."""
         return self._known_prices(
             option, step, "alone", lambda: self._exact_prices(self.private_costs(option, is_lean=not self.moves), step)
         )
 
     def _known_prices(
-        self, option: Option, step: Step, kind: str, made: Callable[[], tuple[list[BlockPrice], list[float]]]
+        self, option: PricedLayout, step: Step, kind: str, made: Callable[[], tuple[list[BlockPrice], list[float]]]
     ) -> tuple[list[BlockPrice], list[float]]:
         """Prices that were made before: they are the same whatever the schedule."""
         key = (

@@ -15,12 +15,16 @@ from autopar.cost.model import Step
 from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 
 
 def unstaged(
-    rows: RowMaker, candidate: Candidate, option: Option, step: Step, step_s: Callable[[Sequence[Recompute]], float]
+    rows: RowMaker,
+    candidate: Candidate,
+    option: PricedLayout,
+    step: Step,
+    step_s: Callable[[Sequence[Recompute]], float],
 ) -> Row:
     """The row of a candidate with one stage, with what every step of it takes besides.
 

@@ -27,7 +27,7 @@ from autopar.planner.branch_and_bound.mixed_closing import key_of_candidate
 from autopar.planner.branch_and_bound.process_group import Crew
 from autopar.planner.branch_and_bound.rounds import Question, Rounds, Sampled
 from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Evaluator, Misfit
-from autopar.planner.layouts.types import Split
+from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Outcome, Progress
 from autopar.planner.space.candidates import Candidate
 from autopar.weak import weakly
@@ -307,7 +307,7 @@ class OuterSearch:
         """Asked of the process that has worked out a candidate's layouts."""
         return self.crew.of_owner(self.turns.split(index), ask)
 
-    def _owns(self, split: Split) -> bool:
+    def _owns(self, split: LayoutKey) -> bool:
         return self.crew.owner(split) == self.crew.rank
 
     def _explain_misfits(self) -> None:

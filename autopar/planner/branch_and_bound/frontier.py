@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from autopar.planner.branch_and_bound.process_group import Crew
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import Split, split_of
+from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
 
 ROUGH = -1
@@ -62,18 +62,18 @@ class BestFirst:
     ) -> None:
         self.evaluator, self.pool, self.crew, self.best_s, self.dives = evaluator, pool, crew, best_s, dives
         self.bounds: dict[Candidate, float] = {}
-        self.parts: dict[Split, list[int]] = {}
-        self._splits: dict[int, Split] = {}
+        self.parts: dict[LayoutKey, list[int]] = {}
+        self._splits: dict[int, LayoutKey] = {}
         self._heap: list[tuple[float, int, int]] = []
         self._level: dict[int, int] = {}
         self._given: set[int] = set()
         by_rule = evaluator.by_rule
         self._rough = [by_rule and not candidate.on_host for candidate in pool]
 
-    def split(self, index: int) -> Split:
+    def split(self, index: int) -> LayoutKey:
         """Equal for candidates that share their layouts."""
         if index not in self._splits:
-            self._splits[index] = split_of(self.pool[index].micro_batch_size, self.pool[index].mesh)
+            self._splits[index] = layout_key_of(self.pool[index].micro_batch_size, self.pool[index].mesh)
         return self._splits[index]
 
     def begin(self) -> None:
@@ -92,7 +92,7 @@ class BestFirst:
             self.evaluator.layouts.know(options)
         self.bounds |= {candidate: first[i] for i, candidate in enumerate(self.pool)}
         self.evaluator.know_ideal_bounds({self.pool[i]: first[i] for i in first if not self._is_rough(i)})
-        alike: dict[Split, list[int]] = {}
+        alike: dict[LayoutKey, list[int]] = {}
         for i, candidate in enumerate(self.pool):
             if math.isfinite(self.bounds[candidate]):
                 alike.setdefault(self.split(i), []).append(i)

@@ -17,7 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.plan import BUCKET_BYTES, Memory, Prediction
 from autopar.planner.bounds.bounding import load_of
 from autopar.planner.bounds.closer import ROUNDING, Closer
-from autopar.planner.layouts.types import Draft, Option, split_of
+from autopar.planner.layouts.types import PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.model_stats import readable
 from autopar.planner.sharding.every import every_cut
 from autopar.planner.space.candidates import Candidate
@@ -48,7 +48,7 @@ class Evaluation:
     """
 
     candidate: Candidate
-    option: Option
+    option: PricedLayout
     stops: tuple[int, ...]
     modes: tuple[Way, ...]
     prediction: Prediction
@@ -81,9 +81,8 @@ class Evaluator(Closer):
             return self._done[candidate]
         best: Evaluation | None = None
         failures: list[Failure] = []
-        speed = self.cores.speed(candidate)
         try:
-            left = [*self.layouts.drafts(split_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
+            left = [*self.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
             while left:
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
                 draft = self._next(candidate, left, least, is_first=not (best or failures))
@@ -93,7 +92,7 @@ class Evaluator(Closer):
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, self.layouts.option(draft), least / speed, fits=bound < float("inf"))
+                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -113,7 +112,9 @@ class Evaluator(Closer):
         reason = f"memory: needs {self._needs(least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
-    def _next(self, candidate: Candidate, left: Sequence[Draft], at_most_s: float, *, is_first: bool) -> Draft:
+    def _next(
+        self, candidate: Candidate, left: Sequence[TypedLayout], at_most_s: float, *, is_first: bool
+    ) -> TypedLayout:
         """Of layouts the one of the least bound, which is priced if it may take less than ``at_most_s``.
 
         The first one alone, and then all that by their first bounds may take less than the plans that there are.
@@ -153,7 +154,9 @@ class Evaluator(Closer):
         self._done[found.candidate] = found
         return found
 
-    def _plan(self, candidate: Candidate, option: Option, at_most_s: float, *, fits: bool) -> Evaluation | Failure:
+    def _plan(
+        self, candidate: Candidate, option: PricedLayout, at_most_s: float, *, fits: bool
+    ) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
         step = self.step(candidate, option)
         if self.placed.has(candidate):
@@ -166,17 +169,17 @@ class Evaluator(Closer):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         few = self._best_of_few(candidate, option, step, at_most_s)
         if few is not None:
-            at_most_s = min(at_most_s, few.prediction.step_time_s / self.cores.speed(candidate))
+            at_most_s = min(at_most_s, few.prediction.step_time_s)
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None or (few is not None and best[0].step_time_s >= few.prediction.step_time_s):
             return few or next((f for f in failures if f.is_slow), failures[0])
         return self._bucketed(candidate, option, best[1].cut, step, best[0])
 
     def _quickest(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> tuple[tuple[Prediction, Fitting] | None, list[Failure]]:
         """Of the cuts of a layout the quickest that fits, and that with other blocks recomputed; and why others do not."""
-        model, speed = self.placed.ordered(candidate), self.cores.speed(candidate)
+        model = self.placed.ordered(candidate)
         bound = partial(busy_s, pp=candidate.mesh.pp, num_micro_batches=candidate.num_micro_batches, with_once=True)
         best: tuple[Prediction, Fitting] | None = None
         plans: list[tuple[Sequence[StageCutter], Fitting]] = []
@@ -187,7 +190,7 @@ class Evaluator(Closer):
             nonlocal late_s
             prediction = model.predict(plan.made, step, memory=plan.memory)
             # what follows has to be quicker still
-            late_s = min(late_s, prediction.step_time_s / speed * (1 + ROUNDING))
+            late_s = min(late_s, prediction.step_time_s * (1 + ROUNDING))
             return prediction, plan
 
         for own, fits in self._tries(candidate, option, step, cutters, at_most_s):
@@ -216,7 +219,7 @@ class Evaluator(Closer):
         return best, failures
 
     def _turns(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], plan: Fitting,
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], plan: Fitting,
         late_s: float,
     ) -> list[tuple[float, int, Cut]]:  # fmt: skip
         """The cut of a plan with other blocks of its virtual stages recomputed; none where all take ``late_s`` at least.
@@ -250,11 +253,11 @@ class Evaluator(Closer):
         return not is_plain and bool({"selective", "full"} & {*cut.modes})
 
     def _tries(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> Iterator[tuple[Sequence[StageCutter], Callable[[float], Fitting | Failure]]]:
         """What a candidate's stages are cut by, each with what gives the cut of one of :meth:`_ways` up to a time.
 
-        Where ranks differ, cuts are sought by hand; where they share cores, among all. Those of virtual stages say what recomputes; where such a one does not fit,
+        Where ranks differ, cuts are sought by hand. Those of virtual stages say what recomputes; where such a one does not fit,
         those without selective recompute are tried too.
         """
         is_mixed = self.placed.has(candidate)
@@ -265,11 +268,6 @@ class Evaluator(Closer):
                 yield cutters, partial(self.cuts.lightened, candidate, option, step, cutters, found)
                 return
         fits = partial(self.cuts.fits, candidate, option, step)
-        if self.core_cuts.has(candidate):
-            ways = self._ways(candidate, option, step, self.placed)
-            tries = self.core_cuts.tries(candidate, option, step, ways, partial(fits, cutters, at_most_s))
-            yield from ((cutters, own) for own in tries)
-            return
         for way in self._ways(candidate, option, step, self.placed):
             yield cutters, partial(fits, cutters, at_most_s, way)
         plain = self.placed.plain
@@ -279,7 +277,7 @@ class Evaluator(Closer):
                 yield own, partial(fits, own, at_most_s, way)
 
     def _ways(
-        self, candidate: Candidate, option: Option, step: Step, placed: Placed
+        self, candidate: Candidate, option: PricedLayout, step: Step, placed: Placed
     ) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
@@ -292,7 +290,7 @@ class Evaluator(Closer):
         return [None]
 
     def _bucketed(
-        self, candidate: Candidate, option: Option, cut: Cut, step: Step, prediction: Prediction
+        self, candidate: Candidate, option: PricedLayout, cut: Cut, step: Step, prediction: Prediction
     ) -> Evaluation:
         """A plan with the size of buckets that is quickest and fits; ``prediction``: with the first one.
 
@@ -322,7 +320,7 @@ class Evaluator(Closer):
         return best
 
     def _fitting(
-        self, candidate: Candidate, option: Option, cut: Cut, step: Step, room: Sequence[int]
+        self, candidate: Candidate, option: PricedLayout, cut: Cut, step: Step, room: Sequence[int]
     ) -> tuple[Step, Fitting]:
         """A cut with the first size of buckets with which it fits; as the step has it where it fits with none."""
         usual = self.cuts.fitting(candidate, cut, option, step)
@@ -335,11 +333,10 @@ class Evaluator(Closer):
         return step, usual
 
     def _best_of_all(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], at_most_s: float
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> Evaluation | Failure:
         """Every cut with every choice of recompute, by their bounds."""
         pp, model, room = candidate.mesh.pp, self.placed.ordered(candidate), self.placed.limits(candidate)
-        speed = self.cores.speed(candidate)
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=candidate.num_micro_batches,
                         by_rank=cutters, with_once=True)  # fmt: skip
         every = [(bound(cut), cut) for cut in every_cut(cutters[0].blocks, pp * candidate.virtual_stages, self.stages)]
@@ -350,7 +347,7 @@ class Evaluator(Closer):
         best: Evaluation | None = None
         needs, host, is_slow = [], 0, False
         for least_s, cut in sorted(every, key=lambda pair: pair[0]):
-            if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
+            if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s if best else at_most_s):
                 is_slow = True
                 break
             own, found = self._fitting(candidate, option, cut, step, room)
@@ -368,7 +365,9 @@ class Evaluator(Closer):
             return Failure(host_bytes=host)
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
-    def _best_of_few(self, candidate: Candidate, option: Option, step: Step, at_most_s: float) -> Evaluation | None:
+    def _best_of_few(
+        self, candidate: Candidate, option: PricedLayout, step: Step, at_most_s: float
+    ) -> Evaluation | None:
         """Where ranks differ and all cuts without selective recompute are few, the best of these."""
         plain, stages = self.placed.plain, candidate.mesh.pp * candidate.virtual_stages
         if plain is None or not self.placed.has(candidate) or not self.rows.tries_all(stages, without="selective"):

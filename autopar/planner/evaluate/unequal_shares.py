@@ -20,7 +20,7 @@ from autopar.planner.bounds.closer import ROUNDING
 from autopar.planner.branch_and_bound.mixed_closing import Opened
 from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.polish import Polisher
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
@@ -35,7 +35,7 @@ class _Shared:
     """A candidate as each node group runs it, in the order of ranks."""
 
     models: tuple[CostModel, ...]
-    options: tuple[Option, ...]
+    options: tuple[PricedLayout, ...]
     steps: tuple[Step, ...]
 
 
@@ -195,7 +195,7 @@ class SharedEvaluator(Polisher):
         )
         return [*dict.fromkeys((*own, most, leanest))]
 
-    def _needed(self, model: CostModel, option: Option, step: Step) -> Modes:
+    def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
         """What one group has to recompute; what it can where that is not enough."""
         blocks = self.cuts.blocks(option, step, model)
         cutter, device = self.cuts.cutter(blocks), model.device
@@ -227,7 +227,7 @@ class SharedEvaluator(Polisher):
         """Of the node groups in the order of ranks, in the cluster as given."""
         return candidate.order or range(len(candidate.shares))
 
-    def _option(self, place: int, size: int) -> Option:
+    def _option(self, place: int, size: int) -> PricedLayout:
         return self.layouts.priced(self.layouts.whole(size), self.model.part(frozenset({place})))
 
     def _parts(self, candidate: Candidate) -> _Shared:

@@ -9,7 +9,7 @@ from autopar.plan import Prediction
 from autopar.planner.branch_and_bound.process_group import MAX_REASONS, Crew
 from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Split, split_of
+from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
 
 CLEAR = 1.05
@@ -63,7 +63,7 @@ def explain(
         near = _neighbours(pool, far, values, own)[: MAX_REASONS - len(others)]
         others += [(f"{name}={value(other)}", other) for other in near]
     distinct = list(dict.fromkeys(other for _, other in others))  # one may be a neighbour by several choices
-    splits = [split_of(other.micro_batch_size, other.mesh) for other in distinct]
+    splits = [layout_key_of(other.micro_batch_size, other.mesh) for other in distinct]
     if crew.is_forked:
         _exchange(evaluator.layouts, splits, crew)
     said: dict[Candidate, str] = {}
@@ -79,7 +79,7 @@ def explain(
     return tuple(f"{what}: {said[other]}" for what, other in others)
 
 
-def _exchange(layouts: Layouts, splits: Sequence[Split], crew: Crew) -> None:
+def _exchange(layouts: Layouts, splits: Sequence[LayoutKey], crew: Crew) -> None:
     """What one process has worked out of the layouts of these becomes known to all."""
     mine = {split: layouts.made(split) for split in splits if crew.owner(split) == crew.rank}
     for found in crew.gather(mine):

@@ -13,7 +13,7 @@ from autopar.layout import I, S
 from autopar.plan import AxisTyping, BlockLayout
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.tp_typings import TP
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.sharding.batch_axis import BATCH
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.sequence_axis import CP
@@ -27,7 +27,7 @@ MIXTURE_NOTE = "mixtures of experts ("
 """Begins the notes that say which strategy the solver chose for them."""
 
 
-def block_layouts(layouts: Layouts, option: Option) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
+def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
     """The distinct layouts of the plan, and for each original block which of them it has."""
     graph, made = layouts.compact.graph, dict[BlockLayout, int]()
     mine = []
@@ -41,7 +41,7 @@ def block_layouts(layouts: Layouts, option: Option) -> tuple[tuple[BlockLayout, 
     return tuple(made), tuple(mine[k] for k in layouts.compact.class_of)
 
 
-def mixtures(layouts: Layouts, option: Option) -> tuple[str, ...]:
+def mixtures(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
     """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
     graph, ways = layouts.compact.graph, Counter[str]()
     for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
@@ -57,7 +57,7 @@ def mixtures(layouts: Layouts, option: Option) -> tuple[str, ...]:
     return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
 
 
-def repeated(layouts: Layouts, option: Option) -> tuple[str, ...]:
+def repeated(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
     """A note for each axis whose ranks all do a good part of the products of matrices over again, whole."""
     graph, notes = layouts.compact.graph, []
     for axis, found in ((CP, option.sequence), (TP, option.solution)):

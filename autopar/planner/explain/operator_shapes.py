@@ -10,7 +10,7 @@ from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import split_of
+from autopar.planner.layouts.types import layout_key_of
 
 if TYPE_CHECKING:
     from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
@@ -35,7 +35,7 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
         task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
     )
     sizes = [(size, c.mesh) for c in planner.pool for size in c.shares or (c.micro_batch_size,)]
-    splits = dict.fromkeys(split_of(size, mesh) for size, mesh in sizes)
+    splits = dict.fromkeys(layout_key_of(size, mesh) for size, mesh in sizes)
     for done, split in enumerate(splits):
         if progress is not None:
             progress("laying out", done, len(splits))
@@ -50,7 +50,7 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    split = split_of(best.candidate.micro_batch_size, best.candidate.mesh)
+    split = layout_key_of(best.candidate.micro_batch_size, best.candidate.mesh)
     graph = layouts.local_graph(split, option.kind, option.solution)
     counts: Counter[Source] = Counter()
 

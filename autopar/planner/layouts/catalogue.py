@@ -23,7 +23,7 @@ from autopar.planner.layouts.block_pricing import BlockPrices, PricedBlocks
 from autopar.planner.layouts.padding import used_padding
 from autopar.planner.layouts.rank_graphs import Bases
 from autopar.planner.layouts.tp_typings import Solving, pinned_types
-from autopar.planner.layouts.types import Draft, Load, Made, Option, Split, split_of
+from autopar.planner.layouts.types import LayoutKey, Load, Made, PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.layouts.uncounted import LayoutNeeds, Needs
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.block_table import Narrow
@@ -78,27 +78,27 @@ class Layouts:
             pins=pins, pinned=self.pinned, space=space, narrow=narrow, costs=weakly(self._whole_costs),
         )  # fmt: skip
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
-        self._options: dict[tuple[Split, str, object], Option] = {}
-        self._of_drafts: dict[int, tuple[Draft, Option]] = {}
-        self._wholes: dict[tuple[int, int], Option] = {}
-        self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
-        self._every: dict[Split, tuple[Draft, ...]] = {}
+        self._options: dict[tuple[LayoutKey, str, object], PricedLayout] = {}
+        self._of_drafts: dict[int, tuple[TypedLayout, PricedLayout]] = {}
+        self._wholes: dict[tuple[int, int], PricedLayout] = {}
+        self._drafts: dict[tuple[LayoutKey, tuple[int, int]], tuple[TypedLayout, ...]] = {}
+        self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
-        self._priced_blocks: dict[tuple[Split, str], BlockPrices] = {}
-        self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
+        self._priced_blocks: dict[tuple[LayoutKey, str], BlockPrices] = {}
+        self._priced: dict[tuple[int, frozenset[int] | None], PricedLayout] = {}
         self._crossing: dict[int, tuple[Graph, list[tuple[Ref, ...]]]] = {}
         self._elements: dict[int, tuple[Graph, list[tuple[str, float]]]] = {}
-        self._quickest: dict[Split, float] = {}
-        self._least_each: dict[Split, tuple[float, ...]] = {}
-        self._of_solvers: dict[tuple[Split, str], LayoutNeeds] = {}
-        self._needs: dict[int, tuple[Draft, tuple[Needs, ...]]] = {}
+        self._quickest: dict[LayoutKey, float] = {}
+        self._least_each: dict[LayoutKey, tuple[float, ...]] = {}
+        self._of_solvers: dict[tuple[LayoutKey, str], LayoutNeeds] = {}
+        self._needs: dict[int, tuple[TypedLayout, tuple[Needs, ...]]] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
         """Strategy names of the prelude on axis ``batch``."""
         return tuple(self.batch.strategies[op.name].name for op in self.graph.prelude)
 
-    def front(self, micro_batch_size: int, mesh: Mesh, load: Load) -> Iterator[Option]:
+    def front(self, micro_batch_size: int, mesh: Mesh, load: Load) -> Iterator[PricedLayout]:
         """The layouts that some price of memory makes best, from lean to fast, each made when it is asked for.
 
         Args:
@@ -108,18 +108,18 @@ class Layouts:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        return (self.option(draft) for draft in self.drafts(split_of(micro_batch_size, mesh), load))
+        return (self.option(draft) for draft in self.drafts(layout_key_of(micro_batch_size, mesh), load))
 
-    def drafts(self, split: Split, load: Load) -> tuple[Draft, ...]:
+    def drafts(self, split: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
         """As :meth:`front`, before anything is priced."""
         key = (split, load.order if split.tp > 1 and not self.by_rule else (1, 1))
         if key not in self._drafts:
             self._drafts[key] = self._every_draft(split) or self._front(split, load)
         return self._drafts[key]
 
-    def _front(self, split: Split, load: Load) -> tuple[Draft, ...]:
+    def _front(self, split: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
         """Those that some price of memory makes best."""
-        found: dict[object, Draft] = {}
+        found: dict[object, TypedLayout] = {}
         has_prices = split.tp > 1 and not self.by_rule
         for ratio in sorted(self.space.price_ratios, reverse=True) if has_prices else (0.0,):
             for kind in self.bases.kinds(split):
@@ -127,12 +127,12 @@ class Layouts:
                 found.setdefault((kind, draft.solution and draft.solution.signature), draft)
         return tuple(found.values())
 
-    def _every_draft(self, split: Split) -> tuple[Draft, ...]:
+    def _every_draft(self, split: LayoutKey) -> tuple[TypedLayout, ...]:
         """All of them where the space asks for it and they are few; else none."""
         if not self.space.every or split.tp == 1 or self.by_rule:
             return ()
         if split not in self._every:
-            found: list[Draft] = []
+            found: list[TypedLayout] = []
             for kind in self.bases.kinds(split):
                 made = every_typing(self.solving.solver(split, kind), self.space.every)
                 if made is None:
@@ -142,9 +142,9 @@ class Layouts:
             self._every[split] = tuple(found)
         return self._every[split]
 
-    def _draft(self, split: Split, kind: str, solution: AxisSolution | None) -> Draft:
+    def _draft(self, split: LayoutKey, kind: str, solution: AxisSolution | None) -> TypedLayout:
         if solution is None:
-            return Draft(split=split, kind=kind, solution=None)
+            return TypedLayout(split=split, kind=kind, solution=None)
         graph, rests, numel = self.bases.base(split, kind).graph, solution.typing.parameters, 0.0
         for name, owned in self._owned(graph):
             numel += owned / split.tp if rests[name].is_split else owned
@@ -152,7 +152,7 @@ class Layouts:
         blocks_s = solution.blocks_s
         if not self.by_rule:  # whose times are of whole layouts and have all sums
             blocks_s = tuple(map(sum, zip(blocks_s, self.solving.sums_s(split, kind), strict=True)))
-        return Draft(
+        return TypedLayout(
             split=split, kind=kind, solution=solution, numel=numel, blocks_s=blocks_s,
             time_s=sum(len(own) * own_s for own, own_s in zip(self.compact.members, blocks_s, strict=True)),
             send_bytes=min((there for there, _ in sent), default=0.0),
@@ -189,43 +189,43 @@ class Layouts:
                 found.append((there, back))
         return found
 
-    def option(self, draft: Draft) -> Option:
+    def option(self, draft: TypedLayout) -> PricedLayout:
         """The layout with the costs of its blocks."""
         if id(draft) not in self._of_drafts:  # the draft is kept too, so that its id stays its own
             self._of_drafts[id(draft)] = draft, self._option(draft.split, draft.kind, draft.solution)
         return self._of_drafts[id(draft)][1]
 
-    def whole(self, micro_batch_size: int, ep_data: int = 1) -> Option:
+    def whole(self, micro_batch_size: int, ep_data: int = 1) -> PricedLayout:
         """The layout with neither a context- nor a tensor-parallel axis."""
         if (micro_batch_size, ep_data) not in self._wholes:
-            split = Split(micro_batch_size=micro_batch_size, ep_data=ep_data)
+            split = LayoutKey(micro_batch_size=micro_batch_size, ep_data=ep_data)
             self._wholes[micro_batch_size, ep_data] = self._option(split, "", None)
         return self._wholes[micro_batch_size, ep_data]
 
-    def _plain_costs(self, split: Split) -> Sequence[BlockCost]:
+    def _plain_costs(self, split: LayoutKey) -> Sequence[BlockCost]:
         return self._option(split, "", None).costs
 
-    def _whole_costs(self, split: Split, kind: str) -> Sequence[BlockCost]:
+    def _whole_costs(self, split: LayoutKey, kind: str) -> Sequence[BlockCost]:
         """Of the blocks with no tensor-parallel axis."""
         if split.cp == 1:
             return self.whole(split.micro_batch_size, split.ep_data).costs
         return self._option(split, kind, None).costs
 
     @property
-    def wholes(self) -> dict[tuple[int, int], Option]:
+    def wholes(self) -> dict[tuple[int, int], PricedLayout]:
         """Those that :meth:`whole` has made, for another process; none where groups differ, whose prices are not in them."""
         return {} if self.model.is_mixed else self._wholes
 
-    def know(self, wholes: Mapping[tuple[int, int], Option]) -> None:
+    def know(self, wholes: Mapping[tuple[int, int], PricedLayout]) -> None:
         """What another process has made."""
         self._wholes = {**wholes, **self._wholes}
 
-    def made(self, split: Split) -> Made:
+    def made(self, split: LayoutKey) -> Made:
         """What is known of the layouts of a split, for another process; nothing where groups differ, as :attr:`wholes`."""
         if self.model.is_mixed:
             return Made()
 
-        def known(draft: Draft) -> tuple[Draft, Option | None, tuple[Needs, ...] | None]:
+        def known(draft: TypedLayout) -> tuple[TypedLayout, PricedLayout | None, tuple[Needs, ...] | None]:
             return draft, self._of_drafts.get(id(draft), (draft, None))[1], self._needs.get(id(draft), (draft, None))[1]
 
         return Made(
@@ -236,7 +236,7 @@ class Layouts:
             least_s=self._least_each.get(split),
         )
 
-    def know_made(self, split: Split, made: Made) -> None:
+    def know_made(self, split: LayoutKey, made: Made) -> None:
         """What another process has worked out."""
         for order, drafts in made.drafts:
             if (split, order) not in self._drafts:
@@ -248,7 +248,7 @@ class Layouts:
         if made.least_s is not None:
             self._least_each.setdefault(split, made.least_s)
 
-    def quickest_s(self, split: Split) -> float:
+    def quickest_s(self, split: LayoutKey) -> float:
         """Seconds of one micro-batch, forward and backward through all blocks, in the quickest layout.
 
         Sums of gradients and memory are left out: no plan is faster. Zero where no kind of attention fits the axis ``cp``.
@@ -260,7 +260,7 @@ class Layouts:
                 self._quickest[split] = 0.0
         return self._quickest[split]
 
-    def least_s(self, split: Split) -> tuple[float, ...]:
+    def least_s(self, split: LayoutKey) -> tuple[float, ...]:
         """As :meth:`quickest_s`, for each block of the compact graph alone; zeros where no kind of attention fits."""
         if split not in self._least_each:
             try:
@@ -270,7 +270,7 @@ class Layouts:
             self._least_each[split] = tuple(map(min, zip(*found, strict=True)))
         return self._least_each[split]
 
-    def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
+    def _least_of_kind_each(self, split: LayoutKey, kind: str) -> tuple[float, ...]:
         if split.tp > 1 and not self.by_rule:
             return tuple(
                 map(sum, zip(self.solving.solver(split, kind).least_s(), self.solving.sums_s(split, kind), strict=True))
@@ -278,14 +278,14 @@ class Layouts:
         costs = self._option(split, kind, self.solving.solution(split, kind, (1, 1), 0.0)).costs
         return tuple(sum(own_times(cost, recompute="none")) for cost in costs)
 
-    def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
+    def _quickest_of_kind_s(self, split: LayoutKey, kind: str) -> float:
         if split.tp > 1 and not self.by_rule:
             sums_s = zip(self.compact.members, self.solving.sums_s(split, kind), strict=True)
             return self.solving.solver(split, kind).quickest().value + sum(len(own) * own_s for own, own_s in sums_s)
         times, counts = self._least_of_kind_each(split, kind), (len(m) for m in self.compact.members)
         return sum(n * time_s for n, time_s in zip(counts, times, strict=True))
 
-    def needs(self, draft: Draft) -> tuple[Needs, ...]:
+    def needs(self, draft: TypedLayout) -> tuple[Needs, ...]:
         """What each block of a layout on ``tp`` needs at the least; none where that is not known.
 
         It is not where a solver's operators may be larger (padded vocabularies) or slower (quantized) than those of a plan.
@@ -305,19 +305,19 @@ class Layouts:
 
     # --- prices
 
-    def local_graph(self, split: Split, kind: str, solution: AxisSolution | None) -> Graph:
+    def local_graph(self, split: LayoutKey, kind: str, solution: AxisSolution | None) -> Graph:
         """One rank's graph of one micro-batch."""
         graph = self.bases.base(split, kind).graph
         if solution is None:
             return graph
         return shard(pad(graph, used_padding(graph, lengths(graph, split.tp), solution.typing)), solution.typing)
 
-    def _option(self, split: Split, kind: str, solution: AxisSolution | None) -> Option:
+    def _option(self, split: LayoutKey, kind: str, solution: AxisSolution | None) -> PricedLayout:
         key = (split, kind, solution and solution.signature)
         if key not in self._options:
             graph = self.bases.base(split, kind).graph
             found = self._prices(split, kind).of(solution)
-            self._options[key] = Option(
+            self._options[key] = PricedLayout(
                 sequence=self.bases.sequence(split, kind) if split.cp > 1 else None,
                 kind=kind,
                 solution=solution,
@@ -341,7 +341,7 @@ class Layouts:
                 known[id(cost)] = cost if own is cost.parameters else replaced(cost, parameters=own)
         return tuple(known[id(cost)] for cost in costs)
 
-    def _prices(self, split: Split, kind: str) -> BlockPrices:
+    def _prices(self, split: LayoutKey, kind: str) -> BlockPrices:
         if (split, kind) not in self._priced_blocks:
             graph, mesh = self.bases.base(split, kind).graph, self.bases.mesh(split)
             self._priced_blocks[split, kind] = BlockPrices(
@@ -349,7 +349,7 @@ class Layouts:
             )
         return self._priced_blocks[split, kind]
 
-    def priced(self, option: Option, part: CostModel) -> Option:
+    def priced(self, option: PricedLayout, part: CostModel) -> PricedLayout:
         """A layout of :meth:`option` as the devices of ``part`` run it."""
         if part is self.model:
             return option

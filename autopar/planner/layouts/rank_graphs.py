@@ -17,7 +17,7 @@ from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph
 from autopar.layout import I
 from autopar.mesh import Mesh
-from autopar.planner.layouts.types import Split
+from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisPricing
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
@@ -74,7 +74,7 @@ class Bases:
         *,
         global_batch_size: int,
         pins: Pins,
-        costs: Callable[[Split], Sequence[BlockCost]],
+        costs: Callable[[LayoutKey], Sequence[BlockCost]],
     ) -> None:
         self.graph, self.compact, self.model = graph, compact, model
         self.global_batch_size, self._whole_costs = global_batch_size, costs
@@ -82,8 +82,8 @@ class Bases:
         self._kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
         self._sizes = _sizes(compact.graph, self.batch, global_batch_size)
         self._micro: dict[int, Compact] = {}
-        self._sequences: dict[tuple[Split, str], AxisSolution | InfeasibleError] = {}
-        self._bases: dict[tuple[Split, str], Compact] = {}
+        self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
+        self._bases: dict[tuple[LayoutKey, str], Compact] = {}
 
     def micro(self, micro_batch_size: int) -> Compact:
         """The compact graph of one micro-batch."""
@@ -109,7 +109,7 @@ class Bases:
     def _batch_typing(self, micro_batch_size: int) -> Typing:
         return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
 
-    def base(self, split: Split, kind: str) -> Compact:
+    def base(self, split: LayoutKey, kind: str) -> Compact:
         """The compact graph of one micro-batch and one rank of ``cp``; ``kind``: of attention there."""
         micro = self._spread(split)
         if split.cp == 1:
@@ -120,19 +120,22 @@ class Bases:
             self._bases[key] = replace(micro, graph=graph)
         return self._bases[key]
 
-    def _spread(self, split: Split) -> Compact:
+    def _spread(self, split: LayoutKey) -> Compact:
         """The compact graph of one micro-batch on one data rank, with its share of the experts."""
         micro = self.micro(split.micro_batch_size)
         if split.ep_data == 1:
             return micro
-        key = (Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data), "")  # cp=1: no kind of attention
+        key = (
+            LayoutKey(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data),
+            "",
+        )  # cp=1: no kind of attention
         if key not in self._bases:
             self._bases[key] = replace(micro, graph=spread(micro.graph, split.ep_data))
         return self._bases[key]
 
     # --- context parallelism
 
-    def kinds(self, split: Split) -> tuple[str, ...]:
+    def kinds(self, split: LayoutKey) -> tuple[str, ...]:
         """The kinds of attention that can split the sequence; one without a name where it is not split.
 
         Raises:
@@ -151,7 +154,7 @@ class Bases:
             raise failure or InfeasibleError("some kind of attention is allowed on cp", value="none")
         return tuple(found)
 
-    def sequence(self, split: Split, kind: str) -> AxisSolution:
+    def sequence(self, split: LayoutKey, kind: str) -> AxisSolution:
         """The typing on ``cp``: work and what is kept for backward are split wherever they can be.
 
         Raises:
@@ -165,9 +168,9 @@ class Bases:
             raise found
         return found
 
-    def _split_sequence(self, split: Split, kind: str) -> AxisSolution | InfeasibleError:
+    def _split_sequence(self, split: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
         micro = self._spread(split)
-        costs = self._whole_costs(Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data))
+        costs = self._whole_costs(LayoutKey(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data))
         saved = sum(n.saved_bytes for n in costs)
         counts = [len(members) for members in self.compact.members]
         least_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
@@ -186,7 +189,7 @@ class Bases:
 
     # --- prices
 
-    def pricing(self, axis: str, split: Split) -> AxisPricing:
+    def pricing(self, axis: str, split: LayoutKey) -> AxisPricing:
         """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
         precision = self.model.precision
         storage, compute, reduce = (itemsize(name) for name in (precision.storage, precision.compute, precision.reduce))
@@ -202,7 +205,7 @@ class Bases:
             measured=self.model.measured,
         )
 
-    def mesh(self, split: Split) -> Mesh:
+    def mesh(self, split: LayoutKey) -> Mesh:
         """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
         outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
         return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp, ep=split.ep_data, ep_data=split.ep_data)

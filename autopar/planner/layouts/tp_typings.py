@@ -16,7 +16,7 @@ from autopar.graph.ir import Graph, Op
 from autopar.layout import Type
 from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.rank_graphs import Bases
-from autopar.planner.layouts.types import Load, Split
+from autopar.planner.layouts.types import LayoutKey, Load
 from autopar.planner.layouts.uncounted import sums_s
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
 from autopar.planner.sharding.block_table import Common, Narrow, Saved
@@ -60,7 +60,7 @@ class Solving:
         pinned: Mapping[str, Type],
         space: Space,
         narrow: Narrow | None,
-        costs: Callable[[Split, str], Sequence[BlockCost]],
+        costs: Callable[[LayoutKey, str], Sequence[BlockCost]],
     ) -> None:
         self.compact, self.bases, self.model, self.space = compact, bases, model, space
         self.pins, self.pinned, self.narrow, self.costs = pins, pinned, narrow, costs
@@ -73,19 +73,19 @@ class Solving:
         self._structures: Structures = (
             compact.graph.passes.setdefault(Structures, Structures()) if self.by_rule else Structures()
         )
-        self._solvers: dict[tuple[Split, str], AxisSolver] = {}
+        self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
         self._costs: dict[tuple[int, int, int], dict[tuple[object, ...], Cost | None]] = {}
         """Of changes of type, by what of a split decides the groups that communicate."""
-        self._wide: dict[tuple[Split, str], Compact] = {}
+        self._wide: dict[tuple[LayoutKey, str], Compact] = {}
         self._saved: dict[int, Saved] = {}  # by the id of a graph, which is kept
-        self._rules: dict[tuple[Split, str], SplitWeights] = {}
-        self._solutions: dict[tuple[Split, str, tuple[int, int], float], AxisSolution] = {}
-        self._least: dict[Split, float] = {}
-        self._sums: dict[tuple[Split, str], tuple[float, ...]] = {}
+        self._rules: dict[tuple[LayoutKey, str], SplitWeights] = {}
+        self._solutions: dict[tuple[LayoutKey, str, tuple[int, int], float], AxisSolution] = {}
+        self._least: dict[LayoutKey, float] = {}
+        self._sums: dict[tuple[LayoutKey, str], tuple[float, ...]] = {}
         self._changes: dict[tuple[int, int], tuple[AxisSolution, Graph, Changes]] = {}
-        self._moved: dict[Split, float] = {}
+        self._moved: dict[LayoutKey, float] = {}
 
-    def solution(self, split: Split, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
+    def solution(self, split: LayoutKey, kind: str, order: tuple[int, int], ratio: float) -> AxisSolution | None:
         """The typing on ``tp``; None where there is no such axis."""
         if split.tp == 1:
             return None
@@ -96,12 +96,12 @@ class Solving:
             self._solve(split, kind, [order])
         return self._solutions[key]
 
-    def solve_ahead(self, split: Split, loads: Iterable[Load]) -> None:
+    def solve_ahead(self, split: LayoutKey, loads: Iterable[Load]) -> None:
         """Solve for all of these at once, which is quicker than one after the other."""
         for kind in self.bases.kinds(split) if split.tp > 1 and not self.by_rule else ():
             self._solve(split, kind, dict.fromkeys(load.order for load in loads))
 
-    def _solve(self, split: Split, kind: str, orders: Iterable[tuple[int, int]]) -> None:
+    def _solve(self, split: LayoutKey, kind: str, orders: Iterable[tuple[int, int]]) -> None:
         keys = [(split, kind, order, ratio) for order in orders for ratio in self.space.price_ratios]
         keys = [key for key in keys if key not in self._solutions]
         if not keys:
@@ -112,30 +112,30 @@ class Solving:
             weights.append(Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price))
         self._solutions |= zip(keys, self.solver(split, kind).solve_all(weights), strict=True)
 
-    def sums_s(self, split: Split, kind: str) -> tuple[float, ...]:
+    def sums_s(self, split: LayoutKey, kind: str) -> tuple[float, ...]:
         """What no table of a solver counts; see :func:`autopar.planner.layouts.uncounted.sums_s`."""
         if (split, kind) not in self._sums:
             self._sums[split, kind] = sums_s(self.bases.base(split, kind).graph, self.model, split.tp)
         return self._sums[split, kind]
 
-    def _least_s(self, split: Split) -> float:
+    def _least_s(self, split: LayoutKey) -> float:
         if split not in self._least:
             self._least[split] = min(self._least_of_kind_s(split, kind) for kind in self.bases.kinds(split))
         return self._least[split]
 
-    def _least_of_kind_s(self, split: Split, kind: str) -> float:
+    def _least_of_kind_s(self, split: LayoutKey, kind: str) -> float:
         if split.tp > 1:
             return self.solver(split, kind).quickest().value
         costs = self.costs(split, kind)
         counts = [len(m) for m in self.compact.members]
         return sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
 
-    def _by_rule(self, split: Split, kind: str) -> AxisSolution:
+    def _by_rule(self, split: LayoutKey, kind: str) -> AxisSolution:
         """The typing by rule, with times that its blocks do not go below: a part of the whole, and its collectives."""
         key = (split, kind, (1, 1), 0.0)
         if key not in self._solutions:
             found = self._ruled.solution(split, kind)
-            whole = self.costs(Split(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data), "")
+            whole = self.costs(LayoutKey(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data), "")
             graph, pricing = self._padded(split, kind).graph, self.bases.pricing(TP, split)
             share = 0.0 if self.model.measured is not None else 1.0 / (split.cp * split.tp)
             own = (share * (cost.forward_s + cost.backward_s) for cost in whole)
@@ -153,7 +153,7 @@ class Solving:
             self._changes[key] = solution, graph, changes_of(graph, solution.typing)
         return self._changes[key][2]
 
-    def least_moved_s(self, split: Split) -> float:
+    def least_moved_s(self, split: LayoutKey) -> float:
         """Seconds that collectives on ``tp`` take at least of a micro-batch in its layout by rule, before that is solved.
 
         Zero where that is not known: there is another axis inside of the model.
@@ -167,27 +167,27 @@ class Solving:
             self._moved[split] = least_moved_s(base, rule, split.tp, time_s)
         return self._moved[split]
 
-    def _rule(self, split: Split, kind: str) -> SplitWeights:
+    def _rule(self, split: LayoutKey, kind: str) -> SplitWeights:
         key = (split, kind)
         if key not in self._rules:
             graph, narrow = self._padded(split, kind).graph, partial(weakly(self._narrow), split)
             self._rules[key] = SplitWeights(graph, self.pinned, narrow)
         return self._rules[key]
 
-    def _padded(self, split: Split, kind: str) -> Compact:
+    def _padded(self, split: LayoutKey, kind: str) -> Compact:
         """The graph before ``tp``, its vocabularies as long as that wants them."""
         key = (split, kind)
         if key not in self._wide:
             self._wide[key] = padded(self.bases.base(split, kind), split.tp)
         return self._wide[key]
 
-    def _base(self, split: Split, kind: str) -> Graph:
+    def _base(self, split: LayoutKey, kind: str) -> Graph:
         return self._padded(split, kind).graph
 
-    def _solved(self, split: Split, kind: str, weights: Weights) -> AxisSolution:
+    def _solved(self, split: LayoutKey, kind: str, weights: Weights) -> AxisSolution:
         return self.solver(split, kind).solve(weights)
 
-    def solver(self, split: Split, kind: str) -> AxisSolver:
+    def solver(self, split: LayoutKey, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
             base = self._padded(split, kind)
@@ -206,7 +206,7 @@ class Solving:
             )
         return self._solvers[key]
 
-    def _narrow(self, split: Split, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    def _narrow(self, split: LayoutKey, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Experts are split over ``tp`` as well or not: what the pins of ``ep`` say of it."""
         if self.narrow is not None:
             offered = self.narrow(op, offered)

@@ -13,7 +13,7 @@ from autopar.rules.sharded import EXPERT_TARGETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class LayoutKey:
     """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model.
 
     ``ep_data``: data ranks over which experts are split.
@@ -26,7 +26,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Option:
+class PricedLayout:
     """One layout of the whole model.
 
     Attributes:
@@ -51,19 +51,19 @@ class Option:
     prelude_s: float
     padding: tuple[PaddedParameter, ...] = ()
     totals: tuple[int, ...] = ()
-    ranks: tuple[Option, ...] = ()
+    ranks: tuple[PricedLayout, ...] = ()
 
-    def of_rank(self, pp_rank: int) -> Option:
+    def of_rank(self, pp_rank: int) -> PricedLayout:
         """The layout as the devices of a pipeline rank run it."""
         return self.ranks[pp_rank] if self.ranks else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draft:
+class TypedLayout:
     """A layout before its blocks are priced.
 
     Attributes:
-        split, kind, solution: as in :class:`Option`.
+        split, kind, solution: as in :class:`PricedLayout`.
         time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
         blocks_s: likewise of each block of the compact graph; empty where there is no solution.
         numel: trained elements that the ranks of a pipeline hold together at least, those of ``dp_shard`` taken for one;
@@ -71,7 +71,7 @@ class Draft:
         send_bytes, send_gradient_bytes: of what a stage sends to the next at least, and gets back.
     """
 
-    split: Split
+    split: LayoutKey
     kind: str
     solution: AxisSolution | None
     time_s: float = 0.0
@@ -90,7 +90,9 @@ class Made:
         quickest_s, least_s: see :class:`autopar.planner.layouts.catalogue.Layouts`; None: nobody asked.
     """
 
-    drafts: tuple[tuple[tuple[int, int], tuple[tuple[Draft, Option | None, tuple[Needs, ...] | None], ...]], ...] = ()
+    drafts: tuple[
+        tuple[tuple[int, int], tuple[tuple[TypedLayout, PricedLayout | None, tuple[Needs, ...] | None], ...]], ...
+    ] = ()
     quickest_s: float | None = None
     least_s: tuple[float, ...] | None = None
 
@@ -112,12 +114,12 @@ class Load:
         return _round(self.num_micro_batches), _round(self.in_flight)
 
 
-def split_of(micro_batch_size: int, mesh: Mesh) -> Split:
+def layout_key_of(micro_batch_size: int, mesh: Mesh) -> LayoutKey:
     """What of a mesh a layout depends on."""
-    return Split(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
+    return LayoutKey(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
 
 
-def expert_degree(option: Option, tp: int) -> int:
+def expert_degree(option: PricedLayout, tp: int) -> int:
     """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
     chosen = option.solution.typing.strategies.values() if option.solution is not None else ()
     return option.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)

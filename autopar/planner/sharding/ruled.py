@@ -18,7 +18,7 @@ from autopar.cost.operators.matmul import PRODUCTS
 from autopar.errors import InfeasibleError, RuleError
 from autopar.graph.ir import Block, Graph, Op, Ref, TensorSpec
 from autopar.layout import Type
-from autopar.planner.layouts.types import Split
+from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.block_table import Narrow
 from autopar.planner.sharding.strategy_energy import rests_of
@@ -105,7 +105,7 @@ def _weights(graph: Graph, free: Collection[str]) -> frozenset[Ref]:
     return frozenset(found)
 
 
-def sources(split: Split) -> Iterator[Split]:
+def sources(split: LayoutKey) -> Iterator[LayoutKey]:
     """The splits whose solution is taken, in this order, the first that holds."""
     least = next(d for d in range(2, split.tp + 1) if split.tp % d == 0)
     for tp in dict.fromkeys((least, split.tp)):
@@ -157,18 +157,18 @@ class Ruled:
     def __init__(
         self,
         *,
-        solve: Callable[[Split, str, Weights], AxisSolution],
-        base: Callable[[Split, str], Graph],
-        allowed: Callable[[Split, Op, tuple[Strategy, ...]], tuple[Strategy, ...]],
-        rule: Callable[[Split, str], SplitWeights],
+        solve: Callable[[LayoutKey, str, Weights], AxisSolution],
+        base: Callable[[LayoutKey, str], Graph],
+        allowed: Callable[[LayoutKey, Op, tuple[Strategy, ...]], tuple[Strategy, ...]],
+        rule: Callable[[LayoutKey, str], SplitWeights],
         rests: Callable[[Graph, int], Mapping[str, Sequence[Type]]],
     ) -> None:
         self.solve, self.base, self.allowed, self.rule, self.rests = solve, base, allowed, rule, rests
-        self._solved: dict[tuple[Split, str], AxisSolution | None] = {}
-        self._found: dict[tuple[Split, str], AxisSolution] = {}
+        self._solved: dict[tuple[LayoutKey, str], AxisSolution | None] = {}
+        self._found: dict[tuple[LayoutKey, str], AxisSolution] = {}
         self._taken: dict[tuple[int, int], tuple[Typing, Graph, _Taken | None]] = {}
 
-    def solution(self, split: Split, kind: str) -> AxisSolution:
+    def solution(self, split: LayoutKey, kind: str) -> AxisSolution:
         """The typing of a split; its times are left open.
 
         Raises:
@@ -179,7 +179,7 @@ class Ruled:
             self._found[key] = self._solution(split, kind)
         return self._found[key]
 
-    def _solution(self, split: Split, kind: str) -> AxisSolution:
+    def _solution(self, split: LayoutKey, kind: str) -> AxisSolution:
         graph = self.base(split, kind)
         pinned = self.rests(graph, split.tp)
         for source in sources(split):
@@ -191,7 +191,7 @@ class Ruled:
                 return replace(found, typing=typing, value=0.0, time_s=0.0, blocks_s=())
         return replace(self.solve(split, kind, WEIGHTS), value=0.0, time_s=0.0, blocks_s=())
 
-    def _source(self, source: Split, kind: str) -> AxisSolution | None:
+    def _source(self, source: LayoutKey, kind: str) -> AxisSolution | None:
         key = (source, kind)
         if key not in self._solved:
             try:
@@ -201,7 +201,7 @@ class Ruled:
         return self._solved[key]
 
     def _carried(
-        self, typing: Typing, graph: Graph, split: Split, rule: SplitWeights, pinned: Mapping[str, Sequence[Type]]
+        self, typing: Typing, graph: Graph, split: LayoutKey, rule: SplitWeights, pinned: Mapping[str, Sequence[Type]]
     ) -> Typing | None:
         """The same strategies at another micro-batch and degree; None where one of them is not offered there, or against the rule."""
         taken = self._taken_of(typing, graph)
@@ -231,7 +231,13 @@ class Ruled:
         return self._taken[key][2]
 
     def _offered(
-        self, graph: Graph, block: Block, wanted: Sequence[Strategy], split: Split, rule: SplitWeights, size: Fraction
+        self,
+        graph: Graph,
+        block: Block,
+        wanted: Sequence[Strategy],
+        split: LayoutKey,
+        rule: SplitWeights,
+        size: Fraction,
     ) -> Sequence[Strategy] | None:
         """The same strategies as operators are offered them at another size; None where one is not."""
         ops, found = graph.block_ops(block), _same(graph, block, wanted, size)

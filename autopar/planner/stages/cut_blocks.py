@@ -10,7 +10,7 @@ from autopar.cost.blocks.block_model import Beside
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.plan import Recompute
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import (
     MOVED,
@@ -60,7 +60,7 @@ class CutBlocks:
         self._cut: dict[tuple[object, ...], list[StageCutter]] = {}
 
     def cutters(
-        self, candidate: Candidate, option: Option, step: Step, modes: tuple[Recompute, ...] | None = None
+        self, candidate: Candidate, option: PricedLayout, step: Step, modes: tuple[Recompute, ...] | None = None
     ) -> list[StageCutter]:
         """For each pipeline rank the blocks as its devices run them; the same one for equal devices.
 
@@ -86,7 +86,7 @@ class CutBlocks:
         return found
 
     def blocks(
-        self, option: Option, step: Step, model: CostModel, *, moves: bool = False,
+        self, option: PricedLayout, step: Step, model: CostModel, *, moves: bool = False,
         space_modes: tuple[Recompute, ...] | None = None,
     ) -> list[CutBlock]:  # fmt: skip
         """Prices of the blocks for the cut; blocks pinned to a mode have one option.
@@ -108,14 +108,14 @@ class CutBlocks:
             blocks.append(made[key])
         return blocks
 
-    def _beside(self, option: Option) -> dict[int, list[Beside]]:
+    def _beside(self, option: PricedLayout) -> dict[int, list[Beside]]:
         """The blocks that stand beside those of each key: what times say of them is never too much."""
         costs, found = self.rows.private_costs(option), dict[int, list[Beside]]()
         for k in range(len(costs)):
             found.setdefault(option.keys[k], []).extend(self.rows.beside(costs, k))
         return found
 
-    def _costs(self, option: Option) -> list[BlockCost]:
+    def _costs(self, option: PricedLayout) -> list[BlockCost]:
         """Of each block of the original graph."""
         costs = [option.costs[k] for k in self.class_of]
         for index in self.moved:

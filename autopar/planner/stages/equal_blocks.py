@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.cost.step.stage_time import own_times
 from autopar.graph.compact import Compact
 from autopar.plan import Recompute
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.sharding.every import count_plans
 
 LATE = 6
@@ -46,7 +46,7 @@ class EqualBlocks:
         ]
         self.counts = [len(members) for members in compact.members]
 
-    def largest(self, option: Option) -> tuple[int, ...]:
+    def largest(self, option: PricedLayout) -> tuple[int, ...]:
         """The blocks of the compact graph that are the group of equal operators that takes longest.
 
         The first and the last block of all are no part of it, unless they stand for others too.
@@ -66,7 +66,7 @@ class EqualBlocks:
                 found.setdefault(block.hash, []).append(k)
         return list(found.values()), inner
 
-    def most_blocks(self, option: Option, stages: int) -> float:
+    def most_blocks(self, option: PricedLayout, stages: int) -> float:
         """How many blocks of the largest group a virtual stage may hold: the model's time in whole blocks, split evenly.
 
         No law with one stage a rank, where pins say what stages hold, or where all cuts are tried.
@@ -87,7 +87,7 @@ class EqualBlocks:
         choices = [len({*self.modes[k]} - {without} or self.modes[k]) + self.moves for k in self.class_of]
         return count_plans(len(self.class_of), stages, choices) <= self.every
 
-    def even_stages(self, option: Option, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
+    def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.
 
         Where blocks do not divide evenly, the first ways give those that are left to the middle of a rank's stages: the
@@ -118,7 +118,7 @@ class EqualBlocks:
         ]
         return [*ways, even]
 
-    def equal_stages(self, option: Option, stages: int) -> list[list[NDArray[np.bool_]]]:
+    def equal_stages(self, option: PricedLayout, stages: int) -> list[list[NDArray[np.bool_]]]:
         """The way to cut stages that hold equal numbers of blocks of the largest group, or one more; as in :meth:`even_stages`."""
         places = set(self.largest(option))
         counted = np.concatenate([[0], np.cumsum([k in places for k in self.class_of])])

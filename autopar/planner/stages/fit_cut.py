@@ -14,7 +14,7 @@ from autopar.cost.model import StageCost, Step
 from autopar.errors import InfeasibleError
 from autopar.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import Option
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import MOVED, Way, none_if_moved
 from autopar.planner.stages.cut_blocks import CutBlocks
@@ -60,7 +60,7 @@ class Cuts(CutBlocks):
     def fits(
         self,
         candidate: Candidate,
-        option: Option,
+        option: PricedLayout,
         step: Step,
         cutters: Sequence[StageCutter],
         at_most_s: float,
@@ -105,7 +105,7 @@ class Cuts(CutBlocks):
         return Failure(needs_bytes=min(found_bytes))
 
     def _weighed(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter], cut: Cut,
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], cut: Cut,
         *, at_most_s: float, late_s: float, in_flight: Sequence[int],
     ) -> Fitting | Failure:  # fmt: skip
         """A cut with its memory, which may be too much; with less recompute where that fits, and whether it is too slow."""
@@ -127,7 +127,7 @@ class Cuts(CutBlocks):
     def lightened(
         self,
         candidate: Candidate,
-        option: Option,
+        option: PricedLayout,
         step: Step,
         cutters: Sequence[StageCutter],
         found: Fitting,
@@ -139,7 +139,7 @@ class Cuts(CutBlocks):
         return self._lightened(candidate, option, step, cutters[0], found, orders, least, late_s)
 
     def _lightened(
-        self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter,
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutter: StageCutter,
         found: Fitting, orders: Sequence[Sequence[int]], least: Cut, late_s: float,
     ) -> Fitting | Failure:  # fmt: skip
         """:meth:`lightened` by blocks in these ``orders`` (:func:`relaxable`); ``least``: the cut with none of them recomputed."""
@@ -151,7 +151,7 @@ class Cuts(CutBlocks):
         return relaxed(found, orders, cutter, refit, self.placed.limits(candidate))
 
     def _lean(
-        self, candidate: Candidate, option: Option, step: Step, cutters: Sequence[StageCutter],
+        self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter],
         in_flight: Sequence[int], allowed: Sequence[NDArray[np.bool_]] | None,
     ) -> list[Cut]:  # fmt: skip
         """Stages of equal numbers of blocks, and those that are quickest in memory without end, all blocks as they need the least of it.
@@ -177,7 +177,7 @@ class Cuts(CutBlocks):
         return [*{(own.stops, own.modes): own for own in found}.values()]
 
     def by_turns(
-        self, candidate: Candidate, first: Fitting, option: Option, step: Step, cutters: Sequence[StageCutter]
+        self, candidate: Candidate, first: Fitting, option: PricedLayout, step: Step, cutters: Sequence[StageCutter]
     ) -> list[Cut]:
         """A cut that fits with other blocks recomputed; see :func:`autopar.planner.stages.turns.by_turns`."""
         degrees = (candidate.schedule, candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches)
@@ -190,7 +190,7 @@ class Cuts(CutBlocks):
             self.placed.tensor_limits(candidate),
         )
 
-    def _is_late(self, candidate: Candidate, cut: Cut, option: Option, step: Step, at_most_s: float) -> bool:
+    def _is_late(self, candidate: Candidate, cut: Cut, option: PricedLayout, step: Step, at_most_s: float) -> bool:
         """Whether a cut takes too long, whatever memory it needs and whatever size its buckets have: quicker to find than what fits."""
         if at_most_s == float("inf"):
             return False
@@ -205,7 +205,7 @@ class Cuts(CutBlocks):
     def _cut_once(
         self,
         candidate: Candidate,
-        option: Option,
+        option: PricedLayout,
         step: Step,
         cutters: Sequence[StageCutter],
         in_flight: Sequence[int],
@@ -225,7 +225,7 @@ class Cuts(CutBlocks):
             by_rank=cutters,
         )
 
-    def fitting(self, candidate: Candidate, cut: Cut, option: Option, step: Step) -> Fitting:
+    def fitting(self, candidate: Candidate, cut: Cut, option: PricedLayout, step: Step) -> Fitting:
         made = self.stages(cut.stops, cut.modes, option, step.mesh.pp)
         return Fitting(cut=cut, made=made, memory=self.placed.ordered(candidate).memory(made, step))
 
@@ -240,7 +240,7 @@ class Cuts(CutBlocks):
         alone = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
         return max(sum(own) / candidate.mesh.pp, *alone)
 
-    def leanest(self, candidate: Candidate, option: Option, step: Step, cutter: StageCutter) -> int:
+    def leanest(self, candidate: Candidate, option: PricedLayout, step: Step, cutter: StageCutter) -> int:
         """Bytes of the fullest rank when blocks are spread evenly and recompute wherever they may."""
         n, stages = len(cutter.blocks), candidate.mesh.pp * candidate.virtual_stages
         stops = evenly(n, stages)
@@ -253,7 +253,7 @@ class Cuts(CutBlocks):
         free = min(self.space_modes, key=RECOMPUTES.index)
         return tuple(self.recompute.get(index, free) for index in range(len(self.class_of)))
 
-    def stages(self, stops: Sequence[int], modes: Sequence[Way], option: Option, pp: int) -> list[StageCost]:
+    def stages(self, stops: Sequence[int], modes: Sequence[Way], option: PricedLayout, pp: int) -> list[StageCost]:
         costs = [self._costs(own) for own in option.ranks or (option,)]
         if MOVED in modes:
             costs = [

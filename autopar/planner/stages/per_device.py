@@ -24,7 +24,7 @@ from autopar.planner.bounds.mixed_place import PlaceRows, Works
 from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.planner.bounds.once import at_both_ends, tie_s
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import Draft, Option
+from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.rank_orders import origins
 from autopar.planner.stages.fitting import Fitting
@@ -66,15 +66,15 @@ class Placed:
         self._sent: dict[tuple[object, ...], tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._speeds: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}
         self._made: dict[tuple[object, ...], PlaceRow] = {}
-        self._options: dict[tuple[int, tuple[frozenset[int], ...]], Option] = {}
+        self._options: dict[tuple[int, tuple[frozenset[int], ...]], PricedLayout] = {}
         self._room: dict[tuple[frozenset[int], ...], float] = {}
-        self._sizes: dict[int, tuple[Option, tuple[int, int]]] = {}
-        self._shared: dict[int, tuple[Option, tuple[ParameterCost, ...]]] = {}
+        self._sizes: dict[int, tuple[PricedLayout, tuple[int, int]]] = {}
+        self._shared: dict[int, tuple[PricedLayout, tuple[ParameterCost, ...]]] = {}
         self._alike: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
         self._tied: dict[tuple[object, ...], float] = {}
-        self._known_works: dict[tuple[object, ...], tuple[tuple[Option, ...], Works]] = {}
-        self._first: dict[tuple[object, ...], tuple[Option, MixedRow, float]] = {}
-        self._turns: dict[tuple[Candidate, int], tuple[Option, tuple[int, ...] | None]] = {}
+        self._known_works: dict[tuple[object, ...], tuple[tuple[PricedLayout, ...], Works]] = {}
+        self._first: dict[tuple[object, ...], tuple[PricedLayout, MixedRow, float]] = {}
+        self._turns: dict[tuple[Candidate, int], tuple[PricedLayout, tuple[int, ...] | None]] = {}
         plain = tuple(mode for mode in modes if mode != "selective")
         self.plain: Placed | None = None
         if len(modes) > len(plain) > 1:
@@ -105,7 +105,7 @@ class Placed:
         parts = zip(self._parts(candidate), self.limits(candidate), strict=True)
         return tuple((limit - p.device.reserved_bytes) / (1 + p.device.fragmentation) for p, limit in parts)
 
-    def option(self, candidate: Candidate, option: Option) -> Option:
+    def option(self, candidate: Candidate, option: PricedLayout) -> PricedLayout:
         """A layout with its prices on each pipeline rank; as it is where it has them."""
         if option.ranks:
             return option
@@ -115,11 +115,11 @@ class Placed:
             self._options[id(option), places] = replace(option, ranks=ranks)
         return self._options[id(option), places]
 
-    def step(self, step: Step, option: Option) -> Step:
+    def step(self, step: Step, option: PricedLayout) -> Step:
         """How a candidate runs, with what each rank repeats."""
         return replace(step, preludes_s=tuple(own.prelude_s for own in option.ranks))
 
-    def least_s(self, option: Option) -> float:
+    def least_s(self, option: PricedLayout) -> float:
         """Computation of one micro-batch, forward and backward, each block on the device that is fastest for it."""
         model = self.model
         groups = range(len(model.cluster.groups)) if model.is_mixed else ()
@@ -131,7 +131,7 @@ class Placed:
     def cut(
         self,
         candidate: Candidate,
-        option: Option,
+        option: PricedLayout,
         step: Step,
         cutters: Sequence[StageCutter],
         *,
@@ -177,7 +177,7 @@ class Placed:
         found = quickest_stops(ranks, candidate.num_micro_batches)
         return found and cutters[0].made(*found, cutters, in_flight, limit_bytes)
 
-    def stops_in_turns(self, candidate: Candidate, option: Option, step: Step) -> tuple[int, ...] | None:
+    def stops_in_turns(self, candidate: Candidate, option: PricedLayout, step: Step) -> tuple[int, ...] | None:
         """Where virtual stages end by :mod:`autopar.planner.stages.mixed_turns`; None where there are none, or it says nothing."""
         sizes = self._sizes_in_turns(candidate, option, step)
         return None if sizes is None else _stops(sizes)
@@ -185,7 +185,7 @@ class Placed:
     def in_turns(
         self,
         candidate: Candidate,
-        option: Option,
+        option: PricedLayout,
         step: Step,
         cutters: Sequence[StageCutter],
         refit: Callable[[Cut], Fitting],
@@ -197,7 +197,7 @@ class Placed:
         row, limits = self.exact(candidate, option, step), self.limits(candidate)
         return fitted(row, sizes, _stops(sizes), cutters, refit, limits)
 
-    def _sizes_in_turns(self, candidate: Candidate, option: Option, step: Step) -> tuple[int, ...] | None:
+    def _sizes_in_turns(self, candidate: Candidate, option: PricedLayout, step: Step) -> tuple[int, ...] | None:
         """Blocks of the group on each virtual stage."""
         if candidate.virtual_stages == 1:
             return None
@@ -208,15 +208,15 @@ class Placed:
 
     # --- bounds
 
-    def exact(self, candidate: Candidate, option: Option, step: Step) -> MixedRow:
+    def exact(self, candidate: Candidate, option: PricedLayout, step: Step) -> MixedRow:
         """A candidate in a layout."""
         return self._row(candidate, (option,), step)
 
-    def least(self, candidate: Candidate, options: Sequence[Option], step: Step) -> MixedRow:
+    def least(self, candidate: Candidate, options: Sequence[PricedLayout], step: Step) -> MixedRow:
         """A candidate that takes less than in each of these layouts: each block is as the one for which it costs least of a kind."""
         return self._row(candidate, options, step)
 
-    def ideal(self, candidate: Candidate, whole: Option, step: Step) -> MixedRow:
+    def ideal(self, candidate: Candidate, whole: PricedLayout, step: Step) -> MixedRow:
         """A candidate if ``cp`` and ``tp`` divided everything and sent nothing."""
         places, option = self.places(candidate), self.option(candidate, whole)
         prices: dict[frozenset[int], list[BlockPrice]] = {}
@@ -226,7 +226,7 @@ class Placed:
         rows = {own: self._place_row(candidate, own, made, 0.0) for own, made in prices.items()}
         return self._mixed_row([rows[own] for own in places], [prices[own] for own in places])
 
-    def first_s(self, candidate: Candidate, whole: Option, step: Step) -> float:
+    def first_s(self, candidate: Candidate, whole: PricedLayout, step: Step) -> float:
         """A bound of :meth:`ideal` that is found at once; infinite where all ranks together have too little memory.
 
         Only the memory depends on how the data axes run: one row is made for all candidates that differ in nothing else.
@@ -242,7 +242,7 @@ class Placed:
         static = {own: self._maker(own).ideal_static_bytes(option, step) for own, option in ranks.items()}
         return bound_s if holds(row, [static[own] for own in places]) else math.inf
 
-    def can_hold(self, candidate: Candidate, draft: Draft, whole: Option, step: Step) -> bool:
+    def can_hold(self, candidate: Candidate, draft: TypedLayout, whole: PricedLayout, step: Step) -> bool:
         """Whether all pipeline ranks together may hold a layout that is not priced yet.
 
         Args:
@@ -253,7 +253,7 @@ class Placed:
             self._room[places] = sum(self.tensor_limits(candidate))
         return self._maker(places[0]).draft_bytes(candidate, draft, whole, step) <= self._room[places]
 
-    def _row(self, candidate: Candidate, options: Sequence[Option], step: Step) -> MixedRow:
+    def _row(self, candidate: Candidate, options: Sequence[PricedLayout], step: Step) -> MixedRow:
         """A candidate below each of some layouts."""
         places = self.places(candidate)
         rows: dict[frozenset[int], PlaceRow] = {}
@@ -275,7 +275,7 @@ class Placed:
             tie_s=self._tie_s(candidate, options, step),
         )
 
-    def _works(self, options: Sequence[Option], places: frozenset[int], rank: int) -> Works:
+    def _works(self, options: Sequence[PricedLayout], places: frozenset[int], rank: int) -> Works:
         """Of layouts on the devices of ``places``, on which pipeline rank ``rank`` lies."""
         key = places, *map(id, options)
         if key not in self._known_works:  # the layouts are kept, so that their ids stay their own
@@ -301,13 +301,13 @@ class Placed:
         work_s, slowness = self._speeds[key]
         return MixedRow(ranks=tuple(ranks), work_s=work_s, slowness=slowness, **messages)
 
-    def _tie_s(self, candidate: Candidate, options: Sequence[Option], step: Step) -> float:
+    def _tie_s(self, candidate: Candidate, options: Sequence[PricedLayout], step: Step) -> float:
         """What the first and the last rank take once a step to sum the gradients of parameters that both have, at the least."""
         return min(
             [self._tied_s(candidate, shared, step) for shared in {id(o): o for o in map(self._ties, options)}.values()]
         )
 
-    def _ties(self, option: Option) -> tuple[ParameterCost, ...]:
+    def _ties(self, option: PricedLayout) -> tuple[ParameterCost, ...]:
         """Parameters that both ends have; the same object for equal ones."""
         if id(option) not in self._shared:  # the layout is kept, so that its id stays its own
             shared = at_both_ends(option.costs)
@@ -327,7 +327,9 @@ class Placed:
             self._known[key] = self._maker(places).prices(works, step)
         return self._known[key]
 
-    def _sends_s(self, candidate: Candidate, options: Sequence[Option]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _sends_s(
+        self, candidate: Candidate, options: Sequence[PricedLayout]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For each pipeline rank the least that a message to the next one takes, and one back; from the last one to the first."""
         mesh = candidate.mesh
         sizes = tuple(map(min, zip(*map(self._sent_bytes, options), strict=True)))
@@ -338,7 +340,7 @@ class Placed:
             self._sent[key] = there, back
         return self._sent[key]
 
-    def _sent_bytes(self, option: Option) -> tuple[int, int]:
+    def _sent_bytes(self, option: PricedLayout) -> tuple[int, int]:
         """The least that a block sends to the next one, and gets back."""
         if id(option) not in self._sizes:  # the layout is kept, so that its id stays its own
             sent = [(cost.send_bytes, cost.send_gradient_bytes) for cost in option.costs[:-1]] or [(0, 0)]
