@@ -109,8 +109,8 @@ def _plans() -> dict[str, dict[str, Case]]:
 
 PLANS = _plans()
 
-SAVES = "save"
-"""The phase in which everything is read: a checkpoint is written on the host."""
+SAVES, LOADS = "save", "load"
+"""Phases in which the host waits for everything: a checkpoint is written and read there."""
 
 LISTED: dict[tuple[str, str, str], str] = {
     (
@@ -130,5 +130,10 @@ LISTED: dict[tuple[str, str, str], str] = {
         "autopar/runtime/monitor.py:_between",
     ): "the first steps of a run are measured, and no later",
     ("host waits", "Tensor.item", "autopar/runtime/loss_scale.py:step"): "torch's scaler asks whether a step is made",
+    (
+        "host waits",
+        "Tensor.__int__",
+        "autopar/runtime/replicas.py:check_now",
+    ): "whether copies of parameters differ: before one step in a thousand, and before a checkpoint",
 }
 """Where a program may wait or keep states: kind, what, and file and function, with the reason."""
