@@ -147,7 +147,7 @@ def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
     def read(path: Path, state: dict[str, Any]) -> None:
         assert saved.keys() >= state.keys(), sorted(state.keys() - saved.keys())
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or key.startswith("progress."):
                 state[key] = saved[key]
                 continue
             target = value._local_tensor if isinstance(value, DTensor) else value
@@ -256,7 +256,7 @@ def main(guard: str, output: str, group: str) -> None:
             except Exception as failure:  # noqa: BLE001  of whatever kind: it is what the test shows
                 import traceback
 
-                error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc(limit=-8)}"
+                error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc(limit=-25)}"
             found[f"{name} rank {rank}"] = {"error": error, "micro_batches": batches, **_told(record)}
     Path(output).write_text(json.dumps(found))
 
