@@ -17,12 +17,12 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
+from autopar.planner.outcome import Limits, Progress
+from autopar.planner.planner import Planner, Task
+from autopar.planner.space.candidates import divisors
+from autopar.planner.space.pins import NumberPin, Pins
+from autopar.planner.space.space import load_space
 from autopar.scaling import scaled
-from autopar.search.candidates import divisors
-from autopar.search.outcome import Limits, Progress
-from autopar.search.pins import NumberPin, Pins
-from autopar.search.planner import Planner, Task
-from autopar.search.space import load_space
 from autopar.table import closest
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)(?P<options>\?.*)?$")

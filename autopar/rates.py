@@ -137,7 +137,7 @@ class FunctionRate:
     """Seconds for each element of an elementwise function that computes longer than it moves bytes.
 
     Attributes:
-        name: one of ``autopar.cost.work.FUNCTIONS``.
+        name: one of ``autopar.cost.operators.work.FUNCTIONS``.
         forward_s, backward_s: for one element of its first operand.
     """
 

@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost
-from autopar.cost.block_model import BlockModel
-from autopar.cost.collectives import CollectiveModel
-from autopar.cost.critical import Chain, longest_chains
-from autopar.cost.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
-from autopar.cost.memory import Known, StageCost, kept_bytes, rank_memory
-from autopar.cost.pipeline import After, PipelineTimes, StageTimes, finishes_s, simulate
-from autopar.cost.places import peak_flops, places_of
-from autopar.cost.shared_cores import after_of, shared
-from autopar.cost.stages import StageSums, moving, stage_key, stage_sums, stage_times
-from autopar.cost.step import Step
-from autopar.cost.traffic import Traffic, gathering_share, rank_traffic, tied
+from autopar.cost.blocks.block_cost import BlockCost
+from autopar.cost.blocks.block_model import BlockModel
+from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.network.placement import peak_flops, places_of
+from autopar.cost.step.critical_path import Chain, longest_chains
+from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
+from autopar.cost.step.memory import Known, StageCost, kept_bytes, rank_memory
+from autopar.cost.step.shared_cores import after_of, shared
+from autopar.cost.step.simulation import After, PipelineTimes, StageTimes, finishes_s, simulate
+from autopar.cost.step.stage_time import StageSums, moving, stage_key, stage_sums, stage_times
+from autopar.cost.step.step import Step
+from autopar.cost.step.traffic import Traffic, gathering_share, rank_traffic, tied
 from autopar.device import Device
 from autopar.errors import UsageError
 from autopar.mesh import Mesh
@@ -38,7 +38,7 @@ class CostModel(BlockModel):
     Args:
         cluster: with profiles of its devices, links and collective library.
         precision: dtypes.
-        optimizer: name of one of ``autopar.cost.optimizer.OPTIMIZERS``.
+        optimizer: name of one of ``autopar.cost.step.optimizer.OPTIMIZERS``.
         collectives: of the cluster, where their times are known already.
         places: the node groups that are priced, by position; None: all.
 
@@ -85,7 +85,7 @@ class CostModel(BlockModel):
         return self._orders[order]
 
     def alone(self) -> tuple[CostModel, ...]:
-        """For each node group a model of its devices, with the collectives of all ranks: see :mod:`autopar.cost.shares`."""
+        """For each node group a model of its devices, with the collectives of all ranks: see :mod:`autopar.cost.step.unequal_shares`."""
         return tuple(
             CostModel(self.cluster, self.precision, self._optimizer_name, self.collectives, places=frozenset({place}))
             for place in range(len(self.cluster.groups))
@@ -167,7 +167,7 @@ class CostModel(BlockModel):
         return self._timed(stages, step)[0]
 
     def longest_chains(self, stages: Sequence[StageCost], step: Step, most: int = 1) -> list[Chain]:
-        """The longest chains of actions of a step; see :func:`autopar.cost.critical.longest_chains`."""
+        """The longest chains of actions of a step; see :func:`autopar.cost.step.critical_path.longest_chains`."""
         times, after_s = self.times_of(stages, step), [0.0] * step.mesh.pp
         return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
 

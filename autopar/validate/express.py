@@ -12,22 +12,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost
-from autopar.cost.block_price import price_block
-from autopar.cost.block_work import BlockWork, block_work
-from autopar.cost.collectives import CollectiveModel
-from autopar.cost.fusion import Kernels
+from autopar.cost.blocks.block_cost import BlockCost
+from autopar.cost.blocks.block_price import price_block
+from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.operators.fusion import Kernels
 from autopar.device import Kind
 from autopar.graph.ir import Graph, Op
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction, Recompute
-from autopar.search.amounts import flops_of_block
-from autopar.search.layouts import Layouts
-from autopar.search.options import Load, Option, Split
-from autopar.search.pins import Pins
-from autopar.search.space import load_space
+from autopar.planner.layouts.catalogue import Layouts
+from autopar.planner.layouts.types import Load, Option, Split
+from autopar.planner.model_stats import flops_of_block
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
 from autopar.validate.families import Sizes, build
 from autopar.validate.filled import filled
 from autopar.validate.practice import as_megatron, attention_core, cheap, regathered, second_products

@@ -5,8 +5,8 @@ Which strategies its tensor parallelism has, and what its recompute makes again 
 
 from __future__ import annotations
 
-from autopar.cost.fusion import LOSSES
-from autopar.cost.work import LINEAR
+from autopar.cost.operators.fusion import LOSSES
+from autopar.cost.operators.work import LINEAR
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.rules.types import Strategy
 

@@ -17,7 +17,7 @@ from autopar.benchmark.gpus import __main__ as gpus
 from autopar.benchmark.gpus import ranks
 from autopar.benchmark.gpus.cases import BATCH, cases_of
 from autopar.benchmark.gpus.page import page
-from autopar.search.pins import Pins
+from autopar.planner.space.pins import Pins
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs: the command would run everything")

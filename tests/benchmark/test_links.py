@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.benchmark.links import KINDS, LinkTask, measured_cluster
-from autopar.cost.collectives import CollectiveModel
+from autopar.cost.network.collectives import CollectiveModel
 from autopar.mesh import Mesh
 from autopar.profile.groups import group_sets
 from autopar.profile.store import load_profile

@@ -19,12 +19,12 @@ from pathlib import Path
 from autopar.api import PRECISIONS
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
-from autopar.search.outcome import Limits
-from autopar.search.outer import OuterSearch
-from autopar.search.pins import Pins
-from autopar.search.planner import Planner, Task
-from autopar.search.rounds import BY_BOUNDS, BY_SAMPLER, Sampled, Share
-from autopar.search.space import Sampling, load_space
+from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
+from autopar.planner.branch_and_bound.rounds import BY_BOUNDS, BY_SAMPLER, Sampled, Share
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner, Task
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import Sampling, load_space
 from tests.benchmarks import baselines
 
 ROUND = BY_BOUNDS + BY_SAMPLER

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.search.planner import Planner
-from autopar.search.space import load_space
+from autopar.planner.planner import Planner
+from autopar.planner.space.space import load_space
 from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
 from tests.campaigns.product import Choice, Point, Small, best_of, every_plan, front_of
 from tests.campaigns.small import draw, tiny

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
-from autopar.cost.compute import op_time
-from autopar.cost.work import operand_specs, work
+from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.work import operand_specs, work
 from autopar.errors import UsageError
 from autopar.graph import trace
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec

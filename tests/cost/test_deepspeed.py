@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost.amounts import Work
-from autopar.cost.block import BlockCost
-from autopar.cost.block_work import BlockWork, block_work
-from autopar.cost.fusion import Kernels
+from autopar.cost.blocks.block_cost import BlockCost
+from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.model import CostModel
-from autopar.cost.stages import copies_s
+from autopar.cost.operators.fusion import Kernels
+from autopar.cost.operators.work_record import Work
+from autopar.cost.step.stage_time import copies_s
 from autopar.graph import trace
 from autopar.graph.ir import Graph
 from autopar.mesh import Mesh

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.cost.amounts import Work
-from autopar.cost.block_work import BlockWork, block_work
-from autopar.cost.fusion import EAGER, Kernels, fuse_ring
-from autopar.cost.work import LINEAR
+from autopar.cost.blocks.block_work import BlockWork, block_work
+from autopar.cost.operators.fusion import EAGER, Kernels, fuse_ring
+from autopar.cost.operators.work import LINEAR
+from autopar.cost.operators.work_record import Work
 from autopar.graph import trace
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec
 from autopar.validate.families import Sizes, build

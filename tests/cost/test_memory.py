@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.cluster import Cluster
-from autopar.cost.block import ParameterCost
-from autopar.cost.collectives import CollectiveModel
-from autopar.cost.data_parallel import DataParallel
-from autopar.cost.memory import State, state_bytes
+from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import CostModel, StageCost
-from autopar.cost.optimizer import optimizer_cost
+from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.step.data_parallel import DataParallel
+from autopar.cost.step.memory import State, state_bytes
+from autopar.cost.step.optimizer import optimizer_cost
 from autopar.errors import UsageError
 from autopar.graph import trace
 from autopar.mesh import Mesh

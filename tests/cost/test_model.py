@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost, ParameterCost
+from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
-from autopar.cost.pipeline import shared_ends_s
+from autopar.cost.step.simulation import shared_ends_s
 from autopar.device import Overheads
 from autopar.errors import UsageError
 from autopar.host import HostLink

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.pipeline import (
+from autopar.cost.step.simulation import (
     ROUNDS,
     After,
     StageTimes,

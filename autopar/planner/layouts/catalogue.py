@@ -1,0 +1,364 @@
+"""Layouts to choose from: for a micro-batch size and a tensor-parallel degree the typings worth having, with their costs.
+
+Everything happens on the compact graph and is kept: many candidates of the outer search share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cost.blocks.block_cost import ParameterCost
+from autopar.cost.model import BlockCost, CostModel
+from autopar.cost.step.stage_time import own_times
+from autopar.errors import InfeasibleError
+from autopar.frozen import replaced
+from autopar.graph.compact import compact
+from autopar.graph.ir import Graph, Ref
+from autopar.graph.padding import lengths, pad
+from autopar.mesh import Mesh
+from autopar.plan import PaddedParameter
+from autopar.planner.layouts.block_pricing import BlockPrices, PricedBlocks
+from autopar.planner.layouts.padding import used_padding
+from autopar.planner.layouts.rank_graphs import Bases
+from autopar.planner.layouts.tp_typings import Solving, pinned_types
+from autopar.planner.layouts.types import Draft, Load, Made, Option, Split, split_of
+from autopar.planner.layouts.uncounted import LayoutNeeds, Needs
+from autopar.planner.sharding.block_chain import AxisSolution
+from autopar.planner.sharding.block_table import Narrow
+from autopar.planner.sharding.every import every_typing
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import Space
+from autopar.rules.apply import shard
+from autopar.rules.spread import AXIS as SPREAD
+from autopar.weak import weakly
+
+
+class Layouts:
+    """All layouts of one model on one cluster.
+
+    Args:
+        graph: as traced.
+        model: the cost model.
+        pins: of parameters.
+        space: which prices of memory are tried.
+        narrow: keeps those of an operator's strategies on ``tp`` that it may take; None: all.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        model: CostModel,
+        *,
+        global_batch_size: int,
+        pins: Pins,
+        space: Space,
+        narrow: Narrow | None = None,
+    ) -> None:
+        self.by_rule = space.layouts == "rule"
+        self.graph, self.model, self.space, self.pins = graph, model, space, pins
+        self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
+        self.pinned = pinned_types(graph, pins)
+        keys = [
+            tuple(self.pinned.get(p.name) for p in graph.block_parameters(block)) if self.pinned else None
+            for block in graph.blocks
+        ]
+        self.compact = compact(graph, keys=keys)
+        self.bases = Bases(
+            graph, self.compact, model, global_batch_size=global_batch_size, pins=pins,
+            costs=weakly(self._plain_costs),
+        )  # fmt: skip
+        self.batch = self.bases.batch
+        self._owners = Counter(
+            p.name for block in self.compact.graph.blocks for p in self.compact.graph.block_parameters(block)
+        )
+        self.solving = Solving(
+            self.compact, self.bases, model,
+            pins=pins, pinned=self.pinned, space=space, narrow=narrow, costs=weakly(self._whole_costs),
+        )  # fmt: skip
+        self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
+        self._options: dict[tuple[Split, str, object], Option] = {}
+        self._of_drafts: dict[int, tuple[Draft, Option]] = {}
+        self._wholes: dict[tuple[int, int], Option] = {}
+        self._drafts: dict[tuple[Split, tuple[int, int]], tuple[Draft, ...]] = {}
+        self._every: dict[Split, tuple[Draft, ...]] = {}
+        self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
+        self._priced_blocks: dict[tuple[Split, str], BlockPrices] = {}
+        self._priced: dict[tuple[int, frozenset[int] | None], Option] = {}
+        self._crossing: dict[int, tuple[Graph, list[tuple[Ref, ...]]]] = {}
+        self._elements: dict[int, tuple[Graph, list[tuple[str, float]]]] = {}
+        self._quickest: dict[Split, float] = {}
+        self._least_each: dict[Split, tuple[float, ...]] = {}
+        self._of_solvers: dict[tuple[Split, str], LayoutNeeds] = {}
+        self._needs: dict[int, tuple[Draft, tuple[Needs, ...]]] = {}
+
+    @property
+    def prelude(self) -> tuple[str, ...]:
+        """Strategy names of the prelude on axis ``batch``."""
+        return tuple(self.batch.strategies[op.name].name for op in self.graph.prelude)
+
+    def front(self, micro_batch_size: int, mesh: Mesh, load: Load) -> Iterator[Option]:
+        """The layouts that some price of memory makes best, from lean to fast, each made when it is asked for.
+
+        Args:
+            mesh: its degrees of ``cp`` and ``tp`` count.
+            load: what a plan does with them.
+
+        Raises:
+            InfeasibleError: the pins of parameters allow none.
+        """
+        return (self.option(draft) for draft in self.drafts(split_of(micro_batch_size, mesh), load))
+
+    def drafts(self, split: Split, load: Load) -> tuple[Draft, ...]:
+        """As :meth:`front`, before anything is priced."""
+        key = (split, load.order if split.tp > 1 and not self.by_rule else (1, 1))
+        if key not in self._drafts:
+            self._drafts[key] = self._every_draft(split) or self._front(split, load)
+        return self._drafts[key]
+
+    def _front(self, split: Split, load: Load) -> tuple[Draft, ...]:
+        """Those that some price of memory makes best."""
+        found: dict[object, Draft] = {}
+        has_prices = split.tp > 1 and not self.by_rule
+        for ratio in sorted(self.space.price_ratios, reverse=True) if has_prices else (0.0,):
+            for kind in self.bases.kinds(split):
+                draft = self._draft(split, kind, self.solving.solution(split, kind, load.order, ratio))
+                found.setdefault((kind, draft.solution and draft.solution.signature), draft)
+        return tuple(found.values())
+
+    def _every_draft(self, split: Split) -> tuple[Draft, ...]:
+        """All of them where the space asks for it and they are few; else none."""
+        if not self.space.every or split.tp == 1 or self.by_rule:
+            return ()
+        if split not in self._every:
+            found: list[Draft] = []
+            for kind in self.bases.kinds(split):
+                made = every_typing(self.solving.solver(split, kind), self.space.every)
+                if made is None:
+                    found = []
+                    break
+                found += [self._draft(split, kind, solution) for solution in made]
+            self._every[split] = tuple(found)
+        return self._every[split]
+
+    def _draft(self, split: Split, kind: str, solution: AxisSolution | None) -> Draft:
+        if solution is None:
+            return Draft(split=split, kind=kind, solution=None)
+        graph, rests, numel = self.bases.base(split, kind).graph, solution.typing.parameters, 0.0
+        for name, owned in self._owned(graph):
+            numel += owned / split.tp if rests[name].is_split else owned
+        sent = self._sent(graph, solution, split.tp)
+        blocks_s = solution.blocks_s
+        if not self.by_rule:  # whose times are of whole layouts and have all sums
+            blocks_s = tuple(map(sum, zip(blocks_s, self.solving.sums_s(split, kind), strict=True)))
+        return Draft(
+            split=split, kind=kind, solution=solution, numel=numel, blocks_s=blocks_s,
+            time_s=sum(len(own) * own_s for own, own_s in zip(self.compact.members, blocks_s, strict=True)),
+            send_bytes=min((there for there, _ in sent), default=0.0),
+            send_gradient_bytes=min((back for _, back in sent), default=0.0),
+        )  # fmt: skip
+
+    def _owned(self, graph: Graph) -> list[tuple[str, float]]:
+        """Trained parameters of each block that are not of experts over data ranks, and their elements in all its members."""
+        key = id(graph.parameters)  # of any micro-batch the same ones, which are kept
+        if key not in self._elements:
+            found = [
+                (p.name, p.spec.numel * len(members) / self._owners[p.name])
+                for block, members in zip(graph.blocks, self.compact.members, strict=True)
+                for p in graph.block_parameters(block)
+                if p.spec.requires_grad and not any(axis == SPREAD for axis, _ in p.layout)
+            ]
+            self._elements[key] = graph, found
+        return self._elements[key][1]
+
+    def _sent(self, graph: Graph, solution: AxisSolution, tp: int) -> list[tuple[float, float]]:
+        """Bytes that one rank sends from each block to the next, and of the gradients that come back, where there are any."""
+        if id(graph) not in self._crossing:  # the graph is kept too, so that its id stays its own
+            self._crossing[id(graph)] = graph, [graph.live_across(block.stop) for block in graph.blocks[:-1]]
+        strategies = solution.typing.strategies
+        found = []
+        for refs in self._crossing[id(graph)][1]:
+            there = back = 0.0
+            for ref in refs:
+                spec = graph.spec(ref)
+                own = spec.num_bytes / (tp if strategies[ref.name].outputs[ref.index].is_split else 1)
+                there += own
+                back += own * spec.requires_grad
+            if refs:
+                found.append((there, back))
+        return found
+
+    def option(self, draft: Draft) -> Option:
+        """The layout with the costs of its blocks."""
+        if id(draft) not in self._of_drafts:  # the draft is kept too, so that its id stays its own
+            self._of_drafts[id(draft)] = draft, self._option(draft.split, draft.kind, draft.solution)
+        return self._of_drafts[id(draft)][1]
+
+    def whole(self, micro_batch_size: int, ep_data: int = 1) -> Option:
+        """The layout with neither a context- nor a tensor-parallel axis."""
+        if (micro_batch_size, ep_data) not in self._wholes:
+            split = Split(micro_batch_size=micro_batch_size, ep_data=ep_data)
+            self._wholes[micro_batch_size, ep_data] = self._option(split, "", None)
+        return self._wholes[micro_batch_size, ep_data]
+
+    def _plain_costs(self, split: Split) -> Sequence[BlockCost]:
+        return self._option(split, "", None).costs
+
+    def _whole_costs(self, split: Split, kind: str) -> Sequence[BlockCost]:
+        """Of the blocks with no tensor-parallel axis."""
+        if split.cp == 1:
+            return self.whole(split.micro_batch_size, split.ep_data).costs
+        return self._option(split, kind, None).costs
+
+    @property
+    def wholes(self) -> dict[tuple[int, int], Option]:
+        """Those that :meth:`whole` has made, for another process; none where groups differ, whose prices are not in them."""
+        return {} if self.model.is_mixed else self._wholes
+
+    def know(self, wholes: Mapping[tuple[int, int], Option]) -> None:
+        """What another process has made."""
+        self._wholes = {**wholes, **self._wholes}
+
+    def made(self, split: Split) -> Made:
+        """What is known of the layouts of a split, for another process; nothing where groups differ, as :attr:`wholes`."""
+        if self.model.is_mixed:
+            return Made()
+
+        def known(draft: Draft) -> tuple[Draft, Option | None, tuple[Needs, ...] | None]:
+            return draft, self._of_drafts.get(id(draft), (draft, None))[1], self._needs.get(id(draft), (draft, None))[1]
+
+        return Made(
+            drafts=tuple(
+                (order, tuple(map(known, drafts))) for (own, order), drafts in self._drafts.items() if own == split
+            ),
+            quickest_s=self._quickest.get(split),
+            least_s=self._least_each.get(split),
+        )
+
+    def know_made(self, split: Split, made: Made) -> None:
+        """What another process has worked out."""
+        for order, drafts in made.drafts:
+            if (split, order) not in self._drafts:
+                self._drafts[split, order] = tuple(draft for draft, _, _ in drafts)
+                self._of_drafts |= {id(draft): (draft, option) for draft, option, _ in drafts if option is not None}
+                self._needs |= {id(draft): (draft, needs) for draft, _, needs in drafts if needs is not None}
+        if made.quickest_s is not None:
+            self._quickest.setdefault(split, made.quickest_s)
+        if made.least_s is not None:
+            self._least_each.setdefault(split, made.least_s)
+
+    def quickest_s(self, split: Split) -> float:
+        """Seconds of one micro-batch, forward and backward through all blocks, in the quickest layout.
+
+        Sums of gradients and memory are left out: no plan is faster. Zero where no kind of attention fits the axis ``cp``.
+        """
+        if split not in self._quickest:
+            try:
+                self._quickest[split] = min(self._quickest_of_kind_s(split, kind) for kind in self.bases.kinds(split))
+            except InfeasibleError:
+                self._quickest[split] = 0.0
+        return self._quickest[split]
+
+    def least_s(self, split: Split) -> tuple[float, ...]:
+        """As :meth:`quickest_s`, for each block of the compact graph alone; zeros where no kind of attention fits."""
+        if split not in self._least_each:
+            try:
+                found = [self._least_of_kind_each(split, kind) for kind in self.bases.kinds(split)]
+            except InfeasibleError:
+                found = [(0.0,) * len(self.compact.members)]
+            self._least_each[split] = tuple(map(min, zip(*found, strict=True)))
+        return self._least_each[split]
+
+    def _least_of_kind_each(self, split: Split, kind: str) -> tuple[float, ...]:
+        if split.tp > 1 and not self.by_rule:
+            return tuple(
+                map(sum, zip(self.solving.solver(split, kind).least_s(), self.solving.sums_s(split, kind), strict=True))
+            )
+        costs = self._option(split, kind, self.solving.solution(split, kind, (1, 1), 0.0)).costs
+        return tuple(sum(own_times(cost, recompute="none")) for cost in costs)
+
+    def _quickest_of_kind_s(self, split: Split, kind: str) -> float:
+        if split.tp > 1 and not self.by_rule:
+            sums_s = zip(self.compact.members, self.solving.sums_s(split, kind), strict=True)
+            return self.solving.solver(split, kind).quickest().value + sum(len(own) * own_s for own, own_s in sums_s)
+        times, counts = self._least_of_kind_each(split, kind), (len(m) for m in self.compact.members)
+        return sum(n * time_s for n, time_s in zip(counts, times, strict=True))
+
+    def needs(self, draft: Draft) -> tuple[Needs, ...]:
+        """What each block of a layout on ``tp`` needs at the least; none where that is not known.
+
+        It is not where a solver's operators may be larger (padded vocabularies) or slower (quantized) than those of a plan.
+        """
+        key = draft.split, draft.kind
+        if draft.solution is None or self.by_rule or self.model.is_mixed or self.model.quantized:
+            return ()
+        if id(draft) not in self._needs:  # the draft is kept too, so that its id stays its own
+            found: tuple[Needs, ...] = ()
+            solver = self.solving.solver(*key)
+            if solver.compact.graph is self.bases.base(*key).graph:
+                if key not in self._of_solvers:
+                    self._of_solvers[key] = LayoutNeeds(solver, is_selective=self.is_selective)
+                found = self._of_solvers[key].of(draft.solution)
+            self._needs[id(draft)] = draft, found
+        return self._needs[id(draft)][1]
+
+    # --- prices
+
+    def local_graph(self, split: Split, kind: str, solution: AxisSolution | None) -> Graph:
+        """One rank's graph of one micro-batch."""
+        graph = self.bases.base(split, kind).graph
+        if solution is None:
+            return graph
+        return shard(pad(graph, used_padding(graph, lengths(graph, split.tp), solution.typing)), solution.typing)
+
+    def _option(self, split: Split, kind: str, solution: AxisSolution | None) -> Option:
+        key = (split, kind, solution and solution.signature)
+        if key not in self._options:
+            graph = self.bases.base(split, kind).graph
+            found = self._prices(split, kind).of(solution)
+            self._options[key] = Option(
+                sequence=self.bases.sequence(split, kind) if split.cp > 1 else None,
+                kind=kind,
+                solution=solution,
+                ep_data=split.ep_data,
+                costs=self._alike(found.costs),
+                keys=found.keys,
+                prelude_s=found.prelude_s,
+                padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in found.padding.items()),
+                totals=tuple(graph.spec(ref).num_bytes for ref in graph.sums),
+            )
+            if self.model.is_mixed:
+                self._works[id(self._options[key])] = found, self.bases.mesh(split)
+        return self._options[key]
+
+    def _alike(self, costs: tuple[BlockCost, ...]) -> tuple[BlockCost, ...]:
+        """Blocks with equal parameters have the same ones: what data axes add to them is worked out once."""
+        known: dict[int, BlockCost] = {}
+        for cost in costs:
+            if id(cost) not in known:
+                own = self._parameters.setdefault(cost.parameters, cost.parameters)
+                known[id(cost)] = cost if own is cost.parameters else replaced(cost, parameters=own)
+        return tuple(known[id(cost)] for cost in costs)
+
+    def _prices(self, split: Split, kind: str) -> BlockPrices:
+        if (split, kind) not in self._priced_blocks:
+            graph, mesh = self.bases.base(split, kind).graph, self.bases.mesh(split)
+            self._priced_blocks[split, kind] = BlockPrices(
+                graph, self.model, mesh, self._owners, split.tp, is_selective=self.is_selective
+            )
+        return self._priced_blocks[split, kind]
+
+    def priced(self, option: Option, part: CostModel) -> Option:
+        """A layout of :meth:`option` as the devices of ``part`` run it."""
+        if part is self.model:
+            return option
+        key = (id(option), part.places)
+        if key not in self._priced:
+            found, mesh = self._works[id(option)]
+            parameters = {number: cost.parameters for number, cost in zip(option.keys, option.costs, strict=True)}
+            priced = [part.price(work, mesh) for work in found.works]
+            made = [replaced(cost, parameters=parameters[k]) for k, cost in enumerate(priced)]  # as in :meth:`_alike`
+            prelude_s = part.prelude_time_s(found.prelude)
+            self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)
+        return self._priced[key]
