@@ -81,6 +81,14 @@ def test_what_is_listed_is_still_there(seen: Seen) -> None:
     assert set(LISTED) <= there, "take it off the list"
 
 
+def test_copies_are_compared_once_a_step_whatever_is_evaluated_at_it(seen: Seen) -> None:
+    for name, case in seen("dense").items():
+        looks = [
+            count for phase, *_, place, count in case["seen"] if phase == "loaded" and "replicas.py:check_now" in place
+        ]
+        assert looks == ([] if name.startswith("one rank") else [1]), name
+
+
 def test_the_page_names_the_plans_and_the_waits() -> None:
     text = PAGE.read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
