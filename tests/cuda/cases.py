@@ -77,13 +77,13 @@ def _plans() -> dict[str, dict[str, Case]]:
             model=LLAMA, ranks=4, pins=("pp=2", "dp_shard=2", "micro_batch=1", "zero=1"), run=(0, 3)
         ),
         "pp with dropout": Case(model=GPT2, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
-        "pp x cp": Case(model=LLAMA, ranks=4, pins=("pp=2", "cp=2", "cp_attention=ring", "micro_batch=1"), run=(0, 3)),
+        "pp x cp": Case(model=LLAMA, ranks=4, pins=("pp=2", "cp=2", "cp_attention=ring", "micro_batch=1"), run=(3,)),
         "interleaved x tp with dropout": Case(
             model=GPT2.replace("n_layer=2", "n_layer=4"),
             layers=4,
             ranks=4,
             pins=("pp=2", "virtual_stages=2", "tp=2", "micro_batch=1"),
-            run=(0, 3),
+            run=(3,),
         ),
         "pp recomputed": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "recompute=full"), run=(0, 1)),
     }
