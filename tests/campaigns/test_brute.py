@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
 from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
@@ -115,11 +116,8 @@ def check_candidates(small: Small, *, by_cuts: bool = False) -> None:
     evaluator = planner.evaluator
     found = zip(
         planner.pool,
-        evaluator.ideal_bounds_s(planner.pool),
-        evaluator.least_bounds_s(planner.pool),
-        evaluator.bounds_s(planner.pool),
-        [evaluator.settled_s(candidate, math.inf) for candidate in planner.pool],
-        [evaluator.sharper_bound_s(candidate, math.inf) if by_cuts else 0.0 for candidate in planner.pool],
+        *(evaluator.bounds_s(level, planner.pool) for level in range(LEVELS)),
+        [evaluator.closest_s(candidate, math.inf) for candidate in planner.pool],
         strict=True,
     )
     seen = set()
@@ -134,7 +132,7 @@ def check_candidates(small: Small, *, by_cuts: bool = False) -> None:
             offload=candidate.offload,
             moves=candidate.moves,
         )
-        best = best_of(whole.fronts[choice], planner.evaluator.limit_bytes)
+        best = best_of(whole.fronts[choice], planner.evaluator.model.fitting_bytes)
         assert best is None or max(bounds_s) <= best.time_s * (1 + ROUNDING), candidate
         seen.add(choice)
     assert {c for c in whole.fronts if c.zero_stage != 2} <= seen

@@ -222,7 +222,7 @@ def test_no_plan_by_rule_is_quicker_than_that_of_the_search(
     model = layouts.model
     memory_bytes = math.ceil(peak * model.memory_spread)
     tight = searched(small, space, memory_bytes)
-    plan, best = tight.fastest(Limits()), whole.best(tight.evaluator.limit_bytes)
+    plan, best = tight.fastest(Limits()), whole.best(tight.evaluator.model.fitting_bytes)
     assert plan is not None and best is not None
     assert plan.predicted.step_time_s == pytest.approx(best[1].time_s, rel=1e-9)
     assert plan.search.lower_bound_s <= best[1].time_s * (1 + 1e-9)
