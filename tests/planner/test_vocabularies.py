@@ -34,16 +34,29 @@ def graph_of(spec: str, seq: int = 64, precision: PrecisionName = "bf16") -> Gra
     return api.trace_model(source.model, source.example_inputs, PRECISIONS[precision], name=source.name)
 
 
+MIXED = "a100 and v100"
+
+
+def mixed() -> Cluster:
+    first, second = Cluster.parse("a100-sxm4-80gb:1x2"), Cluster.parse("v100-sxm2-32gb:1x2")
+    return replace(first, name=MIXED, groups=(*first.groups, *second.groups))
+
+
 def _square(y: Tensor, batch: object) -> Tensor:
     return y.square().mean()
 
 
 def planner(
-    graph: Graph, cluster: str, batch: int, *pins: str, space: str = "default", precision: PrecisionName = "bf16"
+    graph: Graph,
+    cluster: Cluster | str,
+    batch: int,
+    *pins: str,
+    space: str = "default",
+    precision: PrecisionName = "bf16",
 ) -> Planner:
     return Planner(
         Task(
-            graph=graph, cluster=Cluster.parse(cluster), global_batch_size=batch, precision=PRECISIONS[precision],
+            graph=graph, cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster, global_batch_size=batch, precision=PRECISIONS[precision],
             optimizer="adamw", pins=Pins.parse(pins), space=load_space(space),
         )
     )  # fmt: skip
@@ -56,7 +69,7 @@ ODD = [
     ("llama:layers=2,hidden=512,heads=8,ffn=1370,vocab=20011", 50, "a100-sxm4-80gb:2x2", 24, ()),
     ("llama:layers=2,hidden=256,heads=4,vocab=20011", 252, A100, 8, ("cp>=2", "cp_attention=ring")),
     ("gpt:layers=2,hidden=512,heads=8,vocab=20011", 63, "h100-sxm5-80gb:1x4", 12, ("micro_batch<=3",)),
-    ("gpt:layers=2,hidden=512,heads=8,vocab=20011", 64, "a100-sxm4-80gb:1x2+v100-sxm2-32gb:1x2", 16, ()),
+    ("gpt:layers=2,hidden=512,heads=8,vocab=20011", 64, MIXED, 16, ()),
 ]
 
 
@@ -65,14 +78,15 @@ def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
     spec: str, seq: int, cluster: str, batch: int, pins: tuple[str, ...]
 ) -> None:
     """All that a split or padding aligns: vocabularies, heads, widths, sequences, micro-batches."""
-    precision: PrecisionName = "fp16" if "v100" in cluster else "bf16"
+    precision: PrecisionName = "fp16" if cluster == MIXED else "bf16"
+    where = mixed() if cluster == MIXED else Cluster.parse(cluster)
     graph = graph_of(spec, seq, precision)
     plan = api.search(
-        graph, cluster=cluster, global_batch_size=batch, precision=precision, pins=pins, space="quick", workers=1
+        graph, cluster=where, global_batch_size=batch, precision=precision, pins=pins, space="quick", workers=1
     )
-    whole = planner(graph, cluster, batch, *pins, space="quick", precision=precision)
+    whole = planner(graph, where, batch, *pins, space="quick", precision=precision)
     found = 0
-    for candidate, bound_s in zip(whole.pool, whole.evaluator.ideal_bounds_s(whole.pool), strict=True):
+    for candidate, bound_s in zip(whole.pool, whole.evaluator.bounds_s(0, whole.pool), strict=True):
         evaluation = whole.evaluator.evaluate(candidate)
         if isinstance(evaluation, Evaluation):
             found += 1
