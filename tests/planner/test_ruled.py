@@ -22,7 +22,7 @@ from autopar.lower.program import lower
 from autopar.models import resolve_model
 from autopar.plan import Plan
 from autopar.planner import planner as planning
-from autopar.planner.branch_and_bound.process_group import Crew
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
@@ -284,7 +284,7 @@ def test_rules_that_change_are_asked_for_again() -> None:
 
 def test_several_processes_give_the_plan_and_the_bound_of_one(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = planner(gpt(), space).search(limits=Limits())
-    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, many=0))
     plan = planner(gpt(), space).search(limits=Limits(), processes=2)
     neutral = {"wall_time_s": 0.0, "evaluated": 0}
     assert replace(plan, search=replace(plan.search, **neutral)) == replace(

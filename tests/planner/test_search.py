@@ -17,7 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.layout import S
 from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluator import Evaluation, Evaluator, Misfit
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
@@ -43,16 +43,14 @@ def space() -> Space:
     return load_space("quick")
 
 
-def outer(
-    graph: Graph, space: Space, *, exhaustive: int = 10_000, trials: int | None = None, cluster: str = CLUSTER
-) -> OuterSearch:
+def outer(graph: Graph, space: Space, *, trials: int | None = None, cluster: str = CLUSTER) -> BranchAndBound:
     model = CostModel(Cluster.parse(cluster), FP32, "adamw")
     evaluator = Evaluator(graph, model, global_batch_size=16, pins=Pins(), space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
     pool = candidates(problem, Pins())
-    return OuterSearch(evaluator, pool, exhaustive=exhaustive, trials=12, limits=Limits(trials=trials))
+    return BranchAndBound(evaluator, pool, limits=Limits(trials=trials))
 
 
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
@@ -141,7 +139,7 @@ def test_what_is_too_large_needs_more_than_there_is() -> None:
 
 
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:
-    whole, part = outer(graph, space), outer(graph, space, exhaustive=0)
+    whole, part = outer(graph, space), outer(graph, space, trials=12)
     whole.run()
     found = part.run()
     assert part.order == whole.order[:12]

@@ -21,9 +21,9 @@ from collections.abc import Callable, Collection, Container, Hashable, Mapping, 
 from functools import partial
 from typing import Protocol
 
-from autopar.planner.branch_and_bound.ledger import Told
+from autopar.planner.branch_and_bound.ledger import Result
 from autopar.planner.branch_and_bound.mixed_closing import Closing, Opened, grouped
-from autopar.planner.branch_and_bound.process_group import Crew
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.space.candidates import Candidate
 
 SETTLED, SHARPEST = 1, 2
@@ -72,7 +72,7 @@ class Closest:
             self._slow[index] = self.evaluator.closest_s(self.pool[index], best_s)
         return self._slow.get(index, 0.0) >= best_s
 
-    def least_s(self, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
+    def least_s(self, bounds: Mapping[Candidate, float], found: Mapping[int, Result]) -> float:
         """What no candidate goes below that may fit.
 
         Args:
@@ -85,7 +85,7 @@ class Closest:
     def raise_least(
         self,
         bounds: MutableMapping[Candidate, float],
-        found: Mapping[int, Told],
+        found: Mapping[int, Result],
         best_s: float,
         asked: Container[Candidate],
         of_owner: Callable[[int, Callable[[], float]], float],
@@ -123,10 +123,10 @@ class Closest:
     def raise_together(
         self,
         bounds: Mapping[Candidate, float],
-        found: Mapping[int, Told],
+        found: Mapping[int, Result],
         best_s: float,
         asked: Collection[int],
-        crew: Crew,
+        group: ProcessGroup,
         part_of: Callable[[int], Hashable],
     ) -> None:
         """Where devices differ a bound of all candidates, up to ``best_s``.
@@ -134,31 +134,31 @@ class Closest:
         Args:
             bounds, found, best_s: as for :meth:`raise_least`.
             asked: positions of those that the search came to.
-            crew: the processes of the search.
+            group: the processes of the search.
             part_of: which part of the work a candidate is.
         """
         closing = Closing()
         for goal_s, whole_s in ((best_s / (1 + CLOSE), best_s / (1 + CLOSE)), (best_s, 0.0)):
             below = [i for i in asked if self._lower_s(i, bounds, found) < goal_s * NEAR]
-            mine = [i for i in below if crew.owner(part_of(i)) == crew.rank]
+            mine = [i for i in below if group.owner(part_of(i)) == group.rank]
             made = self.evaluator.opened([self.pool[i] for i in mine], goal_s)
             opened: dict[int, Opened] = {}
-            for some in crew.gather(dict(zip(mine, made, strict=True))):
+            for some in group.allgather(dict(zip(mine, made, strict=True))):
                 opened |= some
             least_s, is_whole = min((own.bound_s for own in opened.values()), default=goal_s), False
             told = [
-                closing.least_s(key, [opened[i] for i in group], goal_s, whole_s=whole_s)
-                for key, group in grouped(opened).items()
-                if crew.takes(key)
+                closing.least_s(key, [opened[i] for i in alike], goal_s, whole_s=whole_s)
+                for key, alike in grouped(opened).items()
+                if group.claim(key)
             ]
-            for bound_s, is_raised in (own for some in crew.gather(told) for own in some):
+            for bound_s, is_raised in (own for some in group.allgather(told) for own in some):
                 least_s, is_whole = min(least_s, bound_s), is_whole or is_raised
             self._certified_s = least_s
             self._raised |= dict.fromkeys(below, least_s)
             if is_whole or least_s < goal_s:
                 return
 
-    def _lower_s(self, index: int, bounds: Mapping[Candidate, float], found: Mapping[int, Told]) -> float:
+    def _lower_s(self, index: int, bounds: Mapping[Candidate, float], found: Mapping[int, Result]) -> float:
         candidate, told = self.pool[index], found.get(index)
         if self.evaluator.differs and told is not None and told.needs_bytes and candidate.mesh.pp == 1:
             return math.inf  # without stages there is nothing to cut: it was found that nothing fits

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.planner.branch_and_bound.process_group import Crew
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
@@ -41,7 +41,7 @@ class BestFirst:
     Args:
         evaluator: gives the bounds.
         pool: the candidates.
-        crew: the processes of the search.
+        group: the processes of the search.
         best_s: what a plan has to be faster than.
         dives: whether the best of those that share their layouts is tried as soon as it has its last bound; not where searches
             share their order, which would then depend on timing.
@@ -55,12 +55,12 @@ class BestFirst:
         self,
         evaluator: Evaluator,
         pool: Sequence[Candidate],
-        crew: Crew,
+        group: ProcessGroup,
         best_s: Callable[[], float],
         *,
         dives: bool,
     ) -> None:
-        self.evaluator, self.pool, self.crew, self.best_s, self.dives = evaluator, pool, crew, best_s, dives
+        self.evaluator, self.pool, self.group, self.best_s, self.dives = evaluator, pool, group, best_s, dives
         self.bounds: dict[Candidate, float] = {}
         self.parts: dict[LayoutKey, list[int]] = {}
         self._splits: dict[int, LayoutKey] = {}
@@ -81,13 +81,14 @@ class BestFirst:
         whole: dict[tuple[int, int], list[int]] = {}
         for i, candidate in enumerate(self.pool):
             whole.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
-        mine = sorted(i for own in self.crew.share(list(whole.values()), len) for i in own)
+        largest_first = sorted(whole.values(), key=len, reverse=True)
+        mine = sorted(i for own in largest_first[self.group.rank :: self.group.size] for i in own)
         rough = [i for i in mine if self._is_rough(i)]
         found = dict(zip(rough, self.evaluator.work_bounds_s([self.pool[i] for i in rough]), strict=True))
         others = [i for i in mine if i not in found]
         found |= zip(others, self.evaluator.ideal_bounds_s([self.pool[i] for i in others]), strict=True)
         first: dict[int, float] = {}
-        for own, options in self.crew.gather((found, self.evaluator.layouts.wholes)):
+        for own, options in self.group.allgather((found, self.evaluator.layouts.wholes)):
             first |= own
             self.evaluator.layouts.know(options)
         self.bounds |= {candidate: first[i] for i, candidate in enumerate(self.pool)}
@@ -122,7 +123,7 @@ class BestFirst:
             bound, made, i = heapq.heappop(self._heap)
             if bound >= self.best_s():
                 return
-            if made < self._level[i] or i in self._given or not self.crew.takes(self.split(i)):
+            if made < self._level[i] or i in self._given or not self.group.claim(self.split(i)):
                 continue
             if made == LEVELS:
                 self._given.add(i)
@@ -141,7 +142,7 @@ class BestFirst:
         Where layouts follow a rule it is the best of these, first of those without a pipeline: of their memory even rough bounds
         tell. Where ranks differ, first bounds tell too little, and the pipelines with the most micro-batches give a good one.
         """
-        if self.evaluator.by_rule and self.dives and not self.crew.is_forked:
+        if self.evaluator.by_rule and self.dives and not self.group.is_forked:
             whole = [k for split, own in self.parts.items() if split.cp == split.tp == 1 for k in own]
             for some in ([k for k in whole if self.pool[k].mesh.pp == 1], whole):
                 self._raise_least(some)
@@ -151,7 +152,7 @@ class BestFirst:
         for split, own in self.parts.items():
             near = split.cp == split.tp == 1 and min(self.bounds[self.pool[k]] for k in own) < far_s
             first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
-            if first and self.crew.takes(split):
+            if first and self.group.claim(split):
                 if math.isinf(self.best_s()) and not self.evaluator.by_rule:
                     yield from self._scout(own) if self.evaluator.differs else self._unstaged(own)
                 self._raise_least(own)
@@ -175,7 +176,7 @@ class BestFirst:
         mine: list[list[int]] = []
         for split, own in self.parts.items():
             may = min(self.bounds[self.pool[k]] for k in own) < self.best_s()
-            if may and split.micro_batch_size == few and split.cp * split.tp > 1 and self.crew.takes(split):
+            if may and split.micro_batch_size == few and split.cp * split.tp > 1 and self.group.claim(split):
                 self._raise(own, 0)
                 mine.append(own)
         if mine:

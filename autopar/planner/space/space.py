@@ -12,8 +12,8 @@ from autopar.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
-Sampling = Literal["none", "tpe", "cmaes", "nsga2"]
-SAMPLERS: tuple[Sampling, ...] = ("none", "tpe", "cmaes", "nsga2")
+SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
+SAMPLERS: tuple[SamplerName, ...] = ("none", "tpe", "cmaes", "nsga2")
 Hosted = Literal["optimizer", "activations"]
 Layouting = Literal["search", "rule"]
 LAYOUTS = ("search", "rule")
@@ -47,7 +47,7 @@ class Space:
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
         exhaustive: up to so many candidates are searched to the end.
         trials: evaluations in a larger space, where the caller says nothing.
-        sampler: what asks for a part of these (:mod:`autopar.planner.branch_and_bound.rounds`); ``none``: bounds alone decide. So where a file does
+        sampler: what asks for a part of these (:mod:`autopar.planner.branch_and_bound.sampling`); ``none``: bounds alone decide. So where a file does
             not say.
     """
 
@@ -73,7 +73,7 @@ class Space:
     offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
     layouts: Layouting = "search"
-    sampler: Sampling = "none"
+    sampler: SamplerName = "none"
 
 
 def with_sampler(space: Space, name: str | None) -> Space:
@@ -144,7 +144,7 @@ def _layouts(table: Table) -> Layouting:
     return cast("Layouting", found)
 
 
-def _sampler(table: Table) -> Sampling:
+def _sampler(table: Table) -> SamplerName:
     found = table.text("sampler", "none")
     if found not in SAMPLERS:
         raise table.fault("sampler", f"the value is {', '.join(SAMPLERS)}", value=repr(found))
