@@ -21,7 +21,6 @@ from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.stages.core_cuts import CoreCuts
 
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
@@ -35,7 +34,6 @@ class Closer(Bounding):
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
         super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
-        self.core_cuts = CoreCuts(self.cuts, self.cores, self.rows, is_even=space.equal_stages)
         self._closest: dict[tuple[Candidate, int], tuple[float, float]] = {}
         """Closest bounds, and the time that they were asked to be above."""
 
@@ -61,9 +59,7 @@ class Closer(Bounding):
         left = [i for i, own in enumerate(is_priced) if own]
         options = [self.layouts.option(drafts[i]) for i in left]
         exact = [maker.exact(candidate, option, self.step(candidate, option)) for option in options]
-        found = self._row_bounds_s(
-            [candidate] * len(left), exact, best_s, options=options, precision=precision, settles=True
-        )
+        found = self._row_bounds_s([candidate] * len(left), exact, best_s, precision=precision, settles=True)
         for i, bound_s in zip(left, found, strict=True):
             bounds_s[i] = max(bounds_s[i], bound_s)
         return [*zip(bounds_s, is_priced, strict=True)]
@@ -71,8 +67,8 @@ class Closer(Bounding):
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
         """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
 
-        By a linear program, with all of the step where there is one stage, or by every cut where ranks share cores. As it is known
-        where ranks differ, or where pins or the space say what stages hold. Likewise not remembered.
+        By a linear program, with all of the step where there is one stage. As it is known where ranks differ, or where pins or the
+        space say what stages hold. Likewise not remembered.
         """
         remembered = dict(self._bounds)
         known_s = self.known_bounds_s([candidate], goal_s, remembers=True)[0]
@@ -83,7 +79,6 @@ class Closer(Bounding):
             return known_s
         found = math.inf
         sharper = self._unstaged_bound_s if candidate.mesh.pp == 1 else self._program_s
-        sharper = self._of_cuts_s if self.cores.speed(candidate) != 1.0 else sharper
         for draft, bound_s in zip(drafts, bounds_s, strict=True):
             if bound_s < min(goal_s, found):
                 bound_s = sharper(candidate, self.layouts.option(draft), bound_s, goal_s, min(goal_s, found))
@@ -97,12 +92,6 @@ class Closer(Bounding):
         for share in AGAIN:
             bound_s = max(bound_s, row_bounds([made.row], share * goal_s)[0])
         return made.bound_s(bound_s, goal_s) if bound_s < most_s else bound_s
-
-    def _of_cuts_s(
-        self, candidate: Candidate, option: PricedLayout, bound_s: float, goal_s: float, most_s: float
-    ) -> float:
-        step = self.step(candidate, option)
-        return max(bound_s, self.core_cuts.bound_s(candidate, option, step))
 
     def _unstaged_bound_s(
         self, candidate: Candidate, option: PricedLayout, bound_s: float, goal_s: float, most_s: float
@@ -141,8 +130,8 @@ class Closer(Bounding):
             if candidate.mesh.pp == 1:
                 found = self._unstaged_s(option, step)
             else:
-                row, speed = self.placed.exact(candidate, option, step), self.cores.speed(candidate)
-                found = max(found, speed * self.placed.chains.bound_s(row, at_most_s / speed))
+                row = self.placed.exact(candidate, option, step)
+                found = max(found, self.placed.chains.bound_s(row, at_most_s))
             self._closest[key] = found, at_most_s
         return max(bound, found)
 
@@ -152,7 +141,7 @@ class Closer(Bounding):
         Without stages the bound is the step itself, whatever memory it needs. Layouts that are known to take as long are left out.
         """
         rows: list[MixedRow] = []
-        counts, speed = [0] * len(candidates), self.cores.least_speed(candidates)
+        counts = [0] * len(candidates)
         for i, candidate in enumerate(candidates):
             if candidate.mesh.pp == 1:
                 continue
@@ -163,18 +152,16 @@ class Closer(Bounding):
                     option = self.layouts.option(draft)
                     rows.append(self.placed.exact(candidate, option, self.step(candidate, option)))
                     counts[i] += 1
-        tested = zip(rows, mixed_bounds(rows, goal_s / speed, only_test=True).tolist(), strict=True)
+        tested = zip(rows, mixed_bounds(rows, goal_s, only_test=True).tolist(), strict=True)
         found = []
         for candidate, count in zip(candidates, counts, strict=True):
             if candidate.mesh.pp == 1:
                 bound_s = min(self._alone_s(candidate, goal_s), goal_s)
                 found.append(Opened(first_s=bound_s, bound_s=bound_s))
                 continue
-            may = [(row, bound_s) for row, bound_s in islice(tested, count) if speed * bound_s < goal_s]
-            first_s = speed * min((bound_s for _, bound_s in may), default=math.inf)
-            found.append(
-                Opened(first_s=min(first_s, goal_s), bound_s=goal_s, rows=tuple(row for row, _ in may), speed=speed)
-            )
+            may = [(row, bound_s) for row, bound_s in islice(tested, count) if bound_s < goal_s]
+            first_s = min((bound_s for _, bound_s in may), default=math.inf)
+            found.append(Opened(first_s=min(first_s, goal_s), bound_s=goal_s, rows=tuple(row for row, _ in may)))
         return found
 
     def _alone_s(self, candidate: Candidate, goal_s: float) -> float:

@@ -81,7 +81,6 @@ class Evaluator(Closer):
             return self._done[candidate]
         best: Evaluation | None = None
         failures: list[Failure] = []
-        speed = self.cores.speed(candidate)
         try:
             left = [*self.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
             while left:
@@ -93,7 +92,7 @@ class Evaluator(Closer):
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, self.layouts.option(draft), least / speed, fits=bound < float("inf"))
+                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:
@@ -168,7 +167,7 @@ class Evaluator(Closer):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         few = self._best_of_few(candidate, option, step, at_most_s)
         if few is not None:
-            at_most_s = min(at_most_s, few.prediction.step_time_s / self.cores.speed(candidate))
+            at_most_s = min(at_most_s, few.prediction.step_time_s)
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None or (few is not None and best[0].step_time_s >= few.prediction.step_time_s):
             return few or next((f for f in failures if f.is_slow), failures[0])
@@ -178,7 +177,7 @@ class Evaluator(Closer):
         self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
     ) -> tuple[tuple[Prediction, Fitting] | None, list[Failure]]:
         """Of the cuts of a layout the quickest that fits, and that with other blocks recomputed; and why others do not."""
-        model, speed = self.placed.ordered(candidate), self.cores.speed(candidate)
+        model = self.placed.ordered(candidate)
         bound = partial(busy_s, pp=candidate.mesh.pp, num_micro_batches=candidate.num_micro_batches, with_once=True)
         best: tuple[Prediction, Fitting] | None = None
         plans: list[tuple[Sequence[StageCutter], Fitting]] = []
@@ -189,7 +188,7 @@ class Evaluator(Closer):
             nonlocal late_s
             prediction = model.predict(plan.made, step, memory=plan.memory)
             # what follows has to be quicker still
-            late_s = min(late_s, prediction.step_time_s / speed * (1 + ROUNDING))
+            late_s = min(late_s, prediction.step_time_s * (1 + ROUNDING))
             return prediction, plan
 
         for own, fits in self._tries(candidate, option, step, cutters, at_most_s):
@@ -256,7 +255,7 @@ class Evaluator(Closer):
     ) -> Iterator[tuple[Sequence[StageCutter], Callable[[float], Fitting | Failure]]]:
         """What a candidate's stages are cut by, each with what gives the cut of one of :meth:`_ways` up to a time.
 
-        Where ranks differ, cuts are sought by hand; where they share cores, among all. Those of virtual stages say what recomputes; where such a one does not fit,
+        Where ranks differ, cuts are sought by hand. Those of virtual stages say what recomputes; where such a one does not fit,
         those without selective recompute are tried too.
         """
         is_mixed = self.placed.has(candidate)
@@ -267,11 +266,6 @@ class Evaluator(Closer):
                 yield cutters, partial(self.cuts.lightened, candidate, option, step, cutters, found)
                 return
         fits = partial(self.cuts.fits, candidate, option, step)
-        if self.core_cuts.has(candidate):
-            ways = self._ways(candidate, option, step, self.placed)
-            tries = self.core_cuts.tries(candidate, option, step, ways, partial(fits, cutters, at_most_s))
-            yield from ((cutters, own) for own in tries)
-            return
         for way in self._ways(candidate, option, step, self.placed):
             yield cutters, partial(fits, cutters, at_most_s, way)
         plain = self.placed.plain
@@ -341,7 +335,6 @@ class Evaluator(Closer):
     ) -> Evaluation | Failure:
         """Every cut with every choice of recompute, by their bounds."""
         pp, model, room = candidate.mesh.pp, self.placed.ordered(candidate), self.placed.limits(candidate)
-        speed = self.cores.speed(candidate)
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=candidate.num_micro_batches,
                         by_rank=cutters, with_once=True)  # fmt: skip
         every = [(bound(cut), cut) for cut in every_cut(cutters[0].blocks, pp * candidate.virtual_stages, self.stages)]
@@ -352,7 +345,7 @@ class Evaluator(Closer):
         best: Evaluation | None = None
         needs, host, is_slow = [], 0, False
         for least_s, cut in sorted(every, key=lambda pair: pair[0]):
-            if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s / speed if best else at_most_s):
+            if least_s * (1 - ROUNDING) >= (best.prediction.step_time_s if best else at_most_s):
                 is_slow = True
                 break
             own, found = self._fitting(candidate, option, cut, step, room)

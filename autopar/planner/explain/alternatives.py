@@ -78,7 +78,7 @@ def compare(
     named = _alternatives(pool, best.candidate)
     distinct = list(dict.fromkeys(other for _, other in named))  # one may be an alternative by several choices
     # bounds that were found on the way depend on what they were found with; these are of neighbours alone, in every process
-    first_s = evaluator.first_bounds_s(distinct, best.prediction.step_time_s)
+    first_s = evaluator.own_ideal_bounds_s(distinct)
     compared: dict[Candidate, tuple[str, Evaluation | None]] = {}
     for other, bound_s in zip(distinct, first_s, strict=True):
         if group.owner(layout_key_of(other.micro_batch_size, other.mesh)) == group.rank:
