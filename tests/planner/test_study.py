@@ -292,7 +292,11 @@ def test_an_interrupt_gives_the_best_so_far(graph: Graph, alone: Plan, tmp_path:
         signal.signal(signal.SIGINT, before)
     assert any("interrupted" in note for note in plan.notes)
     assert plan.search.evaluated < alone.search.evaluated or alone.search.evaluated == 1
-    assert min(t.value for t in trials_of(url) if t.value is not None) == plan.predicted.step_time_s
+    least_s = min(t.value for t in trials_of(url) if t.value is not None)
+    if any("took its place" in reason for reason in plan.search.reasons):  # an alternative to what the search came to
+        assert plan.predicted.step_time_s < least_s
+    else:
+        assert plan.predicted.step_time_s == least_s
     assert same(search(graph, storage=url), alone)
 
 
