@@ -229,7 +229,7 @@ def _least_time_s(planner: Planner) -> float:
     """What one device computes at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
     most, evaluator = planner.task.global_batch_size, planner.evaluator
     sizes = [m for m in planner.task.space.micro_batches if m <= most]
-    times = (evaluator.placed.least_s(evaluator.layouts.whole(size, 1)) / size for size in sizes)
+    times = (evaluator.cascade.placed.least_s(evaluator.layouts.whole(size, 1)) / size for size in sizes)
     return most * min(times, default=0.0)
 
 
@@ -375,7 +375,7 @@ def _missing(ask: Ask, cluster: Cluster) -> str:
 def _fits(planner: Planner) -> bool:
     """Whether some plan fits in memory, however slow: the leanest candidates that may fit are tried first."""
     evaluator = planner.evaluator
-    bounds_s = evaluator.ideal_bounds_s(planner.pool)
+    bounds_s = evaluator.bounds_s(0, planner.pool)
     may_fit = [c for c, bound_s in zip(planner.pool, bounds_s, strict=True) if bound_s < math.inf]
     return any(isinstance(evaluator.evaluate(c), Evaluation) for c in sorted(may_fit, key=leanness))
 

@@ -1,6 +1,6 @@
 """From a graph to a plan: the story of the search.
 
-1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.evaluate.evaluator.Evaluator`).
+1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.context.SearchContext`).
 2. The space gives the candidates: mesh, micro-batch, ZeRO, schedule, order of devices, offload, shares.
 3. Branch and bound takes the candidate of the least dual bound, raises the bound or evaluates it, and stops when no bound is
    below the incumbent; then the certificate closes the gap (:mod:`autopar.planner.branch_and_bound`).
@@ -25,12 +25,13 @@ from autopar.cost.step.data_parallel import is_mixed
 from autopar.graph.ir import Graph, Op
 from autopar.plan import Plan
 from autopar.planner import infeasible
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAndBound
 from autopar.planner.branch_and_bound.ledger import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
 from autopar.planner.evaluate.evaluator import Evaluation, Misfit
-from autopar.planner.evaluate.unequal_shares import SharedEvaluator
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.outcome import Limits, Outcome, Progress, peak_bytes
@@ -81,16 +82,16 @@ class Planner:
         if not self.pool and explains:
             raise infeasible.conflicting(self.problem, task.pins)
 
-    def _evaluator(self, pins: Pins, global_batch_size: int) -> SharedEvaluator:
+    def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         graph, space = self.task.graph, self.task.space
-        return SharedEvaluator(graph, self.model, global_batch_size=global_batch_size, pins=pins, space=space)
+        return Evaluator.of(graph, self.model, global_batch_size=global_batch_size, pins=pins, space=space)
 
     def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
         task = self.task
         pool = equally_shared(in_orders(candidates(problem, pins), task.cluster, pins), pins)
         pool = offloaded(pool, task.cluster, pins, task.space.offload, task.optimizer)
         where = self.mixing[0].name if self.mixing else ""
-        return [*pool, *shared(problem, pins, task.cluster, self.evaluator.seconds, mixing=where)]
+        return [*pool, *shared(problem, pins, task.cluster, self.evaluator.shares.seconds, mixing=where)]
 
     # --- verbs
 
@@ -142,7 +143,7 @@ class Planner:
         outcome, space = self._outcome(limits), self.task.space
         if outcome.best is None:
             return []
-        may_fit = [bound_s < inf for bound_s in self.evaluator.ideal_bounds_s(self.pool)]
+        may_fit = [bound_s < inf for bound_s in self.evaluator.bounds_s(0, self.pool)]
         first = {self.pool.index(outcome.best.candidate): "fastest"}
         first |= seeds(self.pool, self.task.cluster.devices_per_node, may_fit.__getitem__)
         most_s = inf if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, inf)
@@ -167,7 +168,7 @@ class Planner:
                     best=found,
                     candidates=1,
                     evaluated=len(misfits) + 1,
-                    lower_bound_s=self.evaluator.lower_bound_s(candidate),
+                    lower_bound_s=self.evaluator.bounds_s(LEVELS - 1, [candidate])[0],
                     misfits=tuple(misfits),
                     finished=True,
                 )

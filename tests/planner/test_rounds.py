@@ -22,7 +22,8 @@ from autopar.plan import ScheduleName
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
 from autopar.planner.branch_and_bound.sampling import Sampling
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate
@@ -74,11 +75,11 @@ def loose(seed: int, size: int = 60) -> Known:
     times = rng.uniform(1.0, 3.0, size)
     times[rng.random(size) < 0.2] = np.inf
     bounds = np.where(np.isinf(times), 0.5, times) * rng.uniform(0.2, 0.9, size)
-    return Known(bounds=bounds.tolist(), times=times.tolist(), differs=bool(seed % 2))
+    return Known(bounds=bounds.tolist(), times=times.tolist())
 
 
 def fresh(known: Known) -> Known:
-    return Known(known.bounds, known.times, differs=known.differs)
+    return Known(known.bounds, known.times)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +161,7 @@ def test_nothing_is_asked_twice_or_evaluated_that_a_bound_excludes(kind: Sampler
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_bounds_are_tight_the_search_ends_with_the_best(kind: SamplerName) -> None:
-    known = replace(loose(5), differs=False)
+    known = loose(5)
     known.bounds = [0.95 * t if np.isfinite(t) else np.inf for t in known.times]
     made = search(known, None, kind, trials=1000)
     outcome = made.run()
@@ -260,7 +261,7 @@ def test_seeds_are_what_the_rules_say_of_the_pool(graph: Graph) -> None:
 
 
 def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
-    known = replace(loose(2, 20), differs=False)
+    known = loose(2, 20)
     made = BranchAndBound(
         cast("Evaluator", known), [candidate(i) for i in range(20)], limits=Limits(trials=1000),
         sampling=Sampling(kind="tpe", by_bounds=0, by_sampler=8),

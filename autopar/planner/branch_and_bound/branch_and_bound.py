@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from autopar.errors import UsageError
-from autopar.planner.branch_and_bound.certificate import Closest
-from autopar.planner.branch_and_bound.frontier import BestFirst
+from autopar.planner.branch_and_bound.certificate import close_gap
+from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result
-from autopar.planner.branch_and_bound.mixed_closing import key_of_candidate
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Question, Rounds, Sampling
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Outcome, Progress
 from autopar.planner.space.candidates import Candidate
@@ -33,6 +34,9 @@ from autopar.planner.space.candidates import Candidate
 PATIENCE = 8
 """Evaluations of its own after which a search takes over a candidate that another has claimed without a result. Without the
 time of the best candidate, which a dead search may have claimed, many worse ones would be evaluated."""
+
+REPORT_S = 0.2
+"""Seconds between two reports while other processes are still at work."""
 
 ROUNDING = 1e-6
 """A bound is below the time of its plan up to rounding (1e-9 of it in the tests). The incumbent cuts off only what is above
@@ -76,12 +80,11 @@ class BranchAndBound:
         self.rounds: Rounds | None = None
         if sampling is not None and sampling.kind != "none":
             self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s(), ROUNDING)
-        self.frontier = BestFirst(
+        self.frontier = Frontier(
             evaluator, self.pool, self.group, self._cutoff_s if self.rounds is None else self.rounds.cutoff_s,
-            dives=not self.ledger.is_shared and self.rounds is None,
+            scouts=not self.ledger.is_shared and self.rounds is None,
         )  # fmt: skip
         self.bounds = self.frontier.bounds
-        self.certificate = Closest(evaluator, self.pool)
         self.order: list[int] = []
         self.finished = True
         self._start = time.monotonic()
@@ -122,7 +125,7 @@ class BranchAndBound:
             best=self._best(),
             candidates=len(self.pool),
             evaluated=len(self.ledger.results),
-            lower_bound_s=self.certificate.least_s(self.bounds, self.ledger.results),
+            lower_bound_s=min(self.bounds.values(), default=0.0),
             misfits=tuple(self._misfits()),
             finished=self.finished,
             interrupted=interrupted,
@@ -148,9 +151,7 @@ class BranchAndBound:
         """
         is_whole = len(self.pool) <= self._max_trials and self.rounds is None
         if is_whole and len(self.pool) >= self.group.min_candidates:
-            layouts = [self.frontier.split(i) for i in range(len(self.pool))]
-            schedules = [key_of_candidate(c) for c in self.pool] if self.evaluator.differs else []
-            self.group.fork(dict.fromkeys((*layouts, *schedules)))
+            self.group.fork(self.frontier.keys)
         self.frontier.begin()
 
     def _search_best_first(self) -> None:
@@ -166,11 +167,14 @@ class BranchAndBound:
             if not self._is_settled(i):
                 if self.ledger.is_claimed(i):
                     self._passed_over[i] = self._num_evaluated
-                elif not self.certificate.is_slow(i, self._cutoff_s()):
+                else:
                     self._evaluate(i)
             self._report()
             self._catch_up(PATIENCE)
         self._catch_up(0)
+        self._report()
+        while not self.group.others_wait(REPORT_S):
+            self._report()
 
     def _catch_up(self, patience: int) -> None:
         """Evaluate what was passed over and still has no result ``patience`` evaluations later."""
@@ -227,14 +231,11 @@ class BranchAndBound:
             return
         if self.ledger.is_claimed(index) and not takes_over:
             return
-        bound_s = question.bound_s
-        if bound_s is None and self.certificate.is_slow(index, question.limit_s):
-            bound_s = question.limit_s
-        if bound_s is None:
+        if question.bound_s is None:
             self._evaluate(index, question.limit_s)
         else:
-            self.ledger.claim(index, bound_s)
-            self.ledger.record(index, Result(at_least_s=bound_s))
+            self.ledger.claim(index, question.bound_s)
+            self.ledger.record(index, Result(at_least_s=question.bound_s))
 
     # --- the certificate
 
@@ -258,24 +259,14 @@ class BranchAndBound:
             self._plans |= plans
 
     def _certify(self) -> None:
-        """Raise the bounds of what may still be faster than the incumbent."""
-        best_s = self._cutoff_s()
-        if math.isinf(best_s):
-            return
-        asked = {c: i for i in self.order if self.bounds[c := self.pool[i]] < best_s}
-        mine = [c for c, i in asked.items() if self._owns(self.frontier.split(i))]
-        known = dict(zip(mine, self.evaluator.known_bounds_s(mine, best_s), strict=True))
-        for raised in self.group.allgather(known):
-            self.bounds |= {c: max(self.bounds[c], bound) for c, bound in raised.items()}
-        if self.evaluator.differs:
-            known_of = (self.bounds, self.ledger.results, best_s, sorted(asked.values()))
-            self.certificate.raise_together(*known_of, self.group, self.frontier.split)
-        else:
-            self.certificate.raise_least(self.bounds, self.ledger.results, best_s, asked, self._of_owner)
+        """Raise the least bounds of what may still be faster than the incumbent."""
+        if math.isfinite(self.ledger.incumbent_s):
+            close_gap(self.pool, self.bounds, self.ledger.incumbent_s, {*self.order}, self._closest_s)
 
-    def _of_owner(self, index: int, ask: Callable[[], float]) -> float:
-        """Asked of the process that has worked out a candidate's layouts."""
-        return self.group.broadcast(ask, self.group.owner(self.frontier.split(index)))
+    def _closest_s(self, index: int, goal_s: float) -> float:
+        """The tightest bound of a candidate, by the process that has worked out its layouts."""
+        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s)
+        return self.group.broadcast(ask, self.group.owner(self.frontier.keys[index]))
 
     def _owns(self, key: LayoutKey) -> bool:
         return self.group.owner(key) == self.group.rank

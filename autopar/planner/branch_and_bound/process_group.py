@@ -208,6 +208,10 @@ class ProcessGroup:
 
     # --- meetings: every process comes to each of them, in the same order
 
+    def others_wait(self, timeout_s: float) -> bool:
+        """Of the first process: whether each other one has come to the next meeting, or ended; asked for so long at most."""
+        return all(connection.poll(timeout_s) for _, connection in self._children)
+
     def allgather(self, value: T) -> list[T]:
         """What each process brings, by rank.
 

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import peak_bytes
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import seeds
@@ -41,11 +43,11 @@ POPULATION = 16
 """Candidates of a generation of NSGA-II."""
 
 
-class SettledBounds(Protocol):
+class HasBounds(Protocol):
     """What rounds need of an evaluator."""
 
-    def settled_s(self, candidate: Candidate, best_s: float) -> float:
-        """A lower bound up to ``best_s``, the same whatever was found before."""
+    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
+        """Lower bounds of a level; see :class:`autopar.planner.bounds.cascade.Cascade`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ class Rounds:
     def __init__(
         self,
         pool: Sequence[Candidate],
-        evaluator: SettledBounds,
+        evaluator: HasBounds,
         sampler: Sampler,
         *,
         max_s: float,
@@ -159,7 +161,9 @@ class Rounds:
             index = self.sampler.ask(self._bounds, cutoff_s)
             if index is None:
                 return found
-            bound_s = self.evaluator.settled_s(self.pool[index], cutoff_s) if math.isfinite(cutoff_s) else 0.0
+            bound_s = 0.0
+            if math.isfinite(cutoff_s):
+                (bound_s,) = self.evaluator.bounds_s(LEVELS - 1, [self.pool[index]], cutoff_s)
             limit_s = min(SLACK * cutoff_s, self._max_s)
             excluded = bound_s if bound_s >= cutoff_s else None
             found.append(Question(index=index, limit_s=limit_s, is_sampled=True, bound_s=excluded))
@@ -200,7 +204,7 @@ class Sampling:
         """What experts would try, by position, with reasons."""
         return seeds(pool, self.devices_per_node, may_fit)
 
-    def rounds(self, pool: Sequence[Candidate], evaluator: SettledBounds, max_s: float, rounding: float) -> Rounds:
+    def rounds(self, pool: Sequence[Candidate], evaluator: HasBounds, max_s: float, rounding: float) -> Rounds:
         """The questions of a search; arguments and errors as of :class:`Rounds` and of its sampler."""
         from autopar.planner.branch_and_bound.optuna_sampler import Sampler  # optuna is slow to import
 
@@ -229,7 +233,7 @@ def front(
     sampler = Sampler("nsga2", pool, seed=seed, objectives=2)
     for index, why in first.items():
         sampler.enqueue(index, why)
-    bounds = np.array(evaluator.ideal_bounds_s(pool))
+    bounds = np.array(evaluator.bounds_s(0, pool))
     found: dict[int, Evaluation] = {}
     while trials:
         asked: list[int] = []

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from operator import ne
 
 from autopar.plan import Prediction
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.space.candidates import Candidate
 
@@ -17,9 +19,6 @@ MAX_ALTERNATIVES = 10
 
 CLEAR = 1.05
 """Times the plan that neighbours are known to take at the least where no more is said of them."""
-
-PRECISION = 5e-3
-"""Of the bounds that are said of them."""
 
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
@@ -77,8 +76,7 @@ def compare(
     group = ProcessGroup() if group is None else group
     named = _alternatives(pool, best.candidate)
     distinct = list(dict.fromkeys(other for _, other in named))  # one may be an alternative by several choices
-    # bounds that were found on the way depend on what they were found with; these are of neighbours alone, in every process
-    first_s = evaluator.own_ideal_bounds_s(distinct)
+    first_s = evaluator.bounds_s(0, distinct)
     compared: dict[Candidate, tuple[str, Evaluation | None]] = {}
     for other, bound_s in zip(distinct, first_s, strict=True):
         if group.owner(layout_key_of(other.micro_batch_size, other.mesh)) == group.rank:
@@ -142,10 +140,9 @@ def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: float) -> tuple[str, Evaluation | None]:
     """In words, with the other one's plan where it was made; ``bound_s``: a first bound of the other one."""
     best_s = best.prediction.step_time_s
-    if bound_s < best_s:
-        bound_s = max(bound_s, evaluator.least_bounds_s([other], best_s)[0])
-    if bound_s < best_s:
-        bound_s = max(bound_s, evaluator.settled_s(other, CLEAR * best_s, precision=PRECISION))
+    for level in range(1, LEVELS):
+        if bound_s < best_s:  # up to there a bound is a function of the candidate alone
+            bound_s = max(bound_s, min(evaluator.bounds_s(level, [other], CLEAR * best_s)[0], CLEAR * best_s))
     if best_s <= bound_s < float("inf"):
         more_s = bound_s - best_s
         return f"at least {more_s:.3g} s ({100 * more_s / best_s:.1f}%) slower ({other}), by its lower bound", None
