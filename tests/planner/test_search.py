@@ -18,7 +18,7 @@ from autopar.layout import S
 from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluator import Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey
@@ -46,14 +46,14 @@ def space() -> Space:
     return load_space("quick")
 
 
-def outer(graph: Graph, space: Space, *, exhaustive: int = 10_000, trials: int | None = None) -> OuterSearch:
+def outer(graph: Graph, space: Space, *, trials: int | None = None) -> BranchAndBound:
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
     evaluator = Evaluator.of(graph, model, global_batch_size=16, pins=Pins(), space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
     pool = candidates(problem, Pins())
-    return OuterSearch(evaluator, pool, exhaustive=exhaustive, trials=12, limits=Limits(trials=trials))
+    return BranchAndBound(evaluator, pool, limits=Limits(trials=trials))
 
 
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
@@ -134,7 +134,7 @@ def test_what_is_too_large_needs_more_than_there_is() -> None:
 
 
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:
-    whole, part = outer(graph, space), outer(graph, space, exhaustive=0)
+    whole, part = outer(graph, space), outer(graph, space, trials=12)
     whole.run()
     found = part.run()
     assert part.order == whole.order[:12]

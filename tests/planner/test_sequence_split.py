@@ -13,7 +13,8 @@ from autopar.cost.operators.work import work
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec
 from autopar.plan import Plan
-from autopar.planner.space.candidates import candidates, conflict
+from autopar.planner.space.candidates import candidates
+from autopar.planner.space.conflict import conflict
 from autopar.planner.space.pins import Pins
 from tests.distributed.subjects import HfSubject
 from tests.planner.test_candidates import PROBLEM

@@ -16,7 +16,8 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.mesh import Mesh
 from autopar.plan_check import SHARES_ALONE, shares_fault
-from autopar.planner.space.candidates import Candidate, Problem, candidates, conflict, divisors
+from autopar.planner.space.candidates import Candidate, Problem, candidates, divisors
+from autopar.planner.space.conflict import conflict
 from autopar.planner.space.pins import EQUAL, ChoicePin, NumberPin, Pins
 
 KEY = "data_shares"
