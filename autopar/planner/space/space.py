@@ -127,6 +127,7 @@ def load_space(name: str) -> Space:
         offload=_offload(table),
         data_shares=table.flag("data_shares", default=False),
         sampler=_sampler(table),
+        vocab_multiples=_integers(table, "vocab_multiples", 1) if table.has("vocab_multiples") else (1,),
     )
     table.finish()
     return space
