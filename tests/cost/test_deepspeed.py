@@ -10,7 +10,6 @@ from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.model import CostModel
-from autopar.cost.operators.fusion import Kernels
 from autopar.cost.operators.work_record import Work
 from autopar.cost.step.stage_time import copies_s
 from autopar.graph import trace
@@ -18,6 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.mesh import Mesh
 from autopar.plan import FP32, Precision
 from autopar.validate.families import Sizes, build
+from autopar.validate.kernels.fusion import ForeignKernels
 from tests.cost.blocks_by_hand import block, stage, step
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
@@ -27,7 +27,7 @@ SIZES = Sizes(
     family="bloom", hidden=HIDDEN, ffn=4 * HIDDEN, heads=HEADS, kv_heads=HEADS, vocabulary=VOCABULARY,
     sequence=SEQUENCE, attention="scores", dtype="bfloat16", dropout=True,
 )  # fmt: skip
-PLAIN = Kernels(elementwise=True, projections=True, dropout=True)
+PLAIN = ForeignKernels(elementwise=True, projections=True, dropout=True)
 MEGATRON = replace(PLAIN, megatron=True)
 
 
@@ -41,7 +41,7 @@ def graph() -> Graph:
     return trace(model, (), batch, name="bloom")
 
 
-def works(graph: Graph, kernels: Kernels, target: str) -> list[Work]:
+def works(graph: Graph, kernels: ForeignKernels, target: str) -> list[Work]:
     """Of one kind of operator, in all blocks."""
     done: list[BlockWork] = [block_work(graph, each, "cuda", kernels=kernels) for each in graph.blocks]
     return [w for one in done for w, op in zip(one.works, one.ops, strict=True) if op.target == target]
@@ -82,7 +82,7 @@ def test_the_gradient_of_a_split_product_is_put_together(graph: Graph) -> None:
 
 
 def test_the_loss_computes_on_whole_logits_one_kernel_after_the_other(graph: Graph) -> None:
-    def loss(kernels: Kernels) -> Work:
+    def loss(kernels: ForeignKernels) -> Work:
         (found,) = works(graph, kernels, "autopar.cross_entropy_sum")
         return found
 
