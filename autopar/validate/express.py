@@ -30,6 +30,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.validate.families import Sizes, build
 from autopar.validate.filled import filled
+from autopar.validate.foreign import ForeignRuntime
 from autopar.validate.kernels.fusion import EAGER, ForeignKernels
 from autopar.validate.practice import as_megatron, attention_core, cheap, regathered, second_products
 from autopar.validate.runs import Run
@@ -226,7 +227,7 @@ def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
 
 def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
     """The prediction of a run on a cluster: the fastest of its structures, as much slower as its site says."""
-    model = CostModel(cluster, precision_of(run, site), "adamw")
+    model = CostModel(cluster, precision_of(run, site), "adamw", runtime=runtime_of(run, site))
     found = min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
     return slower(found, 1.0 + site.slowdown)
 
@@ -251,7 +252,7 @@ def step_time_s(
     run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site, collectives: CollectiveModel
 ) -> float:
     """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
-    model = CostModel(cluster, precision_of(run, site), "adamw", collectives)
+    model = CostModel(cluster, precision_of(run, site), "adamw", collectives, runtime=runtime_of(run, site))
     least = min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
     return least * (1.0 + site.slowdown)
 
@@ -295,12 +296,19 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         global_batch_size=run.global_batch,
         flops_per_sample=structure.flops_per_sample,
         tokens_per_sample=run.seq,
+        adds_gradients=not site.adds_in_products,
+    )
+    return stages, step
+
+
+def runtime_of(run: Run, site: Site) -> ForeignRuntime:
+    """How the site's program carries out the steps of a run."""
+    return ForeignRuntime(
         blocking_sends=site.blocking_sends,
         partitioned_sends=site.partitioned_sends and run.sequence_parallel is False,
         copied_sends=site.copied_sends and run.pp > 1,
         overlapped_reductions=site.overlapped_reductions,
         gathers_after_step=site.gathers_after_step,
-        adds_gradients=not site.adds_in_products,
         casts_gradients=site.casts_gradients and run.precision == "bf16_fp32_grad_accum",
         late_reductions=site.late_reductions,
         reduces_last=site.reduces_last,
@@ -308,7 +316,6 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         all_reduces=site.all_reduces_sums,
         broadcasts=site.broadcasts_parameters,
     )
-    return stages, step
 
 
 def exposed(message: Message, *, site: Site, mesh: Mesh, interference: float) -> float:
