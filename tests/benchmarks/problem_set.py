@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -113,7 +114,7 @@ def _problem(name: str, own: dict[str, Any], clusters: dict[str, list[dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A tree of the code under test; ``revision``: its commit, with ``+`` where files of the package differ from it."""
+    """A tree of the code under test; ``revision``: the commit that changed it last, with ``+`` where its files differ from that."""
 
     path: Path
     revision: str
@@ -133,8 +134,9 @@ class Tree:
 
 def this_tree() -> Tree:
     """The tree that this file is in."""
-    revision = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--", "autopar", "profiles", "search")
+    parts = ("--", "autopar", "profiles", "search")
+    revision = _git("log", "-1", "--format=%h", *parts)
+    changed = _git("status", "--porcelain", *parts)
     return Tree(path=ROOT, revision=revision + "+" * bool(changed))
 
 
@@ -172,7 +174,7 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": str(tree.path), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)], env=environment, cwd=tree.path, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
         )  # fmt: skip
 
     def __enter__(self) -> Worker:
@@ -183,14 +185,14 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         if error[0] is not None:
-            self._process.terminate()
+            os.killpg(self._process.pid, signal.SIGTERM)  # with the copy that is at work
         self._process.wait()
 
     def ask(self, verb: str, problem: Problem, graph: Path, *, most_s: float | None = None, **options: Any) -> Any:
         """The answer.
 
         Raises:
-            AnswerError: there is none, with the reason; within ``most_s``, where it is given.
+            AnswerError: there is none, with the reason; within ``most_s`` CPU seconds, where they are given.
         """
         process = self._process
         assert process.stdin is not None
@@ -203,7 +205,7 @@ class Worker:
             raise SystemExit(f"The worker of {self.tree.path} ended; it says above why.")
         reply = json.loads(line)
         if "answer" not in reply:
-            raise AnswerError(reply.get("error", f"no answer in {most_s} s"))
+            raise AnswerError(reply["error"])
         return reply["answer"]
 
 

@@ -176,7 +176,7 @@ PAGE = """# The problems
 
 Written by `python -m tests.benchmarks.problems page`; do not edit. {count} searches by which a change of the planner is judged
 (`tests/benchmarks/problems.toml`). The record is of revision {revision}, before the planner was rebuilt. Each search ran in a process of its
-own, without tracing, with a limit of {limit:g} s; CPU seconds are of one process, memory is the largest that it had, torch and the traced
+own, without tracing, with a limit of {limit:g} CPU seconds; CPU seconds are of one process, memory is the largest that it had, torch and the traced
 model counted in. Times of steps are predictions.
 
 ## The record

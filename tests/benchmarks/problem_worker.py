@@ -5,7 +5,7 @@ any revision; it imports nothing of ``tests``. It loads the package, and answers
 it prints: every question in a copy of this process, so that memory and caches are clean, and imports are not timed.
 
 - ``trace`` writes the file ``graph``, the pickled traced model;
-- ``search``: the record of one search by one process, with a limit of ``limit_s``;
+- ``search``: the record of one search by one process, with a limit of ``limit_s`` CPU seconds;
 - ``evaluate`` evaluates each candidate that has no line in the file ``kept``, and adds its line.
 """
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -175,7 +177,10 @@ def searched(problem: Mapping[str, Any], graph_file: Path, limit_s: float) -> di
     graph = pickle.loads(graph_file.read_bytes())
     cluster = cluster_of(problem)
     before_bytes = peak_bytes()
-    start_cpu_s, start_s = cpu_s(), time.monotonic()
+    time.monotonic = (
+        time.process_time
+    )  # limits of time are CPU seconds: what else runs on the machine changes no result
+    start_cpu_s = cpu_s()
     try:
         plan = plan_of(problem, graph, cluster, limit_s)
     except found("AutoparError", "autopar") as error:
@@ -184,7 +189,7 @@ def searched(problem: Mapping[str, Any], graph_file: Path, limit_s: float) -> di
         "cpu_s": cpu_s() - start_cpu_s,
         "peak_bytes": peak_bytes(),
         "before_bytes": before_bytes,
-        "hit_limit": time.monotonic() - start_s >= limit_s,
+        "hit_limit": cpu_s() - start_cpu_s >= limit_s,
         "time_s": plan.predicted.step_time_s,
         "memory_bytes": plan.predicted.peak_memory_bytes,
         "bound_s": plan.search.lower_bound_s,
@@ -225,10 +230,13 @@ def answer(question: Mapping[str, Any]) -> Any:
 
 
 def in_a_copy(question: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of a copy of this process, ended where it takes longer than ``most_s`` (None: never)."""
+    """The answer of a copy of this process, which the system ends past ``most_s`` CPU seconds, where these are given."""
     theirs, own = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def work() -> None:
+        if question["most_s"] is not None:
+            most_s = math.ceil(time.process_time() + question["most_s"])
+            resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
         try:
             own.send({"answer": answer(question)})
         except BaseException:  # noqa: BLE001  told to the other side, whatever it is
@@ -238,12 +246,17 @@ def in_a_copy(question: Mapping[str, Any]) -> dict[str, Any]:
     copy.start()
     own.close()
     try:
-        reply: dict[str, Any] = theirs.recv() if theirs.poll(question["most_s"]) else {"late": True}
+        reply: dict[str, Any] = theirs.recv()
+        copy.join()
     except EOFError:
-        reply = {"error": "the process ended without an answer, as one does that runs out of memory"}
-    if "late" in reply:
-        copy.kill()
-    copy.join()
+        copy.join()
+        late = copy.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        why = (
+            f"ended after {question['most_s']} CPU seconds, or for want of memory"
+            if late
+            else f"ended with {copy.exitcode}"
+        )
+        reply = {"error": f"the process {why}"}
     return reply
 
 

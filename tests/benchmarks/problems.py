@@ -139,9 +139,11 @@ def wanted(options: argparse.Namespace, *, is_exhaustive: bool = False) -> list[
 
 
 def same_tree(path: Path, head: dict[str, Any]) -> dict[str, Any]:
-    """What a file keeps of problems, if it is of the same tree and asked in the same way; else nothing."""
+    """What a file keeps of problems, if it is of the same tree and limit; else nothing."""
     kept = read(path) if path.exists() else {}
-    problems: dict[str, Any] = kept["problems"] if all(kept.get(key) == value for key, value in head.items()) else {}
+    problems: dict[str, Any] = {}
+    if all(kept.get(key) == head.get(key) for key in ("tree", "limit_s")):
+        problems = kept["problems"]
     return problems
 
 
@@ -183,7 +185,13 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     add = common.add_argument
     add("--only", nargs="+", metavar="NAME", help="these problems alone")
     add("--problems", type=Path, default=HOME / "problems.toml", metavar="FILE", help="default: problems.toml")
-    add("--limit", type=float, default=120.0, metavar="SECONDS", help="limit of time of one search (default 120)")
+    add(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="limit of one search, in CPU seconds (default 120)",
+    )
     add("--rounds", type=int, default=3, help="searches of a quick problem; CPU seconds are their median (default 3)")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
