@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from autopar.cluster import Cluster
+from autopar.cost.operators.measured import Measured, Source, measurement_note
+from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
 from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Outcome
+from autopar.planner.space.candidates import Candidate
+from autopar.planner.space.rank_orders import origins
 from autopar.planner.task import Task
 
 _WIDE = frozenset(
@@ -86,3 +95,38 @@ def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:
         return ()
     lacks = f"blocks recompute fully, as the space {task.space.name} has no selective recompute"
     return (f"{lacks}: the space default has, and often a faster plan",)
+
+
+def mixed_note(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
+    """Stages that do not use their faster devices to the full."""
+    if cluster.is_homogeneous or candidate.shares:
+        return ()
+    wide = [str(rank) for rank, own in enumerate(origins(candidate, cluster)) if len(own) > 1]
+    if not wide:
+        return ()
+    who = f"pipeline rank{'s' if len(wide) > 1 else ''} {', '.join(wide)} of {candidate.mesh.pp} on different devices"
+    return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
+
+
+def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
+    """How many operators of a plan have a measured time; nothing where the device has none at all."""
+    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    measured = model.measured
+    if not isinstance(measured, Measured):
+        return ()
+    split = layout_key_of(best.candidate.micro_batch_size, best.candidate.mesh)
+    graph = layouts.local_graph(split, option.kind, option.solution)
+    counts: Counter[Source] = Counter()
+
+    def count(op: Op, times: int) -> None:
+        operands = operand_specs(op, graph.spec)
+        roofline = op_time(op, operands, model.device, quantized=model.quantized)
+        if roofline.forward_s + roofline.backward_s > 0:
+            counts[measured.find(op, operands, roofline)[1]] += times
+
+    for op in graph.prelude:
+        count(op, 1)
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            count(op, len(members))
+    return (measurement_note(counts),)
