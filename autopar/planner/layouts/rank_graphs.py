@@ -200,7 +200,7 @@ class Bases:
             mesh=self.mesh(split),
             axis=axis,
             collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
-            state_bytes_per_element=storage + self.model.optimizer.bytes_per_element(storage) + reduce + copies,
+            state_bytes_per_element=storage + self.model.ranks.optimizer.bytes_per_element(storage) + reduce + copies,
             gradient_itemsize=storage,
             measured=self.model.measured,
         )
