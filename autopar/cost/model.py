@@ -17,14 +17,12 @@ from autopar.cost.network.placement import check_kinds, peak_flops, places_of, s
 from autopar.cost.operators.measured import Measured
 from autopar.cost.operators.roofline import OperatorTimes, OpTime, op_time
 from autopar.cost.step.critical_path import Chain, longest_chains
-from autopar.cost.step.memory import StageCost
 from autopar.cost.step.optimizer import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
 from autopar.cost.step.runtime import Runtime
 from autopar.cost.step.simulation import finishes_s
-from autopar.cost.step.step import Step
+from autopar.cost.step.step import StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
-from autopar.cost.step.traffic import Traffic, rank_traffic
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.host import HostLink
 from autopar.mesh import Mesh
@@ -124,10 +122,6 @@ class CostModel:
         """The cost of :meth:`block_work`."""
         return price_block(work, mesh, self.device, self.collectives, quantized=self.quantized, measured=self.measured)
 
-    def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
-        """The cost of a block of one rank's graph for one micro-batch."""
-        return self.price(self.block_work(graph, block), mesh)
-
     def prelude_time_s(self, graph: Graph) -> float:
         """Seconds of the operators that every stage repeats for each micro-batch."""
         times = (self.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in graph.prelude)
@@ -194,11 +188,6 @@ class CostModel:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
         return self._pipeline(stages, step).memory()
-
-    def traffic(self, stages: Sequence[StageCost], step: Step) -> tuple[Traffic, ...]:
-        """The collectives of a step, by pipeline rank: what :meth:`predict` prices for autopar's own runtime."""
-        data = self._pipeline(stages, step).data
-        return tuple(rank_traffic(stages, data, step, pp_rank=rank) for rank in range(step.mesh.pp))
 
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
         """Whether the size of buckets can matter: some gradients are summed in them."""

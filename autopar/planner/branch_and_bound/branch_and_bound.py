@@ -31,7 +31,6 @@ from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Outcome, Progress
 from autopar.planner.space.candidates import Candidate
-from autopar.weak import weakly
 
 MAX_EXPLAINED = 24
 """Candidates of which it is worked out what memory they would need, where no plan fits."""
@@ -85,7 +84,7 @@ class OuterSearch:
         self.rounds: Rounds | None = None
         if is_sampled and sampling is not None:
             self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s(), ROUNDING)
-        best_s = weakly(self._best_s) if self.rounds is None else self.rounds.below_s
+        best_s = self._best_s if self.rounds is None else self.rounds.below_s
         scouts = not self.ledger.is_shared and self.rounds is None
         self.frontier = Frontier(evaluator, self.pool, self.crew, best_s, scouts=scouts)
         self.bounds = self.frontier.bounds
