@@ -52,6 +52,7 @@ class CostModel:
         devices, device: of the node groups, and the slowest of them.
         memory_limit_bytes: what the smallest device has.
         memory_spread: upper end of a predicted peak's interval over the prediction: the widest of the devices' profiles.
+        unaligned_fraction: of the rate of products, what rows that are no multiple of 16 bytes leave; on the device that loses most.
         fitting_bytes: the largest predicted peak that fits: the upper end of its interval is the limit.
 
     Raises:
@@ -74,6 +75,7 @@ class CostModel:
         )
         check_kinds(cluster)
         self.device = slowest(self.devices, precision.compute)
+        self._at_best = self.device.at_best()
         self.collectives = collectives or CollectiveModel(cluster, places)
         self.quantized = self.device.rate(precision.products).dtype if precision.needs_scales else None
         table = self.device.operators
@@ -81,6 +83,8 @@ class CostModel:
         self.memory_limit_bytes = min(device.memory_bytes for device in self.devices)
         self.memory_spread = 1 + max(device.memory_uncertainty for device in self.devices)
         self.fitting_bytes = math.floor(self.memory_limit_bytes / self.memory_spread)
+        rates = [device.rate(precision.compute) for device in self.devices]
+        self.unaligned_fraction = min(rate.unaligned_fraction if rate.num_units else 1.0 for rate in rates)
         self.is_mixed = places is None and not cluster.is_homogeneous
         self.ranks = Ranks(
             devices=self.devices,
@@ -118,9 +122,15 @@ class CostModel:
         found: BlockWork = graph.passes[key]
         return found
 
-    def price(self, work: BlockWork, mesh: Mesh) -> BlockCost:
-        """The cost of :meth:`block_work`."""
-        return price_block(work, mesh, self.device, self.collectives, quantized=self.quantized, measured=self.measured)
+    def price(self, work: BlockWork, mesh: Mesh, *, at_best: bool = False) -> BlockCost:
+        """The cost of :meth:`block_work`.
+
+        Args:
+            at_best: what its parts take together at the least, however they are padded and aligned
+                (:meth:`autopar.device.Device.at_best`).
+        """
+        device = self._at_best if at_best else self.device
+        return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
 
     def prelude_time_s(self, graph: Graph) -> float:
         """Seconds of the operators that every stage repeats for each micro-batch."""

@@ -18,7 +18,7 @@ from autopar.planner.explain.notes import (
     range_note,
     recompute_note,
 )
-from autopar.planner.explain.operator_shapes import measured_note
+from autopar.planner.explain.operator_shapes import measured_note, unaligned_note
 from autopar.planner.layouts.padding import padding_notes
 from autopar.planner.layouts.types import expert_degree
 from autopar.planner.outcome import Outcome
@@ -62,6 +62,7 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
         bucket_bytes=best.bucket_bytes,
         offload=candidate.offload,
         data_shares=candidate.shares,
+        vocab_multiple=candidate.vocab_multiple,
         notes=tuple(notes),
     )
 
@@ -92,7 +93,8 @@ def notes_of(
     graph, candidate = task.graph, best.candidate
     return (
         *graph.notes,
-        *padding_notes(graph, best.option.padding, candidate.mesh.tp),
+        *padding_notes(graph, best.option.padding, candidate.mesh.tp, candidate.vocab_multiple),
+        *unaligned_note(evaluator, best),
         *operators_without_rule(graph, found, evaluator.model),
         *mixing_note(mixing),
         *mixtures(evaluator.layouts, best.option),
