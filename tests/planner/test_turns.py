@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.cost.blocks.block_cost import BlockCost, Remade
-from autopar.cost.step.memory import StageCost
+from autopar.cost.step.step import StageCost
 from autopar.plan import Memory, Recompute
 from autopar.planner.stages.fitting import Fitting
 from autopar.planner.stages.stage_cut import BlockOption, Cut, CutBlock, StageCutter

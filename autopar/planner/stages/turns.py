@@ -20,7 +20,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.step.memory import StageCost
+from autopar.cost.step.step import StageCost
 from autopar.planner.space.distinct import distinct
 from autopar.planner.stages.activation_modes import BlockOption, Way, none_if_moved
 from autopar.planner.stages.fitting import Fitting
