@@ -18,7 +18,9 @@ from autopar.models import resolve_model
 from autopar.planner.sharding import batch_axis as batch
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.tables import Cost
+from autopar.rules import default_table
 from autopar.rules.apply import shard
+from autopar.rules.table import Rule
 from autopar.rules.types import Strategy
 
 from .graphs import llama_block, mlp, op
@@ -140,3 +142,16 @@ def test_where_samples_meet_no_trained_parameter_is_read_as_if_its_gradient_were
     for one in graph.ops:
         for ref, kind in zip(one.operands, typing.strategies[one.name].inputs, strict=True):
             assert kind != I or not graph.is_parameter(ref), f"{one.name} reads {ref}"
+
+
+def test_rules_that_change_are_asked_for_again() -> None:
+    graph = mlp(layers=2)
+    typing = solve_batch(compact(graph))
+    assert compact(graph) is compact(graph) and solve_batch(compact(graph)) is typing
+    table = default_table()
+    table.put("mylib.unused.default", Rule(line="b... -> b..."))
+    try:
+        assert solve_batch(compact(graph)) is not typing
+        assert solve_batch(compact(graph)) == typing
+    finally:
+        del table.rules["mylib.unused.default"]

@@ -43,7 +43,7 @@ def uncollected() -> Iterator[None]:
     "fields",
     [
         pytest.param({}, id="default"),
-        pytest.param({"space": load_space("sailor")}, id="by rule"),
+        pytest.param({"space": load_space("quick")}, id="quick"),
         pytest.param({"cluster": "two"}, id="mixed"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -454,7 +455,7 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     assert below
 
 
-@pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick"), (None, "sailor")])
+@pytest.mark.parametrize(("memory", "space"), [(None, "quick"), (400 * 2**20 + 1_500_000, "quick")])
 def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memory: int | None, space: str) -> None:
     cluster = two_kinds(factor=3.0, slow_memory=memory)
     search = outer(graph, cluster, space)
@@ -531,9 +532,11 @@ def test_moves_of_blocks_never_lengthen_a_step_and_keep_every_stage() -> None:
     assert slowest_s(found) == 6.0
 
 
-def test_a_space_may_ask_for_equal_stages(graph: Graph) -> None:
+def test_a_space_may_ask_for_equal_stages(graph: Graph, checkout: Path, tmp_path: Path) -> None:
+    path, shipped = tmp_path / "even.toml", (checkout / "search" / "quick.toml").read_text(encoding="utf-8")
+    path.write_text(f"{shipped}\nequal_stages = true\n")
     pins = ["pp=2", "tp=1", "micro_batch=2", "schedule=1F1B"]
-    plan = api.search(graph, cluster=two_kinds(factor=3.0), global_batch_size=16, pins=pins, space="sailor")
+    plan = api.search(graph, cluster=two_kinds(factor=3.0), global_batch_size=16, pins=pins, space=str(path))
     assert len({stage.stop - stage.start for stage in plan.stages}) == 1
     free = api.search(graph, cluster=two_kinds(factor=3.0), global_batch_size=16, pins=[*pins, "zero=0"])
     assert free.predicted.step_time_s < plan.predicted.step_time_s

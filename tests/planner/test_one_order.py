@@ -40,17 +40,10 @@ class Known:
     times: Sequence[float]
     asked: list[int] = field(default_factory=list)
     differs: bool = False
-    by_rule: bool = False
     layouts: Any = field(default_factory=lambda: SimpleNamespace(wholes={}, know=lambda wholes: None))
 
     def _index(self, found: Candidate) -> int:
         return found.mesh.dp_shard - 1
-
-    def work_bounds_s(self, pool: Sequence[Candidate]) -> list[float]:
-        return [0.25 * self.bounds[self._index(c)] for c in pool]
-
-    def data_bounds_s(self, pool: Sequence[Candidate]) -> list[float]:
-        return [0.5 * self.bounds[self._index(c)] for c in pool]
 
     def ideal_bounds_s(self, pool: Sequence[Candidate]) -> list[float]:
         return [0.5 * self.bounds[self._index(c)] for c in pool]

@@ -44,7 +44,7 @@ def written(plan: Plan, folder: Path) -> bytes:
     return path.read_bytes()
 
 
-CASES = [("alike", "default"), ("alike", "sailor"), ("mixed", "default")]
+CASES = [("alike", "default"), ("alike", "quick"), ("mixed", "default")]
 
 
 @pytest.mark.skipif(not available(), reason="processes are copied on Linux alone")

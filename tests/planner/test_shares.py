@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -144,10 +145,12 @@ def test_the_order_of_the_groups_goes_with_their_shares(graph: Graph) -> None:
     assert [plan.micro_batch_of(rank) for rank in range(3)] == [1, 1, 4]
 
 
-def test_spaces_say_whether_shares_are_tried(graph: Graph) -> None:
+def test_spaces_say_whether_shares_are_tried(graph: Graph, checkout: Path, tmp_path: Path) -> None:
+    path, shipped = tmp_path / "own.toml", (checkout / "search" / "quick.toml").read_text(encoding="utf-8")
+    path.write_text("\n".join(line for line in shipped.splitlines() if not line.startswith("data_shares")))
     cluster = two_kinds(1, 1, factor=3.0)
-    assert not any(c.shares for c in planner(graph, cluster, space="sailor").pool)
-    assert any(c.shares for c in planner(graph, cluster, "data_shares=5-1", space="sailor").pool)
+    assert not any(c.shares for c in planner(graph, cluster, space=str(path)).pool)
+    assert any(c.shares for c in planner(graph, cluster, "data_shares=5-1", space=str(path)).pool)
     assert not any(c.shares for c in planner(graph, of_one(cluster, 0)).pool)
     assert all(c.shares for c in planner(graph, cluster, "data_shares!=equal").pool)
     most = [max(c.shares) for c in planner(graph, cluster, "micro_batch<=3", "data_shares!=equal").pool]

@@ -20,9 +20,6 @@ from autopar.planner.space.space import Space
 NEAR = 0.04
 """Of second bounds where there is a time to be below: these say which layouts are solved first, most of which are excluded."""
 
-TESTED = 1e9
-"""Of bounds of which only counts whether they are below a time."""
-
 
 class Bounding(FirstBounding):
     """Lower bounds of candidates in their layouts."""
@@ -50,7 +47,7 @@ class Bounding(FirstBounding):
                 places.append(i)
                 continue
             split = layout_key_of(c.micro_batch_size, c.mesh)
-            if split.tp == split.cp == 1 or self.layouts.by_rule:  # the ideal is the only layout, or it is bounded next
+            if split.tp == split.cp == 1:  # the ideal is the only layout
                 continue
             whole = self._whole(c)
             quickest = self.layouts.quickest_s(split), self.layouts.least_s(split)
@@ -67,15 +64,8 @@ class Bounding(FirstBounding):
         """For each candidate seconds below which none of its layouts gives a plan; infinite where none can fit.
 
         Args:
-            at_most_s: layouts that are slower by a first bound are not priced, nor solved by a rule: that bound is theirs.
+            at_most_s: layouts that are slower by a first bound are not priced: that bound is theirs.
         """
-        known = self.moved_bounds_s(candidates, at_most_s)
-        others = [c for c in candidates if c not in known]
-        known |= zip(others, self._solved_bounds_s(others, at_most_s) if others else (), strict=True)
-        return [known[c] for c in candidates]
-
-    def _solved_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
-        """As :meth:`bounds_s`, by layouts that are solved."""
         loads: dict[LayoutKey, list[Load]] = {}
         for candidate in candidates:
             loads.setdefault(layout_key_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
@@ -86,9 +76,6 @@ class Bounding(FirstBounding):
                 continue
         every = [self._least_first(candidate) for candidate in candidates]
         self._test_least(candidates, every, at_most_s)
-        self._tell_slow(
-            [(c, draft) for c, drafts in zip(candidates, every, strict=True) for draft in drafts], at_most_s
-        )
         for most in (1, math.inf):  # layouts are priced where their first bounds are below what the first one gives
             asked: list[tuple[Candidate, TypedLayout]] = []
             for candidate, drafts in zip(candidates, every, strict=True):
@@ -179,25 +166,6 @@ class Bounding(FirstBounding):
             if not is_priced and known < at_most_s:
                 found.append((candidate, draft))
         return found
-
-    def _tell_slow(self, pairs: Sequence[tuple[Candidate, TypedLayout]], at_most_s: float) -> None:
-        """Another first bound of those that take no less than ``at_most_s`` by the times and parameters of their blocks."""
-        if math.isinf(at_most_s):
-            return
-        told = [own for own in self._open(pairs, at_most_s) if own[1].solution and not self.placed.has(own[0])]
-        rows = [self._drafted_row(c, draft) for c, draft in told]
-        found = self._row_bounds_s([c for c, _ in told], rows, at_most_s, precision=TESTED)
-        for (c, draft), bound in zip(told, found, strict=True):
-            if bound >= at_most_s:
-                self._bounds[c, id(draft)] = (bound, False)
-
-    def _drafted_row(self, candidate: Candidate, draft: TypedLayout) -> Row:
-        """Of a layout before it is priced."""
-        ideal = self._ideal_row(candidate)
-        assert isinstance(ideal, Row)
-        whole, needs = self._whole(candidate), self.layouts.needs(draft)
-        step = self.step(candidate, whole)
-        return self.least_rows_of(candidate).drafted(candidate, ideal, draft, whole, step, needs)
 
     def _bound(self, candidate: Candidate, draft: TypedLayout, at_most_s: float = 0.0) -> tuple[float, bool]:
         self._price([(candidate, draft)], at_most_s)

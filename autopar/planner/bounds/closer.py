@@ -9,7 +9,7 @@ from itertools import islice
 from autopar.cost.model import CostModel, Step
 from autopar.graph.ir import Graph
 from autopar.plan import Recompute
-from autopar.planner.bounds.bounding import TESTED, Bounding
+from autopar.planner.bounds.bounding import Bounding
 from autopar.planner.bounds.bounds import PRECISION as PRECISE
 from autopar.planner.bounds.mixed_bounds import mixed_bounds
 from autopar.planner.bounds.mixed_rows import MixedRow
@@ -55,14 +55,9 @@ class Closer(Bounding):
 
         All layouts of the candidate together, and nothing else: what rows are bounded with is always the same.
         """
-        bounds_s, is_placed = [self._draft_s(candidate, draft) for draft in drafts], self.placed.has(candidate)
-        told = [i for i, draft in enumerate(drafts) if bounds_s[i] < best_s and draft.solution and not is_placed]
-        rows = [self._drafted_row(candidate, drafts[i]) for i in told]
-        found = self._row_bounds_s([candidate] * len(told), rows, best_s, precision=TESTED, settles=True)
-        for i, bound_s in zip(told, found, strict=True):
-            bounds_s[i] = max(bounds_s[i], bound_s if bound_s >= best_s else 0.0)
+        bounds_s = [self._draft_s(candidate, draft) for draft in drafts]
         is_priced = [bound_s < best_s for bound_s in bounds_s]
-        maker = self.placed if is_placed else self.rows_of(candidate)
+        maker = self.placed if self.placed.has(candidate) else self.rows_of(candidate)
         left = [i for i, own in enumerate(is_priced) if own]
         options = [self.layouts.option(drafts[i]) for i in left]
         exact = [maker.exact(candidate, option, self.step(candidate, option)) for option in options]

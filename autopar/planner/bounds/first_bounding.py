@@ -15,7 +15,6 @@ from autopar.planner.bounds.cores import SharedCores
 from autopar.planner.bounds.least_rows import LeastRows
 from autopar.planner.bounds.mixed_bounds import mixed_bounds
 from autopar.planner.bounds.mixed_rows import MixedRow
-from autopar.planner.bounds.rough import Rough
 from autopar.planner.bounds.row_bounds import row_bounds
 from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.layouts.catalogue import Layouts
@@ -60,7 +59,6 @@ class FirstBounding:
         """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
         self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
         self.cores = SharedCores(model, weakly(self.step), weakly(self._whole))
-        self.rough = Rough(self.least_rows, self.layouts, weakly(self.step), is_even=space.equal_stages)
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.cuts = Cuts(
             self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
@@ -76,11 +74,6 @@ class FirstBounding:
     def differs(self) -> bool:
         """Whether pipeline ranks may have different devices."""
         return self.model.is_mixed
-
-    @property
-    def by_rule(self) -> bool:
-        """Whether each candidate has one layout, by a rule, and ranks are alike; then work is divided as in the ideal."""
-        return self.layouts.by_rule and not self.differs and self.model.measured is None
 
     def step(self, candidate: Candidate, option: PricedLayout) -> Step:
         """How the cost model sees a candidate."""
@@ -99,21 +92,6 @@ class FirstBounding:
             offload=candidate.offload,
         )
 
-    def work_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """For each candidate of :attr:`by_rule` seconds of its work alone, without a row; infinite where it cannot fit."""
-        return [self.cores.work_s(c, *self.rough.work_s(c)) for c in candidates]
-
-    def data_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """As :meth:`work_bounds_s`, of what may fit, with the data axes."""
-        return [self.cores.work_s(c, *self.rough.data_s(c)) for c in candidates]
-
-    def moved_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> dict[Candidate, float]:
-        """As :meth:`data_bounds_s`, with the least of collectives on ``tp``, of those that this makes ``at_most_s`` or more."""
-        if not self.by_rule or math.isinf(at_most_s):
-            return {}
-        found = {c: self.cores.work_s(c, *self.rough.moved_s(c)) for c in candidates if c.mesh.tp > 1 and not c.on_host}
-        return {c: bound_s for c, bound_s in found.items() if at_most_s <= bound_s}
-
     def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """For each candidate seconds below which no layout gives a plan, found without solving any."""
         known = self._ideal_s
@@ -124,21 +102,6 @@ class FirstBounding:
     def own_ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """As :meth:`ideal_bounds_s`, found for these alone: those that are found together depend on which within their precision."""
         return self._ideals_s(candidates)
-
-    def first_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float) -> list[float]:
-        """As :meth:`own_ideal_bounds_s`; of :attr:`by_rule` that of work and data axes, where it is ``at_most_s`` or more."""
-        if not self.by_rule:
-            return self.own_ideal_bounds_s(candidates)
-        found: dict[Candidate, float] = {}
-        for c in candidates:
-            if not c.on_host:
-                work_s = self.work_bounds_s([c])[0]
-                bound_s = work_s if at_most_s <= work_s else max(work_s, self.data_bounds_s([c])[0])
-                if at_most_s <= bound_s:
-                    found[c] = bound_s
-        others = [c for c in candidates if c not in found]
-        found |= zip(others, self.own_ideal_bounds_s(others), strict=True)
-        return [found[c] for c in candidates]
 
     def _ideals_s(self, candidates: Sequence[Candidate]) -> list[float]:
         here = [c for c in candidates if not c.on_host]

@@ -1,7 +1,7 @@
-"""Rows of candidates in layouts that are not priced: in the best that any could be, or in a draft.
+"""Rows of candidates in the best layout that any could be.
 
 What the data axes add to each micro-batch follows from the parameters of a block, which need no pricing: no layout on ``tp``
-has less than one part of each on a rank, and a draft says which are split. Bytes that a collective moves beside work are
+has less than one part of each on a rank. Bytes that a collective moves beside work are
 hidden but for the device's interference (see ``DataParallel``). Without a pipeline what runs beside a block is known from
 those before and after it: X seconds of collectives beside work of T seconds, forward and backward, take X - (1 - i) min(X, T)
 at the least, however they are divided. In a pipeline a stage's gathers may run beside any block of it.
@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import Step
 from autopar.frozen import quickly, replaced
-from autopar.layout import I, Type
+from autopar.layout import Type
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
-from autopar.planner.bounds.lines import again_prices, least_of
 from autopar.planner.bounds.rows import RowMaker
-from autopar.planner.layouts.types import PricedLayout, TypedLayout
-from autopar.planner.layouts.uncounted import Needs
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 
 
@@ -75,9 +73,6 @@ class LeastRows:
         self._ideal: dict[tuple[object, ...], tuple[PricedLayout, list[BlockPrice], Row]] = {}  # likewise
         self._numel: dict[tuple[int, ...], float] = {}
         self._state: dict[tuple[object, ...], tuple[PricedLayout, float]] = {}  # likewise
-        self._drafted: dict[
-            tuple[object, ...], tuple[TypedLayout, tuple[BlockPrice, ...], float, float, float, float]
-        ] = {}  # likewise
 
     # --- the best of all layouts
 
@@ -177,90 +172,6 @@ class LeastRows:
             tells_apart=False,
         )
 
-    # --- a draft
-
-    def drafted(
-        self,
-        candidate: Candidate,
-        ideal: Row,
-        draft: TypedLayout,
-        whole: PricedLayout,
-        step: Step,
-        needs: Sequence[Needs] = (),
-    ) -> Row:
-        """A candidate in a layout with times and parameters of its blocks, but messages as in the best of all.
-
-        Args:
-            needs: of each block, where they are known; else memory is as in the best of all too.
-        """
-        key = (id(draft), bool(needs), candidate.mesh, *_kind(step))
-        if key not in self._drafted:
-            self._drafted[key] = draft, *self._drafted_prices(candidate, draft, whole, step, needs)
-        _, (first, last, group), total_s, once_s, gathers_s, every_s = self._drafted[key]
-        sent, back = (draft.send_bytes, draft.send_gradient_bytes) if candidate.mesh.pp > 1 else (0.0, 0.0)
-        collectives = self.model.collectives
-        return replaced(
-            ideal,
-            first=first,
-            last=last,
-            group=group if ideal.count else ideal.group,
-            total_s=max(ideal.total_s, total_s),
-            once_s=max(ideal.once_s, once_s),
-            gathers_s=gathers_s,
-            every_s=every_s,
-            send_s=collectives.send_time_s(sent, candidate.mesh),
-            send_back_s=collectives.send_time_s(back, candidate.mesh),
-            stage_bytes=sent,
-            tells_apart=False,
-        )
-
-    def _drafted_prices(
-        self, candidate: Candidate, draft: TypedLayout, whole: PricedLayout, step: Step, needs: Sequence[Needs]
-    ) -> tuple[tuple[BlockPrice, ...], float, float, float, float]:
-        """Of the first block, the last one, and the least of the largest group; of all their time, what they do once, gathers.
-
-        And what the one stage without a pipeline takes besides for each micro-batch.
-        """
-        assert draft.solution is not None
-        rests, tp = draft.solution.typing.parameters, draft.split.tp
-        prices = []
-        parts = [
-            self._part(cost, tp, tuple([rests.get(p.name, I) for p in cost.parameters])) for cost in self._costs(whole)
-        ]
-        ideals = zip(self._ideal_of(candidate, whole, step)[0], draft.blocks_s, strict=True)
-        for k, (price, work_s) in enumerate(ideals):
-            part, added = parts[k], self._added_of(parts, k, step)
-            known = self._needing(k, price, needs[k], added, work_s) if needs else {}
-            prices.append(
-                replaced(
-                    price,
-                    **known,
-                    time_s=max(price.time_s, added.least_s(work_s)),
-                    once_s=max(price.once_s, self.model.block_once_s(part, step)),
-                    gather_s=self.model.device.interference * self.model.block_gather_s(part, step),
-                    static_bytes=max(price.static_bytes, self.model.block_static_bytes(part, step)),
-                )
-            )
-        places = self._largest(whole)
-        group = least_of(prices[k] for k in places) if places else prices[0]
-        counts = self.rows.counts
-        total_s = sum(n * price.time_s for n, price in zip(counts, prices, strict=True))
-        once_s = sum(n * price.once_s for n, price in zip(counts, prices, strict=True))
-        gathers_s = sum(n * price.gather_s for n, price in zip(counts, prices, strict=True))
-        # as in _added_of: a table of times need not grow with bytes
-        is_known = step.mesh.pp == 1 and not self.model.collectives.is_measured
-        every_s = self.model.ends_s(parts[0], parts[-1], step) if is_known else 0.0
-        return (prices[0], prices[-1], group), total_s, once_s, gathers_s, every_s
-
-    def _needing(self, k: int, price: BlockPrice, needs: Needs, added: _Added, work_s: float) -> dict[str, float]:
-        """What is known of the price of a block that keeps what its backward needs on the device, if it may keep all of it."""
-        modes = self.rows.modes[k]
-        if "none" not in modes or self.rows.moves or self.rows.is_moved[k]:
-            return {}
-        if "selective" in modes:
-            return _remaking(price, needs, added, work_s, may_be_full="full" in modes)
-        return _needing(price, needs, added, work_s)
-
     # --- parameters
 
     def _split(self, whole: PricedLayout, step: Step) -> tuple[list[BlockCost], list[_Added]]:
@@ -273,18 +184,6 @@ class LeastRows:
             made = {of: self._added_of(parted, k, step) for of, k in known.items()}
             self._added[key] = [made[id(cost), k * depends] for k, cost in enumerate(parted)]
         return parted, self._added[key]
-
-    def floors_s(self, whole: PricedLayout, step: Step) -> tuple[float, float]:
-        """What the data axes add to all blocks at the least, to each micro-batch and once a step.
-
-        Args:
-            whole: the layout with neither ``cp`` nor ``tp``.
-        """
-        parted, added = self._split(whole, step)
-        always_s = sum(n * own.floor_s for n, own in zip(self.rows.counts, added, strict=True))
-        blocks = {id(cost): cost for cost in parted}
-        once = {key: self.model.block_once_s(cost, step) for key, cost in blocks.items()}
-        return always_s, sum(n * once[id(cost)] for n, cost in zip(self.rows.counts, parted, strict=True))
 
     def _added_of(self, costs: Sequence[BlockCost], k: int, step: Step) -> _Added:
         """Of block ``k`` of the compact graph."""
@@ -360,43 +259,6 @@ def _beside(price: BlockPrice, added: _Added, once_s: float) -> BlockPrice:
         more_free_s=share * price.more_free_s,
         once_s=once_s,
     )
-
-
-def _needing(price: BlockPrice, needs: Needs, added: _Added, work_s: float) -> dict[str, float]:
-    """What of a price a block's needs are above; ``work_s``: of it without recompute.
-
-    The longer the work, the more of what is recomputed shows beside collectives: least so at the least work.
-    """
-    again_s = added.again_s(work_s, needs.again_s)
-    held = max(price.held_bytes, needs.saved_bytes)
-    return {
-        "again_s": max(price.again_s, again_s),
-        "least_again_s": max(price.least_again_s, again_s),
-        "full_s": max(price.full_s, again_s) if price.full_s else 0.0,
-        "held_bytes": held,
-        "some_bytes": held if price.some_bytes else 0.0,
-        "lean_bytes": max(price.lean_bytes, held - price.held_again_bytes),
-    }
-
-
-def _remaking(price: BlockPrice, needs: Needs, added: _Added, work_s: float, *, may_be_full: bool) -> dict[str, float]:
-    """As :func:`_needing` of a block that may recompute selectively: in the way that takes and keeps the least."""
-    most = max(price.held_bytes, needs.saved_bytes)
-    points = [(0.0, most), *((own_s, needs.saved_bytes - freed) for own_s, freed in needs.remade)]
-    if may_be_full:
-        points.append((needs.again_s, price.held_again_bytes))
-    least = min(held for _, held in points)
-    found = again_prices([added.again_s(work_s, own_s) for own_s, _ in points], [held for _, held in points])
-    return {
-        "more_byte_s": 0.0,
-        "more_free_s": 0.0,
-        "some_bytes": 0.0,
-        "full_s": 0.0,
-        **found,
-        "held_bytes": most,
-        "held_again_bytes": least,
-        "lean_bytes": max(price.lean_bytes, most - least),
-    }
 
 
 def _kind(step: Step) -> tuple[object, ...]:

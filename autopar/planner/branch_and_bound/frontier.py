@@ -1,7 +1,7 @@
 """The order in which candidates have their turn: that of their bounds, each of which is worked out when it decides.
 
 The first bound of a candidate needs no layout, the second the quickest one of each block, the third those that the prices
-of memory make best. Where layouts follow a rule there are two before that of the layout: of work alone, and with the data axes.
+of memory make best.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from autopar.planner.branch_and_bound.process_group import Crew
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
-
-ROUGH = -1
-"""Of candidates that have a bound of their work alone."""
 
 LEVELS = 2
 """Bounds that a candidate can have after its first one."""
@@ -67,8 +64,6 @@ class BestFirst:
         self._heap: list[tuple[float, int, int]] = []
         self._level: dict[int, int] = {}
         self._given: set[int] = set()
-        by_rule = evaluator.by_rule
-        self._rough = [by_rule and not candidate.on_host for candidate in pool]
 
     def split(self, index: int) -> LayoutKey:
         """Equal for candidates that share their layouts."""
@@ -82,16 +77,13 @@ class BestFirst:
         for i, candidate in enumerate(self.pool):
             whole.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
         mine = sorted(i for own in self.crew.share(list(whole.values()), len) for i in own)
-        rough = [i for i in mine if self._is_rough(i)]
-        found = dict(zip(rough, self.evaluator.work_bounds_s([self.pool[i] for i in rough]), strict=True))
-        others = [i for i in mine if i not in found]
-        found |= zip(others, self.evaluator.ideal_bounds_s([self.pool[i] for i in others]), strict=True)
+        found = dict(zip(mine, self.evaluator.ideal_bounds_s([self.pool[i] for i in mine]), strict=True))
         first: dict[int, float] = {}
         for own, options in self.crew.gather((found, self.evaluator.layouts.wholes)):
             first |= own
             self.evaluator.layouts.know(options)
         self.bounds |= {candidate: first[i] for i, candidate in enumerate(self.pool)}
-        self.evaluator.know_ideal_bounds({self.pool[i]: first[i] for i in first if not self._is_rough(i)})
+        self.evaluator.know_ideal_bounds({self.pool[i]: first[i] for i in first})
         alike: dict[LayoutKey, list[int]] = {}
         for i, candidate in enumerate(self.pool):
             if math.isfinite(self.bounds[candidate]):
@@ -101,10 +93,6 @@ class BestFirst:
         order = sorted(alike, key=lambda split: (not split.cp == split.tp == 1, tells * least_s[split]))
         self.parts |= {split: alike[split] for split in order}
 
-    def _is_rough(self, index: int) -> bool:
-        """Whether the first bound of a candidate is of its work alone."""
-        return self._rough[index]
-
     def walk(self) -> Iterator[int]:
         """Candidates that may be faster than the best plan, in order of their bounds and then of the pool.
 
@@ -113,7 +101,7 @@ class BestFirst:
         are asked for. What is chosen in the end is the same.
         """
         first = [(self.bounds[c], i) for i, c in enumerate(self.pool) if math.isfinite(self.bounds[c])]
-        self._level |= {i: ROUGH if self._is_rough(i) else 0 for _, i in first}
+        self._level |= {i: 0 for _, i in first}
         self._heap += [(bound, self._level[i], i) for bound, i in first]
         heapq.heapify(self._heap)
         yield from self._first(FAR * min((bound for bound, _ in first), default=0.0))
@@ -138,32 +126,24 @@ class BestFirst:
     def _first(self, far_s: float) -> Iterator[int]:
         """Those with nothing to solve: a first plan to be faster than costs little.
 
-        Where layouts follow a rule it is the best of these, first of those without a pipeline: of their memory even rough bounds
-        tell. Where ranks differ, first bounds tell too little, and the pipelines with the most micro-batches give a good one.
+        Where ranks differ, first bounds tell too little, and the pipelines with the most micro-batches give a good one.
         """
-        if self.evaluator.by_rule and self.dives and not self.crew.is_forked:
-            whole = [k for split, own in self.parts.items() if split.cp == split.tp == 1 for k in own]
-            for some in ([k for k in whole if self.pool[k].mesh.pp == 1], whole):
-                self._raise_least(some)
-                yield from self._dive(some)
-                if math.isfinite(self.best_s()):
-                    return
         for split, own in self.parts.items():
             near = split.cp == split.tp == 1 and min(self.bounds[self.pool[k]] for k in own) < far_s
             first = near or (split.micro_batch_size <= FEW_SAMPLES and self.evaluator.differs)
             if first and self.crew.takes(split):
-                if math.isinf(self.best_s()) and not self.evaluator.by_rule:
+                if math.isinf(self.best_s()):
                     yield from self._scout(own) if self.evaluator.differs else self._unstaged(own)
                 self._raise_least(own)
                 yield from self._dive(own)
-                if self.evaluator.differs and not self.evaluator.by_rule:
+                if self.evaluator.differs:
                     # the next one is often its twin, with the node groups in another order
                     yield from self._dive([k for k in own if k not in self._given])
                 if near and math.isfinite(self.best_s()):  # the next one costs little too, and is often faster
                     left = [k for k in own if k not in self._given]
                     self._raise_least(left)
                     yield from self._dive(left)
-        if not (self.evaluator.differs or self.evaluator.by_rule):
+        if not self.evaluator.differs:
             yield from self._fewest()
 
     def _fewest(self) -> Iterator[int]:
@@ -195,16 +175,9 @@ class BestFirst:
         yield from self._dive(few)
 
     def _raise_least(self, places: Sequence[int]) -> None:
-        """Last bounds of these; where layouts follow a rule, of the one alone that has the least in the end."""
-        if not (self.evaluator.by_rule and self.dives):
-            for made in range(ROUGH, LEVELS):
-                self._raise(places, made)
-            return
-        while places:
-            least = min(places, key=self._place)
-            if self._level[least] == LEVELS or self.bounds[self.pool[least]] >= self.best_s():
-                return
-            self._raise([least], self._level[least])
+        """Last bounds of these."""
+        for made in range(LEVELS):
+            self._raise(places, made)
 
     def _place(self, index: int) -> tuple[float, int]:
         return self.bounds[self.pool[index]], index
@@ -216,9 +189,7 @@ class BestFirst:
         if not asked:
             return
         some = [self.pool[k] for k in asked]
-        if made == ROUGH:
-            found, after = self.evaluator.data_bounds_s(some), 0
-        elif made == 0 and not self.evaluator.by_rule:
+        if made == 0:
             found, after = self.evaluator.least_bounds_s(some, best_s), 1
         else:
             found, after = self.evaluator.bounds_s(some, best_s), LEVELS

@@ -124,8 +124,6 @@ class Evaluator(Closer):
         asked = self._open(pairs, at_most_s)
         if is_first and len(asked) == len(left) and not self.placed.has(candidate):
             asked = [min(asked, key=lambda pair: self._bounds[candidate, id(pair[1])][0])]
-        elif asked and not is_first:
-            self._tell_slow(pairs, at_most_s)
         self._price(asked, at_most_s)
         return min(left, key=lambda draft: self._bounds[candidate, id(draft)][0])
 

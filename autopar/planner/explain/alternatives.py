@@ -68,7 +68,7 @@ def explain(
         _exchange(evaluator.layouts, splits, crew)
     said: dict[Candidate, str] = {}
     # bounds that were found on the way depend on what they were found with; these are of neighbours alone, in every process
-    first_s = evaluator.first_bounds_s(distinct, best.prediction.step_time_s)
+    first_s = evaluator.own_ideal_bounds_s(distinct)
     apart = [crew.distance(split) for split in splits]
     # what is known here first, then what is new to all; of what another knows, that which it comes to last
     for i in sorted(range(len(distinct)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
@@ -122,11 +122,10 @@ def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, least_s: float) -> str:
     """``least_s``: a first bound of the other one."""
     best_s = best.prediction.step_time_s
-    if least_s < best_s and not evaluator.layouts.by_rule:
+    if least_s < best_s:
         least_s = max(least_s, evaluator.least_bounds_s([other], best_s)[0])
     if least_s < best_s:
-        clear_s = best_s if evaluator.layouts.by_rule else CLEAR * best_s
-        least_s = max(least_s, evaluator.settled_s(other, clear_s, precision=NEARLY))
+        least_s = max(least_s, evaluator.settled_s(other, CLEAR * best_s, precision=NEARLY))
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"

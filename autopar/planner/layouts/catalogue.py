@@ -15,7 +15,7 @@ from autopar.cost.step.stage_time import own_times
 from autopar.errors import InfeasibleError
 from autopar.frozen import replaced
 from autopar.graph.compact import compact
-from autopar.graph.ir import Graph, Ref
+from autopar.graph.ir import Graph
 from autopar.graph.padding import lengths, pad
 from autopar.mesh import Mesh
 from autopar.plan import PaddedParameter
@@ -24,7 +24,6 @@ from autopar.planner.layouts.padding import used_padding
 from autopar.planner.layouts.rank_graphs import Bases
 from autopar.planner.layouts.tp_typings import Solving, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, Made, PricedLayout, TypedLayout, layout_key_of
-from autopar.planner.layouts.uncounted import LayoutNeeds, Needs
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.block_table import Narrow
 from autopar.planner.sharding.every import every_typing
@@ -56,7 +55,6 @@ class Layouts:
         space: Space,
         narrow: Narrow | None = None,
     ) -> None:
-        self.by_rule = space.layouts == "rule"
         self.graph, self.model, self.space, self.pins = graph, model, space, pins
         self.is_selective = "selective" in {*space.recompute, *pins.recompute(graph).values()}
         self.pinned = pinned_types(graph, pins)
@@ -86,12 +84,9 @@ class Layouts:
         self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
         self._priced_blocks: dict[tuple[LayoutKey, str], BlockPrices] = {}
         self._priced: dict[tuple[int, frozenset[int] | None], PricedLayout] = {}
-        self._crossing: dict[int, tuple[Graph, list[tuple[Ref, ...]]]] = {}
         self._elements: dict[int, tuple[Graph, list[tuple[str, float]]]] = {}
         self._quickest: dict[LayoutKey, float] = {}
         self._least_each: dict[LayoutKey, tuple[float, ...]] = {}
-        self._of_solvers: dict[tuple[LayoutKey, str], LayoutNeeds] = {}
-        self._needs: dict[int, tuple[TypedLayout, tuple[Needs, ...]]] = {}
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -112,7 +107,7 @@ class Layouts:
 
     def drafts(self, split: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
         """As :meth:`front`, before anything is priced."""
-        key = (split, load.order if split.tp > 1 and not self.by_rule else (1, 1))
+        key = (split, load.order if split.tp > 1 else (1, 1))
         if key not in self._drafts:
             self._drafts[key] = self._every_draft(split) or self._front(split, load)
         return self._drafts[key]
@@ -120,7 +115,7 @@ class Layouts:
     def _front(self, split: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
         """Those that some price of memory makes best."""
         found: dict[object, TypedLayout] = {}
-        has_prices = split.tp > 1 and not self.by_rule
+        has_prices = split.tp > 1
         for ratio in sorted(self.space.price_ratios, reverse=True) if has_prices else (0.0,):
             for kind in self.bases.kinds(split):
                 draft = self._draft(split, kind, self.solving.solution(split, kind, load.order, ratio))
@@ -129,7 +124,7 @@ class Layouts:
 
     def _every_draft(self, split: LayoutKey) -> tuple[TypedLayout, ...]:
         """All of them where the space asks for it and they are few; else none."""
-        if not self.space.every or split.tp == 1 or self.by_rule:
+        if not self.space.every or split.tp == 1:
             return ()
         if split not in self._every:
             found: list[TypedLayout] = []
@@ -148,15 +143,10 @@ class Layouts:
         graph, rests, numel = self.bases.base(split, kind).graph, solution.typing.parameters, 0.0
         for name, owned in self._owned(graph):
             numel += owned / split.tp if rests[name].is_split else owned
-        sent = self._sent(graph, solution, split.tp)
-        blocks_s = solution.blocks_s
-        if not self.by_rule:  # whose times are of whole layouts and have all sums
-            blocks_s = tuple(map(sum, zip(blocks_s, self.solving.sums_s(split, kind), strict=True)))
+        blocks_s = tuple(map(sum, zip(solution.blocks_s, self.solving.sums_s(split, kind), strict=True)))
         return TypedLayout(
-            split=split, kind=kind, solution=solution, numel=numel, blocks_s=blocks_s,
+            split=split, kind=kind, solution=solution, numel=numel,
             time_s=sum(len(own) * own_s for own, own_s in zip(self.compact.members, blocks_s, strict=True)),
-            send_bytes=min((there for there, _ in sent), default=0.0),
-            send_gradient_bytes=min((back for _, back in sent), default=0.0),
         )  # fmt: skip
 
     def _owned(self, graph: Graph) -> list[tuple[str, float]]:
@@ -171,23 +161,6 @@ class Layouts:
             ]
             self._elements[key] = graph, found
         return self._elements[key][1]
-
-    def _sent(self, graph: Graph, solution: AxisSolution, tp: int) -> list[tuple[float, float]]:
-        """Bytes that one rank sends from each block to the next, and of the gradients that come back, where there are any."""
-        if id(graph) not in self._crossing:  # the graph is kept too, so that its id stays its own
-            self._crossing[id(graph)] = graph, [graph.live_across(block.stop) for block in graph.blocks[:-1]]
-        strategies = solution.typing.strategies
-        found = []
-        for refs in self._crossing[id(graph)][1]:
-            there = back = 0.0
-            for ref in refs:
-                spec = graph.spec(ref)
-                own = spec.num_bytes / (tp if strategies[ref.name].outputs[ref.index].is_split else 1)
-                there += own
-                back += own * spec.requires_grad
-            if refs:
-                found.append((there, back))
-        return found
 
     def option(self, draft: TypedLayout) -> PricedLayout:
         """The layout with the costs of its blocks."""
@@ -225,12 +198,11 @@ class Layouts:
         if self.model.is_mixed:
             return Made()
 
-        def known(draft: TypedLayout) -> tuple[TypedLayout, PricedLayout | None, tuple[Needs, ...] | None]:
-            return draft, self._of_drafts.get(id(draft), (draft, None))[1], self._needs.get(id(draft), (draft, None))[1]
-
         return Made(
             drafts=tuple(
-                (order, tuple(map(known, drafts))) for (own, order), drafts in self._drafts.items() if own == split
+                (order, tuple((draft, self._of_drafts.get(id(draft), (draft, None))[1]) for draft in drafts))
+                for (own, order), drafts in self._drafts.items()
+                if own == split
             ),
             quickest_s=self._quickest.get(split),
             least_s=self._least_each.get(split),
@@ -240,9 +212,8 @@ class Layouts:
         """What another process has worked out."""
         for order, drafts in made.drafts:
             if (split, order) not in self._drafts:
-                self._drafts[split, order] = tuple(draft for draft, _, _ in drafts)
-                self._of_drafts |= {id(draft): (draft, option) for draft, option, _ in drafts if option is not None}
-                self._needs |= {id(draft): (draft, needs) for draft, _, needs in drafts if needs is not None}
+                self._drafts[split, order] = tuple(draft for draft, _ in drafts)
+                self._of_drafts |= {id(draft): (draft, option) for draft, option in drafts if option is not None}
         if made.quickest_s is not None:
             self._quickest.setdefault(split, made.quickest_s)
         if made.least_s is not None:
@@ -271,7 +242,7 @@ class Layouts:
         return self._least_each[split]
 
     def _least_of_kind_each(self, split: LayoutKey, kind: str) -> tuple[float, ...]:
-        if split.tp > 1 and not self.by_rule:
+        if split.tp > 1:
             return tuple(
                 map(sum, zip(self.solving.solver(split, kind).least_s(), self.solving.sums_s(split, kind), strict=True))
             )
@@ -279,29 +250,11 @@ class Layouts:
         return tuple(sum(own_times(cost, recompute="none")) for cost in costs)
 
     def _quickest_of_kind_s(self, split: LayoutKey, kind: str) -> float:
-        if split.tp > 1 and not self.by_rule:
+        if split.tp > 1:
             sums_s = zip(self.compact.members, self.solving.sums_s(split, kind), strict=True)
             return self.solving.solver(split, kind).quickest().value + sum(len(own) * own_s for own, own_s in sums_s)
         times, counts = self._least_of_kind_each(split, kind), (len(m) for m in self.compact.members)
         return sum(n * time_s for n, time_s in zip(counts, times, strict=True))
-
-    def needs(self, draft: TypedLayout) -> tuple[Needs, ...]:
-        """What each block of a layout on ``tp`` needs at the least; none where that is not known.
-
-        It is not where a solver's operators may be larger (padded vocabularies) or slower (quantized) than those of a plan.
-        """
-        key = draft.split, draft.kind
-        if draft.solution is None or self.by_rule or self.model.is_mixed or self.model.quantized:
-            return ()
-        if id(draft) not in self._needs:  # the draft is kept too, so that its id stays its own
-            found: tuple[Needs, ...] = ()
-            solver = self.solving.solver(*key)
-            if solver.compact.graph is self.bases.base(*key).graph:
-                if key not in self._of_solvers:
-                    self._of_solvers[key] = LayoutNeeds(solver, is_selective=self.is_selective)
-                found = self._of_solvers[key].of(draft.solution)
-            self._needs[id(draft)] = draft, found
-        return self._needs[id(draft)][1]
 
     # --- prices
 

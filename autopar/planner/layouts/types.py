@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from autopar.cost.model import BlockCost
 from autopar.mesh import Mesh
 from autopar.plan import PaddedParameter
-from autopar.planner.layouts.uncounted import Needs
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.rules.sharded import EXPERT_TARGETS
 
@@ -65,20 +64,15 @@ class TypedLayout:
     Attributes:
         split, kind, solution: as in :class:`PricedLayout`.
         time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
-        blocks_s: likewise of each block of the compact graph; empty where there is no solution.
         numel: trained elements that the ranks of a pipeline hold together at least, those of ``dp_shard`` taken for one;
             experts over data ranks do not count.
-        send_bytes, send_gradient_bytes: of what a stage sends to the next at least, and gets back.
     """
 
     split: LayoutKey
     kind: str
     solution: AxisSolution | None
     time_s: float = 0.0
-    blocks_s: tuple[float, ...] = ()
     numel: float = 0.0
-    send_bytes: float = 0.0
-    send_gradient_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +80,11 @@ class Made:
     """What one process of a search knows of the layouts of a split.
 
     Attributes:
-        drafts: by the order of their loads, each with its layout where it is priced and what its blocks need where that is known.
+        drafts: by the order of their loads, each with its layout where it is priced.
         quickest_s, least_s: see :class:`autopar.planner.layouts.catalogue.Layouts`; None: nobody asked.
     """
 
-    drafts: tuple[
-        tuple[tuple[int, int], tuple[tuple[TypedLayout, PricedLayout | None, tuple[Needs, ...] | None], ...]], ...
-    ] = ()
+    drafts: tuple[tuple[tuple[int, int], tuple[tuple[TypedLayout, PricedLayout | None], ...]], ...] = ()
     quickest_s: float | None = None
     least_s: tuple[float, ...] | None = None
 

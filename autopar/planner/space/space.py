@@ -15,8 +15,6 @@ from autopar.table import Table, closest
 Sampling = Literal["none", "tpe", "cmaes", "nsga2"]
 SAMPLERS: tuple[Sampling, ...] = ("none", "tpe", "cmaes", "nsga2")
 Hosted = Literal["optimizer", "activations"]
-Layouting = Literal["search", "rule"]
-LAYOUTS = ("search", "rule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +36,8 @@ class Space:
             backward.
         data_shares: without a pipeline, data ranks on different devices may take different numbers of samples; False where a
             file does not say.
-        layouts: on ``tp`` and ``cp``: ``search``, those that some price of memory makes best; ``rule``, one for all micro-batches
-            and degrees (:mod:`autopar.planner.sharding.ruled`). ``search`` where a file does not say.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
-            the block's compute time; not asked where layouts are by rule.
+            the block's compute time.
         practice: what is hardly ever worth trying is left out (see ``laws.practice``).
         every: up to so many plans of a candidate in one layout (cuts with recompute) are all priced, and up to so many layouts
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
@@ -72,7 +68,6 @@ class Space:
     bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
     offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
-    layouts: Layouting = "search"
     sampler: Sampling = "none"
 
 
@@ -130,18 +125,10 @@ def load_space(name: str) -> Space:
         bucket_bytes=_buckets(table),
         offload=_offload(table),
         data_shares=table.flag("data_shares", default=False),
-        layouts=_layouts(table),
         sampler=_sampler(table),
     )
     table.finish()
     return space
-
-
-def _layouts(table: Table) -> Layouting:
-    found = table.text("layouts", "search")
-    if found not in LAYOUTS:
-        raise table.fault("layouts", f"the value is {' or '.join(LAYOUTS)}", value=repr(found))
-    return cast("Layouting", found)
 
 
 def _sampler(table: Table) -> Sampling:
