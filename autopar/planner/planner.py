@@ -23,7 +23,8 @@ from autopar.planner.branch_and_bound.ledger import Ledger
 from autopar.planner.branch_and_bound.process_group import Crew, LostProcessError
 from autopar.planner.branch_and_bound.rounds import Sampled
 from autopar.planner.branch_and_bound.rules_of_thumb import seeds
-from autopar.planner.evaluate.evaluator import Evaluation, Misfit, memory_of_devices
+from autopar.planner.evaluate.evaluation import Evaluation, Misfit
+from autopar.planner.evaluate.evaluator import memory_of_devices
 from autopar.planner.evaluate.unequal_shares import SharedEvaluator
 from autopar.planner.explain.alternatives import explain
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
@@ -207,7 +208,7 @@ class Planner:
         return None if outcome.best is None else self._best_plan(outcome.best, outcome, crew)
 
     def _best_plan(self, best: Evaluation, outcome: Outcome, crew: Crew) -> Plan:
-        return self._plan(crew.of_first(partial(self.evaluator.polished, best)), outcome, crew)
+        return self._plan(crew.of_first(partial(self.evaluator.improved, best)), outcome, crew)
 
     @seldom_collected()
     def fits(self) -> bool:

@@ -20,7 +20,7 @@ from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.bounds import bounds
 from autopar.planner.bounds.core_bounds import least_ends_s
 from autopar.planner.bounds.cores import at_part, at_speed_s, chain_s, least_part
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate

@@ -23,7 +23,8 @@ from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.linear import Every, Kind, LinearProgram
 from autopar.planner.bounds.mode_counts import lower_corners
 from autopar.planner.bounds.peaks import corner_peaks
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space

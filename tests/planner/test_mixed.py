@@ -29,7 +29,7 @@ from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_an
 from autopar.planner.bounds.mixed_whole import whole_bound_s
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
 from autopar.planner.branch_and_bound.mixed_closing import Closing, key_of_candidate
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.polish import Polisher
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.outcome import Limits

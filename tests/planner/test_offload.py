@@ -18,7 +18,8 @@ from autopar.host import HostLink
 from autopar.plan import FP32, Plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.host_offload import offloaded

@@ -15,7 +15,8 @@ from autopar.errors import UsageError
 from autopar.mesh import Mesh
 from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, OuterSearch
 from autopar.planner.branch_and_bound.ledger import Told
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Candidate
 

@@ -23,7 +23,8 @@ from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
 from autopar.planner.branch_and_bound.rounds import Sampled, Share
 from autopar.planner.branch_and_bound.rules_of_thumb import rules, seeds
 from autopar.planner.branch_and_bound.sampler import Encoding, Sampler
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate

@@ -15,7 +15,7 @@ from autopar.plan import Plan
 from autopar.plan_io import save_plan
 from autopar.planner import planner as planning
 from autopar.planner.branch_and_bound.process_group import Crew, available
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.explain.alternatives import explain
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner

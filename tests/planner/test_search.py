@@ -18,7 +18,8 @@ from autopar.layout import S
 from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluation import Evaluation, Misfit
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Problem, candidates

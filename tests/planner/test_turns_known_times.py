@@ -17,7 +17,8 @@ from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import FP32, Recompute
-from autopar.planner.evaluate.evaluator import BEGUN, FEW, Evaluation, Evaluator
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.evaluate.evaluator import BEGUN, FEW, Evaluator
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins

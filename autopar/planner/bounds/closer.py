@@ -21,7 +21,6 @@ from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.stages.core_cuts import CoreCuts
 
 ROUNDING = 1e-9
 """A bound of a cut is below its time up to this part of it."""
@@ -35,7 +34,6 @@ class Closer(Bounding):
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
         super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
-        self.core_cuts = CoreCuts(self.cuts, self.cores, self.rows, is_even=space.equal_stages)
         self._closest: dict[tuple[Candidate, int], tuple[float, float]] = {}
         """Closest bounds, and the time that they were asked to be above."""
 
@@ -71,7 +69,7 @@ class Closer(Bounding):
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
         """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
 
-        By a linear program, with all of the step where there is one stage, or by every cut where ranks share cores. As it is known
+        By a linear program, with all of the step where there is one stage. As it is known
         where ranks differ, or where pins or the space say what stages hold. Likewise not remembered.
         """
         remembered = dict(self._bounds)
@@ -83,7 +81,6 @@ class Closer(Bounding):
             return known_s
         found = math.inf
         sharper = self._unstaged_bound_s if candidate.mesh.pp == 1 else self._program_s
-        sharper = self._of_cuts_s if self.cores.speed(candidate) != 1.0 else sharper
         for draft, bound_s in zip(drafts, bounds_s, strict=True):
             if bound_s < min(goal_s, found):
                 bound_s = sharper(candidate, self.layouts.option(draft), bound_s, goal_s, min(goal_s, found))
@@ -98,19 +95,13 @@ class Closer(Bounding):
             bound_s = max(bound_s, row_bounds([made.row], share * goal_s)[0])
         return made.bound_s(bound_s, goal_s) if bound_s < most_s else bound_s
 
-    def _of_cuts_s(
-        self, candidate: Candidate, option: PricedLayout, bound_s: float, goal_s: float, most_s: float
-    ) -> float:
-        step = self.step(candidate, option)
-        return max(bound_s, self.core_cuts.bound_s(candidate, option, step))
-
     def _unstaged_bound_s(
         self, candidate: Candidate, option: PricedLayout, bound_s: float, goal_s: float, most_s: float
     ) -> float:
         step = self.step(candidate, option)
 
         def step_s(modes: Sequence[Recompute]) -> float:
-            (stage,) = self.cuts.stages((len(modes),), modes, option, 1)
+            (stage,) = self.blocks.stages((len(modes),), modes, option, 1)
             return self.model.breakdown([stage], step).total_s
 
         row = unstaged(self.rows, candidate, option, step, step_s)
@@ -187,6 +178,6 @@ class Closer(Bounding):
 
     def _unstaged_s(self, option: PricedLayout, step: Step) -> float:
         """Without a pipeline: the step with as little recompute as there may be."""
-        modes = self.cuts.fastest_modes()
-        (stage,) = self.cuts.stages((len(modes),), modes, option, 1)
+        modes = self.blocks.fastest_modes()
+        (stage,) = self.blocks.stages((len(modes),), modes, option, 1)
         return self.model.breakdown([stage], step).total_s * (1 - ROUNDING)

@@ -24,7 +24,7 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.host_offload import first_bound_s
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.stages.fit_cut import Cuts
+from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.per_device import Placed
 from autopar.weak import weakly
 
@@ -60,10 +60,7 @@ class FirstBounding:
         self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
         self.cores = SharedCores(model, weakly(self.step), weakly(self._whole))
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
-        self.cuts = Cuts(
-            self.rows, self.placed, space_modes=modes, recompute=self.recompute, pinned=self.stages,
-            moved=self.moved, buckets=self.buckets,
-        )  # fmt: skip
+        self.blocks = BlockOptions(self.rows, space_modes=modes, recompute=self.recompute, moved=self.moved)
         self._ideal: dict[Candidate, Row | MixedRow] = {}
         self._ideal_s: dict[Candidate, float] = {}
         self._whole_steps: dict[Candidate, Step] = {}

@@ -26,7 +26,8 @@ from autopar.planner.branch_and_bound.ledger import Ledger, Told
 from autopar.planner.branch_and_bound.mixed_closing import key_of_candidate
 from autopar.planner.branch_and_bound.process_group import Crew
 from autopar.planner.branch_and_bound.rounds import Question, Rounds, Sampled
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Outcome, Progress
 from autopar.planner.space.candidates import Candidate

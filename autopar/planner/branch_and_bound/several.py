@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.planner.branch_and_bound.sampler import POPULATION, Sampler
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.outcome import peak_bytes
 from autopar.planner.space.candidates import Candidate
 

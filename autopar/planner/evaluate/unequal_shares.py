@@ -18,14 +18,15 @@ from autopar.plan import RECOMPUTES, Memory, Recompute
 from autopar.planner.bounds.bounds import PRECISION as PRECISE
 from autopar.planner.bounds.closer import ROUNDING
 from autopar.planner.branch_and_bound.mixed_closing import Opened
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
-from autopar.planner.evaluate.polish import Polisher
+from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.planner.stages.activation_modes import none_if_moved
-from autopar.planner.stages.fitting import MAX_CUTS
+from autopar.planner.stages.fit import MAX_CUTS, MORE
+from autopar.planner.stages.stage_cut import cut, stage_masks
 
 Modes = tuple[Recompute, ...]
 
@@ -39,7 +40,7 @@ class _Shared:
     steps: tuple[Step, ...]
 
 
-class SharedEvaluator(Polisher):
+class SharedEvaluator(Evaluator):
     """Evaluates candidates with shares of data ranks as well; the others as :class:`Evaluator` does."""
 
     def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
@@ -128,7 +129,7 @@ class SharedEvaluator(Polisher):
     def _fastest_s(self, candidate: Candidate) -> float:
         if candidate not in self._fastest:
             parts = self._parts(candidate)
-            made = self._stages(parts, self.cuts.fastest_modes())
+            made = self._stages(parts, self.blocks.fastest_modes())
             time_s = shared_step_s(parts.models, made, parts.steps)
             self._fastest[candidate] = time_s * (1 - ROUNDING)
         return self._fastest[candidate]
@@ -185,32 +186,34 @@ class SharedEvaluator(Polisher):
 
         The first alone where it fits: it is the quickest.
         """
-        fastest = self.cuts.fastest_modes()
+        fastest = self.blocks.fastest_modes()
         if self._all_fit(parts, shared_memory(parts.models, self._stages(parts, fastest), parts.steps)):
             return [fastest]
         own = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
         most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*own, strict=True))
         leanest = tuple(
-            self.recompute.get(i, max(self.cuts.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
+            self.recompute.get(i, max(self.blocks.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
         )
         return [*dict.fromkeys((*own, most, leanest))]
 
     def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
         """What one group has to recompute; what it can where that is not enough."""
-        blocks = self.cuts.blocks(option, step, model)
-        cutter, device = self.cuts.cutter(blocks), model.device
+        options, device = self.blocks.of_rank(option, step, model, moves=False), model.device
         most = self._limit(model)
         limit = (most - device.reserved_bytes) / (1 + device.fragmentation)
-        modes = tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in blocks)
+        blocks = len(options.blocks)
         for _ in range(MAX_CUTS):
-            cut = cutter.cut(1, in_flight=[1], limit_bytes=[limit], num_micro_batches=step.num_micro_batches)
-            if cut is None:
-                return modes
-            spare = most - model.memory(self.cuts.stages((len(blocks),), cut.modes, option, 1), step)[0].total
+            found = cut(
+                [options], in_flight=[1], limit_bytes=[limit], num_micro_batches=step.num_micro_batches,
+                allowed=stage_masks(blocks, 1, None, {}),
+            )  # fmt: skip
+            if found is None:
+                break
+            spare = most - model.memory(self.blocks.stages((blocks,), found.modes, option, 1), step)[0].total
             if spare >= 0:
-                return tuple(map(none_if_moved, cut.modes))
-            limit += 1.01 * spare
-        return modes
+                return tuple(map(none_if_moved, found.modes))
+            limit += MORE * spare
+        return tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
 
     def _in_buckets(self, parts: _Shared, made: Sequence[StageCost]) -> bool:
         return parts.models[0].sums_in_buckets(made[:1], parts.steps[0])
@@ -242,4 +245,4 @@ class SharedEvaluator(Polisher):
 
     def _stages(self, parts: _Shared, modes: Modes) -> tuple[StageCost, ...]:
         """All blocks, as each group runs them."""
-        return tuple(self.cuts.stages((len(modes),), modes, option, 1)[0] for option in parts.options)
+        return tuple(self.blocks.stages((len(modes),), modes, option, 1)[0] for option in parts.options)

@@ -7,7 +7,8 @@ from operator import ne
 
 from autopar.plan import Prediction
 from autopar.planner.branch_and_bound.process_group import MAX_REASONS, Crew
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate

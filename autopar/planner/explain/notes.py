@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.graph.ir import Op
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Outcome
 from autopar.planner.task import Task
