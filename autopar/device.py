@@ -107,7 +107,6 @@ class Device:
         operators: whose time was measured at given shapes; None: all are priced by the roofline.
         functions: elementwise functions that were measured; others take what their bytes take.
         overheads: host time around operators.
-        core_share: of a CPU core that a rank has where several share one; all times are those at this speed.
         host: what offloading can use; None: the profile has no link to a host, and nothing is offloaded.
     """
 
@@ -129,7 +128,6 @@ class Device:
     operators: OperatorTable | None = field(default=None, hash=False)
     functions: tuple[FunctionRate, ...] = ()
     overheads: Overheads = Overheads()
-    core_share: float = 1.0
     host: HostLink | None = None
 
     def function(self, name: str) -> FunctionRate | None:
@@ -178,12 +176,10 @@ class Device:
         """The profile's ``[device]`` table, as plain data."""
         notes = dict(self.provenance)
         measured = {} if self.operators is None else {"operators": self.operators.to_dict()}
-        shared = {} if self.core_share == 1.0 else {"core_share": self.core_share}
         host = {} if self.host is None else {"host": self.host.to_dict()}
         return {
             **host,
             **measured,
-            **shared,
             "name": self.name,
             "kind": self.kind,
             "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
@@ -244,7 +240,6 @@ class Device:
             reserves=tuple(_reserve(item) for item in table.tables("reserve")),
             functions=tuple(function_of(item) for item in table.tables("function")) if table.has("function") else (),
             overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
-            core_share=table.number("core_share", 1.0),
             host=HostLink.from_table(table.table("host")) if table.has("host") else None,
             matmul=tuple(rate_of(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),

@@ -15,8 +15,7 @@ from autopar.cost.network.placement import peak_flops, places_of
 from autopar.cost.step.critical_path import Chain, longest_chains
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
 from autopar.cost.step.memory import Known, StageCost, kept_bytes, rank_memory
-from autopar.cost.step.shared_cores import after_of, shared
-from autopar.cost.step.simulation import After, PipelineTimes, StageTimes, finishes_s, simulate
+from autopar.cost.step.simulation import PipelineTimes, StageTimes, finishes_s, simulate
 from autopar.cost.step.stage_time import StageSums, moving, stage_key, stage_sums, stage_times
 from autopar.cost.step.step import Step
 from autopar.cost.step.traffic import Traffic, gathering_share, rank_traffic, tied
@@ -198,29 +197,7 @@ class CostModel(BlockModel):
         times = stage_times(stages, sums, step, self.collectives, devices, by_hop=self.is_mixed)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
         every = self._by_rank(stages, step, units, sums, times, pipeline)
-        if step.mesh.pp > 1 and self.device.core_share < 1.0:
-            core_share, is_work = self.device.core_share, self.sums_are_work
-            every = shared(every, pipeline, times, step, core_share=core_share, is_work=is_work)
         return max(every, key=lambda found: found.total_s), sums
-
-    @property
-    def sums_are_work(self) -> bool:
-        """Whether messages between ranks that share cores are work of these: processes of one node."""
-        return self.cluster.num_nodes == 1
-
-    def after(self, stages: Sequence[StageCost], step: Step) -> list[After]:
-        """What follows the last action of each rank once a step, where ranks share cores."""
-        units = self._all_units(stages, step, self.parts(step.mesh))
-        sums, times = self._all_sums(stages, units, self._data(step), step), self.times_of(stages, step)
-        pp, count = step.mesh.pp, step.num_micro_batches
-        busy_s = tuple(
-            sum(count * (own.forward_s + own.backward_s) + own.first_forward_s for own in times[rank::pp])
-            for rank in range(pp)
-        )
-        alone = PipelineTimes(finish_s=busy_s, busy_s=busy_s, exposed_send_s=(0.0,) * pp)
-        every = self._by_rank(stages, step, units, sums, times, alone)
-        pairs = zip(every, busy_s, strict=True)
-        return [after_of(found, own_s, is_work=self.sums_are_work) for found, own_s in pairs]
 
     def _by_rank(
         self, stages: Sequence[StageCost], step: Step, units: Sequence[Sequence[Unit]], sums: Sequence[StageSums],

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, StageCost
-from autopar.cost.step.simulation import shared_ends_s
 from autopar.device import Overheads
 from autopar.errors import UsageError
 from autopar.host import HostLink
@@ -357,45 +356,3 @@ def test_a_prediction_takes_about_a_millisecond() -> None:
         model.predict(stages, how)
         times.append(time.thread_time() - start)
     assert min(times) < 0.004
-
-
-def test_gathers_and_sums_on_shared_cores_are_as_fast_as_the_rest_of_it() -> None:
-    """Two ranks at half a core: who works has what the other leaves, so that together they take half of their stated work."""
-    model = CostModel(Cluster.parse("cpu:1x4?cores=2"), FP32, "adamw")
-    how = step(Mesh(pp=2, dp_shard=2), schedule="GPipe", count=1, zero=3)
-    blocks = [block(forward_s=2e-3, backward_s=4e-3, sends=(), send_gradients=()) for _ in range(3)]
-    for stages in ([stage(*blocks[:1]), stage(*blocks[1:])], [stage(*blocks[:2]), stage(*blocks[2:])]):
-        parts, sums = model._timed(stages, how)
-        assert sum(s.data_forward_s + s.data_backward_s + s.data_first_s for s in sums) > 2e-3  # a matter of weight
-        follows_s = [own.work_s for own in model.after(stages, how)]
-        assert min(follows_s) > 1e-3
-        stated_s = sum(own.forward_s + own.backward_s + own.first_forward_s for own in model.times_of(stages, how))
-        assert parts.total_s == pytest.approx((stated_s + sum(follows_s)) / 2, rel=1e-2)
-
-
-@pytest.mark.parametrize("large", range(3))
-def test_a_step_on_shared_cores_ends_with_the_last_rank_by_shared_times(large: int) -> None:
-    """Most follows on one rank, which others leave more of the cores than they have while that rank works on its blocks."""
-    model = CostModel(Cluster.parse("cpu:1x3?cores=2"), FP32, "adamw")
-    how = step(Mesh(pp=3), schedule="GPipe", count=2)
-    stages = [
-        stage(block(f"layer{s}", rows=2048 if s == large else 64, forward_s=1e-3, backward_s=2e-3)) for s in range(3)
-    ]
-    times, after = model.times_of(stages, how), model.after(stages, how)
-    assert after[large].work_s > 5 * min(own.work_s for own in after)
-    assert model.breakdown(stages, how).total_s == pytest.approx(max(shared_ends_s("GPipe", 3, 2, times, after, 2 / 3)))
-
-
-def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:
-    """At half a core each: a pipeline of one micro-batch works on one rank at a time, and so at full speed."""
-    own, shared = (CostModel(Cluster.parse(f"cpu:1x4{cores}"), FP32, "adamw") for cores in ("", "?cores=2"))
-
-    def seconds(model: CostModel, pp: int, count: int, scale: float) -> float:
-        stages = [stage(block(forward_s=scale, backward_s=2 * scale)) for _ in range(pp)]
-        schedule = "GPipe" if pp > 1 else "none"
-        parts = model.predict(stages, step(Mesh(pp=pp), schedule=schedule, count=count)).breakdown
-        return parts.compute_s + parts.bubble_s
-
-    assert seconds(shared, 4, 1, 2.0) == pytest.approx(seconds(own, 4, 1, 1.0), rel=1e-2)
-    assert seconds(shared, 1, 4, 2.0) == pytest.approx(2 * seconds(own, 1, 4, 1.0), rel=1e-2)
-    assert seconds(shared, 4, 400, 2.0) == pytest.approx(2 * 400 * 3.0, rel=1e-2)  # all work nearly all the time

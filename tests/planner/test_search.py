@@ -44,10 +44,8 @@ def space() -> Space:
     return load_space("quick")
 
 
-def outer(
-    graph: Graph, space: Space, *, exhaustive: int = 10_000, trials: int | None = None, cluster: str = CLUSTER
-) -> OuterSearch:
-    model = CostModel(Cluster.parse(cluster), FP32, "adamw")
+def outer(graph: Graph, space: Space, *, exhaustive: int = 10_000, trials: int | None = None) -> OuterSearch:
+    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
     evaluator = Evaluator(graph, model, global_batch_size=16, pins=Pins(), space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
@@ -67,12 +65,8 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     assert most >= 2
 
 
-ON_SHARED_CORES = pytest.mark.parametrize("cluster", [CLUSTER, "cpu:1x4?cores=2"], ids=["own cores", "shared cores"])
-
-
-@ON_SHARED_CORES
-def test_branch_and_bound_finds_the_best_of_all(graph: Graph, space: Space, cluster: str) -> None:
-    search = outer(graph, space, cluster=cluster)
+def test_branch_and_bound_finds_the_best_of_all(graph: Graph, space: Space) -> None:
+    search = outer(graph, space)
     found = search.run()
     assert found.best is not None
     alone = Evaluator(graph, search.evaluator.model, global_batch_size=16, pins=Pins(), space=space)
@@ -82,9 +76,8 @@ def test_branch_and_bound_finds_the_best_of_all(graph: Graph, space: Space, clus
     assert found.finished
 
 
-@ON_SHARED_CORES
-def test_bounds_hold(graph: Graph, space: Space, cluster: str) -> None:
-    search = outer(graph, space, cluster=cluster)
+def test_bounds_hold(graph: Graph, space: Space) -> None:
+    search = outer(graph, space)
     for candidate in search.pool:
         found = search.evaluator.evaluate(candidate)
         if isinstance(found, Evaluation):

@@ -7,7 +7,6 @@ did a round before, by so much later, they go on so until the pipeline drains: w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,14 +44,6 @@ class StageTimes:
     send_backward_s: float = 0.0
     first_forward_s: float = 0.0
     schedule_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class After:
-    """What follows the last action of a rank once a step: seconds that it waits, and then seconds of work."""
-
-    wait_s: float
-    work_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,62 +291,6 @@ def finishes_s(name: str, pp: int, num_micro_batches: int, every: Sequence[Seque
         ends[start:stop] = np.maximum(here, ends[befores[start:stop]]) + durations[start:stop]
     found: Array = ends[list(actions.last)].T
     return found
-
-
-def shared_ends_s(
-    name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], after: Sequence[After], core_share: float
-) -> tuple[float, ...]:
-    """When each rank is done where ranks share cores: who works while others wait has more than its share of them.
-
-    All ranks that work at a moment divide the cores among them evenly, none has more than a core of its own. Messages, and what a
-    rank waits for once a step, are under way for as long as ever.
-
-    Args:
-        stages: as :func:`simulate` takes them, with times as they are while all ranks work.
-        after: of each rank, what follows its last action; likewise.
-        core_share: cores for each rank, below 1.
-    """
-    return _shared_ends_s(name, pp, num_micro_batches, tuple(stages), tuple(after), core_share)
-
-
-@lru_cache(maxsize=16)
-def _shared_ends_s(
-    name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...], after: tuple[After, ...],
-    core_share: float,
-) -> tuple[float, ...]:  # fmt: skip
-    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
-    durations, sends, count = durations_of(stages), sends_of(stages), len(actions.rank)
-    needs = (*actions.need, *actions.last)  # what follows on a rank is an action behind all others
-    took = [*(durations[k] for k in actions.duration), *(own.work_s for own in after)]
-    under_way = [*(sends[k] for k in actions.message), *(own.wait_s for own in after)]
-    waiting = [[count + rank] for rank in range(pp)]  # actions of each rank, the next one last
-    for action in reversed(range(count)):
-        waiting[actions.rank[action]].append(action)
-    ends = [-1.0] * (len(took) + 1)  # one more for what actions need that need nothing
-    ends[-1] = 0.0
-    left: dict[int, float] = {}  # work of the ranks that work
-    now = 0.0
-    while left or any(waiting):
-        arrives = math.inf
-        for rank in range(pp):
-            if rank in left or not waiting[rank]:
-                continue
-            action = waiting[rank][-1]
-            if ends[needs[action]] < 0.0:
-                continue
-            ready = ends[needs[action]] + under_way[action]
-            if ready <= now:
-                left[rank] = took[action]
-            else:
-                arrives = min(arrives, ready)
-        speed = min(pp / len(left), 1.0 / core_share) if left else 1.0
-        until = min(now + min(left.values(), default=math.inf) / speed, arrives)
-        done = [rank for rank, work in left.items() if now + work / speed <= until]
-        left = {rank: work - (until - now) * speed for rank, work in left.items() if rank not in done}
-        now = until
-        for rank in done:
-            ends[waiting[rank].pop()] = now
-    return tuple(ends[count:-1])
 
 
 def durations_of(stages: Sequence[StageTimes]) -> list[float]:

@@ -130,8 +130,7 @@ class Bounding(FirstBounding):
                     options = [self.layouts.option(draft) for draft in own]
                     rows.append(self.placed.least(candidate, options, self.step(candidate, options[0])))
                     asked.append((candidate, own))
-        stated_s = at_most_s / self.cores.least_speed([candidate for candidate, _ in asked])
-        for (candidate, own), is_slow in zip(asked, impossible(rows, stated_s).tolist(), strict=True):
+        for (candidate, own), is_slow in zip(asked, impossible(rows, at_most_s).tolist(), strict=True):
             if is_slow:  # so is each by its own row, now or asked for in less time: the certificate depends on that
                 self._bounds |= {(candidate, id(draft)): (at_most_s, False) for draft in own}
 
@@ -147,8 +146,8 @@ class Bounding(FirstBounding):
             return
         makers = [self.placed if self.placed.has(c) else self.rows_of(c) for c, _, _ in asked]
         rows = [maker.exact(c, o, self.step(c, o)) for maker, (c, _, o) in zip(makers, asked, strict=True)]
-        some, options = [c for c, _, _ in asked], [option for _, _, option in asked]
-        found = self._row_bounds_s(some, rows, at_most_s, options=options)
+        some = [c for c, _, _ in asked]
+        found = self._row_bounds_s(some, rows, at_most_s)
         for (candidate, draft, _), bound in zip(asked, found, strict=True):
             known, _ = self._bounds[candidate, id(draft)]
             self._bounds[candidate, id(draft)] = (max(bound, known), True)
@@ -185,9 +184,7 @@ class Bounding(FirstBounding):
         step = self._whole_step(candidate, whole)
         if self.placed.has(candidate):
             return 0.0 if self.placed.can_hold(candidate, draft, whole, step) else float("inf")
-        return self.cores.work_s(
-            candidate, self.rows_of(candidate).draft_s(candidate, draft, whole, step), draft.time_s
-        )
+        return self.rows_of(candidate).draft_s(candidate, draft, whole, step)
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """No plan with these degrees is faster, in any layout that a price of the space makes best."""

@@ -59,9 +59,7 @@ class Closer(Bounding):
         left = [i for i, own in enumerate(is_priced) if own]
         options = [self.layouts.option(drafts[i]) for i in left]
         exact = [maker.exact(candidate, option, self.step(candidate, option)) for option in options]
-        found = self._row_bounds_s(
-            [candidate] * len(left), exact, best_s, options=options, precision=precision, settles=True
-        )
+        found = self._row_bounds_s([candidate] * len(left), exact, best_s, precision=precision, settles=True)
         for i, bound_s in zip(left, found, strict=True):
             bounds_s[i] = max(bounds_s[i], bound_s)
         return [*zip(bounds_s, is_priced, strict=True)]
@@ -69,8 +67,8 @@ class Closer(Bounding):
     def sharper_bound_s(self, candidate: Candidate, goal_s: float) -> float:
         """The bound of a candidate that was evaluated, closer for each of its layouts that is below ``goal_s``.
 
-        By a linear program, with all of the step where there is one stage. As it is known
-        where ranks differ, or where pins or the space say what stages hold. Likewise not remembered.
+        By a linear program, with all of the step where there is one stage. As it is known where ranks differ, or where pins or the
+        space say what stages hold. Likewise not remembered.
         """
         remembered = dict(self._bounds)
         known_s = self.known_bounds_s([candidate], goal_s, remembers=True)[0]
@@ -132,8 +130,8 @@ class Closer(Bounding):
             if candidate.mesh.pp == 1:
                 found = self._unstaged_s(option, step)
             else:
-                row, speed = self.placed.exact(candidate, option, step), self.cores.speed(candidate)
-                found = max(found, speed * self.placed.chains.bound_s(row, at_most_s / speed))
+                row = self.placed.exact(candidate, option, step)
+                found = max(found, self.placed.chains.bound_s(row, at_most_s))
             self._closest[key] = found, at_most_s
         return max(bound, found)
 
@@ -143,7 +141,7 @@ class Closer(Bounding):
         Without stages the bound is the step itself, whatever memory it needs. Layouts that are known to take as long are left out.
         """
         rows: list[MixedRow] = []
-        counts, speed = [0] * len(candidates), self.cores.least_speed(candidates)
+        counts = [0] * len(candidates)
         for i, candidate in enumerate(candidates):
             if candidate.mesh.pp == 1:
                 continue
@@ -154,18 +152,16 @@ class Closer(Bounding):
                     option = self.layouts.option(draft)
                     rows.append(self.placed.exact(candidate, option, self.step(candidate, option)))
                     counts[i] += 1
-        tested = zip(rows, mixed_bounds(rows, goal_s / speed, only_test=True).tolist(), strict=True)
+        tested = zip(rows, mixed_bounds(rows, goal_s, only_test=True).tolist(), strict=True)
         found = []
         for candidate, count in zip(candidates, counts, strict=True):
             if candidate.mesh.pp == 1:
                 bound_s = min(self._alone_s(candidate, goal_s), goal_s)
                 found.append(Opened(first_s=bound_s, bound_s=bound_s))
                 continue
-            may = [(row, bound_s) for row, bound_s in islice(tested, count) if speed * bound_s < goal_s]
-            first_s = speed * min((bound_s for _, bound_s in may), default=math.inf)
-            found.append(
-                Opened(first_s=min(first_s, goal_s), bound_s=goal_s, rows=tuple(row for row, _ in may), speed=speed)
-            )
+            may = [(row, bound_s) for row, bound_s in islice(tested, count) if bound_s < goal_s]
+            first_s = min((bound_s for _, bound_s in may), default=math.inf)
+            found.append(Opened(first_s=min(first_s, goal_s), bound_s=goal_s, rows=tuple(row for row, _ in may)))
         return found
 
     def _alone_s(self, candidate: Candidate, goal_s: float) -> float:

@@ -11,7 +11,6 @@ from autopar.cost.model import CostModel, Step
 from autopar.graph.ir import Graph
 from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.bounds import PRECISION
-from autopar.planner.bounds.cores import SharedCores
 from autopar.planner.bounds.least_rows import LeastRows
 from autopar.planner.bounds.mixed_bounds import mixed_bounds
 from autopar.planner.bounds.mixed_rows import MixedRow
@@ -26,7 +25,6 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.per_device import Placed
-from autopar.weak import weakly
 
 COARSE = 1e-3
 """Of bounds that say which candidates are looked at more closely, the precision."""
@@ -58,7 +56,6 @@ class FirstBounding:
         self.moving_rows.moves = True
         """Of candidates whose blocks may keep on the host what their backward needs; without a layout as if that cost nothing."""
         self.least_rows, self.least_moving_rows = LeastRows(self.rows), LeastRows(self.moving_rows)
-        self.cores = SharedCores(model, weakly(self.step), weakly(self._whole))
         self.placed = Placed(self.layouts, model, modes=modes, pinned=self.recompute, is_even=space.equal_stages)
         self.blocks = BlockOptions(self.rows, space_modes=modes, recompute=self.recompute, moved=self.moved)
         self._ideal: dict[Candidate, Row | MixedRow] = {}
@@ -107,7 +104,7 @@ class FirstBounding:
         rows = [self._ideal_row(candidate) for candidate in plain]
         bounds_s = self._row_bounds_s(plain, rows, precision=COARSE)
         found = dict(zip(plain, bounds_s, strict=True))
-        found |= {c: self.cores.work_s(c, self._first_s(c), 0.0) for c in placed}
+        found |= {c: self._first_s(c) for c in placed}
         return [found[c] if c in found else self._offloaded_s(c) if c.on_host else math.inf for c in candidates]
 
     def _first_s(self, candidate: Candidate) -> float:
@@ -140,7 +137,6 @@ class FirstBounding:
         rows: Sequence[Row | MixedRow],
         at_most_s: float = math.inf,
         *,
-        options: Sequence[PricedLayout] | None = None,
         precision: float = PRECISION,
         settles: bool = False,
         is_rough: bool = False,
@@ -149,16 +145,12 @@ class FirstBounding:
 
         Args:
             at_most_s: of a step.
-            options: the layouts of the rows; None: each is below several.
             is_rough: those whose devices differ are coarse, and only tested where there is a time to be below.
         """
-        stated_s = at_most_s / self.cores.least_speed(candidates)
-        mixed = partial(mixed_bounds, at_most_s=stated_s)
+        mixed = partial(mixed_bounds, at_most_s=at_most_s)
         if is_rough:
             mixed = partial(mixed, only_test=True, precision=ROUGH)
-        quickest = self.cores.quickest(candidates, rows)
-        found = row_bounds(quickest, at_most_s, precision=precision, settles=settles, mixed=mixed)
-        return self.cores.rows_s(candidates, found, rows, options)
+        return row_bounds(rows, at_most_s, precision=precision, settles=settles, mixed=mixed)
 
     def _whole(self, candidate: Candidate) -> PricedLayout:
         """The layout of its micro-batch with neither ``cp`` nor ``tp``."""
@@ -184,11 +176,10 @@ class FirstBounding:
         ideal = self._ideal_row(twin)
         assert isinstance(ideal, Row)
         if not candidate.offload:
-            return self.cores.work_s(candidate, first_bound_s(candidate, ideal, 0.0), ideal.total_s)
+            return first_bound_s(candidate, ideal, 0.0)
         key = (candidate.micro_batch_size, mesh.ep_data, mesh.dp_shard)
         if key not in self._host_s:
             whole = self.layouts.whole(candidate.micro_batch_size, mesh.ep_data)
             here, there = (self.rows.once_s(whole, self.step(c, whole)) for c in (twin, candidate))
             self._host_s[key] = there - here
-        bound_s = first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)
-        return self.cores.work_s(candidate, bound_s, ideal.total_s)
+        return first_bound_s(candidate, ideal, self._host_s[key] / mesh.tp)

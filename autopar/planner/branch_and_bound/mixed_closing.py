@@ -45,13 +45,11 @@ class Opened:
         first_s: of the work of its layouts alone, which says when it has its turn.
         bound_s: of what is not in ``rows``, up to the goal.
         rows: of the layouts that may take less than the goal.
-        speed: the least part of the rows' times that a step takes (:mod:`autopar.cost.model`).
     """
 
     first_s: float
     bound_s: float
     rows: tuple[MixedRow, ...] = ()
-    speed: float = 1.0
 
 
 def grouped(opened: Mapping[int, Opened]) -> dict[Key, list[int]]:
@@ -84,14 +82,13 @@ class Closing:
             if made["chains"] == MOST:
                 return min(least_s, own.first_s), is_whole
             made["chains"] += 1
-            aim_s = least_s / own.speed
-            found = [_chained_s(row, chains, aim_s) for row in own.rows]
+            found = [_chained_s(row, chains, least_s) for row in own.rows]
             for place, row in enumerate(own.rows):
-                if found[place] < min(aim_s, whole_s / own.speed) and made["whole"] < MOST_WHOLE:
+                if found[place] < min(least_s, whole_s) and made["whole"] < MOST_WHOLE:
                     made["whole"] += 1
                     is_whole = True
-                    found[place] = whole_bound_s(row, chains.of(row), found[place], min(aim_s, whole_s / own.speed))
-            least_s = min(least_s, own.bound_s, own.speed * min(found, default=math.inf))
+                    found[place] = whole_bound_s(row, chains.of(row), found[place], min(least_s, whole_s))
+            least_s = min(least_s, own.bound_s, min(found, default=math.inf))
         return least_s, is_whole
 
 

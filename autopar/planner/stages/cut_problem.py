@@ -13,7 +13,7 @@ from autopar.plan import Memory
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
-from autopar.planner.stages.stage_cut import CutBlocks, Mask
+from autopar.planner.stages.stage_cut import CutBlocks, Mask, stage_masks
 from autopar.schedule import peak_table
 
 Stops = tuple[int, ...]
@@ -87,6 +87,12 @@ class CutProblem:
         """Of all ranks."""
         return self.pp * self.candidate.virtual_stages
 
+    def masks(self) -> list[list[Mask]]:
+        """For each way of :attr:`allowed_stages` and each stage whether blocks i:j may be it."""
+        return [
+            stage_masks(self.num_blocks, self.num_stages, allowed, self.pinned) for allowed in self.allowed_stages
+        ]
+
     def peaks(self, rank: int) -> NDArray[np.int64]:
         """Micro-batches on a rank's stages at its fullest moments [moments, turns]."""
         own = self.candidate
@@ -158,6 +164,12 @@ class CutProblem:
 def evenly(blocks: int, stages: int) -> Stops:
     """Where stages of as equal numbers of blocks as can be end."""
     return tuple(round((s + 1) * blocks / stages) for s in range(stages))
+
+
+def allows(masks: Sequence[Mask], stops: Sequence[int]) -> bool:
+    """Whether stages that end at these blocks are allowed."""
+    edges = zip((0, *stops), stops, strict=False)
+    return all(bool(mask[start, stop]) for mask, (start, stop) in zip(masks, edges, strict=True))
 
 
 def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:

@@ -8,7 +8,7 @@ from itertools import product
 
 from autopar.errors import InfeasibleError
 from autopar.planner.stages.activation_modes import Way
-from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, evenly
+from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, allows, evenly
 from autopar.planner.stages.refinement import refined
 from autopar.planner.stages.stage_cut import Cut, Mask, cut, stage_masks
 
@@ -83,7 +83,7 @@ def _lean(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:
             raise InfeasibleError("the stages that are pinned can be cut", value=f"{problem.num_stages} stages")
         return
     even, in_flight = evenly(problem.num_blocks, problem.num_stages), problem.in_flight()
-    may = all(masks[s][start, stop] for s, (_, start, stop) in enumerate(problem.spans(even)))
+    may = allows(masks, even)
     seen = set()
     for stops, passes in product(dict.fromkeys([*([even] if may else []), free.stops]), (0.0, 1.0)):
         modes: list[Way] = []  # what a block needs in passing may be beside what its stage holds, or in its place

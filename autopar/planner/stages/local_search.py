@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops, exactly
+from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops, allows, exactly
 from autopar.planner.stages.fit import fitted
 
 TRIES = 60
@@ -27,10 +27,10 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
         found: a cut that fits.
         time_s: of its step.
     """
-    seen, best = {found.stops}, found
+    seen, best, ways = {found.stops}, found, problem.masks()
     while len(seen) <= TRIES:
         for stops in _beside(problem, best):
-            if stops in seen or len(seen) > TRIES:
+            if stops in seen or len(seen) > TRIES or not any(allows(masks, stops) for masks in ways):
                 continue
             seen.add(stops)
             other = fitted(problem, exactly(stops, problem.num_blocks), time_s)

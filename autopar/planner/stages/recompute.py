@@ -84,17 +84,13 @@ class Recomputes:
             np.minimum(best, time_s.min(axis=0), out=best)
         return best
 
-    def modes(self, counts: NDArray[np.int64], in_flight: int, limit_bytes: float) -> list[dict[Way, int]] | None:
-        """Of each kind how many blocks of one stage take which mode, as :meth:`times_s` counts them; None: it does not fit."""
-        best_s, found = np.inf, None
+    def modes(self, counts: NDArray[np.int64], in_flight: int, limit_bytes: float) -> list[dict[Way, int]]:
+        """Of each kind how many blocks of one stage that fits take which mode, as :meth:`times_s` counts them."""
         limit = np.array([in_flight], dtype=float), np.array([limit_bytes], dtype=float)
-        for moved in self._moved(counts[None]):
-            time_s, taken = self._solved(counts[None], moved, *limit)
-            level = int(time_s[:, 0, 0].argmin())
-            if time_s[level, 0, 0] < best_s:
-                best_s = float(time_s[level, 0, 0])
-                found = self._named(counts, moved[0], level, taken[:, level, 0, 0])
-        return found
+        solved = [(moved, *self._solved(counts[None], moved, *limit)) for moved in self._moved(counts[None])]
+        moved, time_s, taken = min(solved, key=lambda own: float(own[1].min()))
+        level = int(time_s[:, 0, 0].argmin())
+        return self._named(counts, moved[0], level, taken[:, level, 0, 0])
 
     def _named(
         self, counts: NDArray[np.int64], moved: NDArray[np.int64], level: int, taken: Array

@@ -72,7 +72,7 @@ class CutBlocks:
         self.kinds = kinds or StageKinds([b.key for b in blocks])
         one_of = {b.key: b for b in blocks}
         self.recomputes = Recomputes([one_of[key] for key in self.kinds.keys])
-        self._times: dict[tuple[int, float], Array] = {}
+        self._taken: dict[tuple[int, int, float], list[dict[Way, int]]] = {}
 
     def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
         """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage."""
@@ -90,9 +90,11 @@ class CutBlocks:
 
         Those that keep on the host what they need stand evenly between the others.
         """
-        taken = self.recomputes.modes(self.kinds.counts[self.kinds.which[start, stop]], in_flight, limit_bytes)
-        assert taken is not None  # it is asked of stages with a finite time
-        left = dict(zip(self.kinds.keys, taken, strict=True))
+        which = int(self.kinds.which[start, stop])
+        key = which, in_flight, limit_bytes
+        if key not in self._taken:  # stages of a pipeline are often equal
+            self._taken[key] = self.recomputes.modes(self.kinds.counts[which], in_flight, limit_bytes)
+        left = {k: dict(own) for k, own in zip(self.kinds.keys, self._taken[key], strict=True)}
         moving = {key: (own.get(MOVED, 0), sum(own.values())) for key, own in left.items()}
         seen = dict.fromkeys(left, 0)
         modes: list[Way] = []
