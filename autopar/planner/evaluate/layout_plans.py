@@ -13,10 +13,11 @@ from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.sharding.every import every_cut
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions
-from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting
+from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops
 from autopar.planner.stages.fit import fitted, leanest_bytes
 from autopar.planner.stages.local_search import improved
 from autopar.planner.stages.per_device import Placed
+from autopar.planner.stages.refinement import refined
 from autopar.planner.stages.stage_cut import Mask
 
 ROUNDING = 1e-9
@@ -68,6 +69,7 @@ class LayoutPlans:
             return self._best_of_all(problem, at_most_s)
         best: Evaluation | None = None
         failures: list[Failure] = []
+        seen: set[Stops] = set()
         for allowed in problem.allowed_stages:
             least_s = min(at_most_s, best.time_s if best else at_most_s)
             found = fitted(problem, allowed, least_s * (1 + ROUNDING))
@@ -76,9 +78,10 @@ class LayoutPlans:
             if isinstance(found, Failure):
                 failures.append(found)
                 continue
-            plan = self._plan(problem, found)
-            if best is None or plan.time_s < best.time_s:
-                best = plan
+            if found.stops not in seen:  # several ways may say the same
+                seen.add(found.stops)
+                plan = self._plan(problem, refined(problem, found))
+                best = plan if best is None or plan.time_s < best.time_s else best
         if best is None:
             return next((failure for failure in failures if failure.is_slow), failures[0])
         return self._bucketed(problem, best)

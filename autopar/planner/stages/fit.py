@@ -9,7 +9,6 @@ from itertools import product
 from autopar.errors import InfeasibleError
 from autopar.planner.stages.activation_modes import Way
 from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, allows, evenly
-from autopar.planner.stages.refinement import refined
 from autopar.planner.stages.stage_cut import Cut, Mask, cut, stage_masks
 
 MAX_CUTS = 4
@@ -20,7 +19,7 @@ MORE = 1.01
 
 
 def fitted(problem: CutProblem, allowed: Sequence[Mask] | None, at_most_s: float) -> Fitting | Failure:
-    """The best cut that fits into stages that are allowed, and with what recompute; or why there is none.
+    """A cut that fits into stages that are allowed; or why there is none.
 
     Args:
         at_most_s: cuts that take no less whatever they recompute are left unfinished.
@@ -35,13 +34,13 @@ def fitted(problem: CutProblem, allowed: Sequence[Mask] | None, at_most_s: float
             return Failure(is_slow=True)
         needs = max(memory.total for memory in found.memory)
         if problem.fits(found):
-            return refined(problem, found)
+            return found
     lean_bytes = []
     for found in _lean(problem, masks):
         if problem.fits(found):
             if problem.busy_s(found.stops, problem.quickest_modes(found.stops)) >= at_most_s:
                 return Failure(is_slow=True)
-            return refined(problem, found)
+            return found
         lean_bytes.append(max(memory.total for memory in found.memory))
     return Failure(needs_bytes=min(lean_bytes, default=needs) or leanest_bytes(problem))
 

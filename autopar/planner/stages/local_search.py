@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops, allows, exactly
 from autopar.planner.stages.fit import fitted
+from autopar.planner.stages.refinement import refined
 
 TRIES = 60
 """Cuts that are made and simulated, at most."""
@@ -36,6 +37,7 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
             other = fitted(problem, exactly(stops, problem.num_blocks), time_s)
             if isinstance(other, Failure):
                 continue
+            other = refined(problem, other)
             other_s = problem.time_s(other)
             if other_s < time_s * (1 - LEAST_GAIN):
                 best, time_s = other, other_s

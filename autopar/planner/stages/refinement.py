@@ -14,37 +14,46 @@ the simulation judges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from autopar.planner.stages.activation_modes import MOVED, BlockOption, Way, lower_hull
+from autopar.planner.stages.activation_modes import MOVED, Way, lower_hull
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes
 from autopar.planner.stages.recompute import Array
 
 BEGUN = 2
 """Micro-batches for each pipeline rank by which choices are compared where a step has more."""
 
+MAX_CHOICES = 4
+"""Times that ranks choose again because the memory model finds more than they counted."""
+
 TIE = 1 + 1e-9
 """Ratio of times that are equal but for rounding."""
 
 
+TINY_S = 1e-12
+"""Seconds that a step takes at least, so that what is freed for each second is finite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """From one mode to a leaner one for the equal blocks of a stage.
+    """To a leaner mode, for the equal blocks of a stage.
 
     Attributes:
         turn: of the stage on its rank.
-        key: of the blocks.
-        before, after: the modes.
+        blocks: their positions.
+        previous: the step of the same rank that brings them to the mode before; -1: they have it from the beginning.
+        mode: that they have then.
         time_s, freed_bytes: of one block.
     """
 
     turn: int
-    key: int
-    before: Way
-    after: Way
+    blocks: tuple[int, ...]
+    previous: int
+    mode: Way
     time_s: float
     freed_bytes: float
 
@@ -56,20 +65,40 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
     """
     if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*found.modes}:
         return found
-    needs = _needs(problem, found)
-    choices = [own for own in _choices(problem, found, needs) if own != found.modes]
-    made = [problem.stages_of(found.stops, modes) for modes in choices]
-    if not made:
+    steps = [_rank_steps(problem, found, rank) for rank in range(problem.pp)]
+    needs = _fitting_needs(problem, found, steps)
+    if needs is None:
         return found
+    choices = [own for own in _choices(problem, found, steps, needs) if own != found.modes]
+    every = [found.made, *(problem.stages_of(found.stops, modes) for modes in choices)]
     count = min(problem.candidate.num_micro_batches, BEGUN * problem.pp)
-    ends_s = problem.model.finishes_s([*made, found.made], problem.step, count).max(axis=1)
-    for place in np.argsort(ends_s, kind="stable"):
-        if place == len(choices):
-            return found
-        other = problem.fitting(found.stops, choices[place])
+    ends_s = problem.model.finishes_s(every, problem.step, count).max(axis=1)
+    for place in np.argsort(ends_s, kind="stable").tolist():
+        if place == 0:
+            break
+        other = problem.fitting(found.stops, choices[place - 1])
         if problem.fits(other):
             return other if problem.time_s(other) < problem.time_s(found) else found
     return found
+
+
+def _fitting_needs(problem: CutProblem, found: Fitting, steps: Sequence[Sequence[_Step]]) -> list[Array] | None:
+    """:func:`_needs` with which the quickest choice of each rank fits as the memory model counts it; None where none does.
+
+    What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one.
+    """
+    needs = _needs(problem, found)
+    for _ in range(MAX_CHOICES):
+        taken, time_s = _Cover(problem, steps, needs).taken([(0, 0)])
+        if not np.isfinite(time_s).all():
+            return None
+        other = problem.fitting(found.stops, _modes(problem, found, steps, taken[:, 0]))
+        spare = problem.spare_bytes(other)
+        if min(spare) >= 0:
+            return needs
+        more = [np.maximum(a, b) for a, b in zip(needs, _needs(problem, other), strict=True)]
+        needs = [own if left >= 0 else own + 1.0 for own, left in zip(more, spare, strict=True)]
+    return None
 
 
 def _needs(problem: CutProblem, found: Fitting) -> list[Array]:
@@ -93,98 +122,124 @@ def _needs(problem: CutProblem, found: Fitting) -> list[Array]:
     return needs
 
 
-def _choices(problem: CutProblem, found: Fitting, needs: Sequence[Array]) -> Iterator[Modes]:
-    """Modes of all blocks, one choice for each turn that is preferred."""
-    ranks = [_Rank(problem, found, rank, needs[rank]) for rank in range(problem.pp)]
-    seen = set()
-    for turn in range(problem.candidate.virtual_stages):
-        chosen = [own.choice(turn) for own in ranks]
-        if any(own is None for own in chosen):
-            return
-        modes = list(problem.quickest_modes(found.stops))
-        for own, counts in zip(ranks, chosen, strict=True):
-            assert counts is not None
-            own.apply(counts, modes)
-        if tuple(modes) not in seen:
-            seen.add(tuple(modes))
-            yield tuple(modes)
+def _choices(
+    problem: CutProblem, found: Fitting, steps: Sequence[Sequence[_Step]], needs: Sequence[Array]
+) -> list[Modes]:
+    """Modes of all blocks, one choice for each turn that is preferred: of each rank's quickest choices that with most on the turn."""
+    most = max((len(step.blocks) for own in steps for step in own), default=0)
+    turns = range(problem.candidate.virtual_stages)
+    variants = [(0, 0), *((turn, count) for turn in turns for count in range(1, most + 1))]
+    taken, time_s = _Cover(problem, steps, needs).taken(variants)
+    is_least = time_s <= time_s.min(axis=1, keepdims=True) * TIE
+    ranks = np.arange(problem.pp)
+    chosen = [time_s.argmin(axis=1)]
+    for turn in turns:
+        own = np.array([i for i, (which, count) in enumerate(variants) if which == turn and count], dtype=np.int64)
+        if len(own):
+            last = len(own) - 1 - is_least[:, own][:, ::-1].argmax(axis=1)
+            chosen.append(np.where(is_least[:, own].any(axis=1), own[last], chosen[0]))
+    return [*dict.fromkeys(_modes(problem, found, steps, taken[ranks, own]) for own in chosen)]
 
 
-class _Rank:
-    """The blocks of one rank's stages, and what it has too much at its fullest moments."""
+def _modes(problem: CutProblem, found: Fitting, steps: Sequence[Sequence[_Step]], taken: Array) -> Modes:
+    """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most."""
+    modes = list(problem.quickest_modes(found.stops))
+    for own, counts in zip(steps, taken.astype(int).tolist(), strict=True):
+        for step, count in zip(own, counts, strict=False):
+            for i in step.blocks[:count]:
+                modes[i] = step.mode
+    return tuple(modes)
 
-    def __init__(self, problem: CutProblem, found: Fitting, rank: int, needs: Array) -> None:
-        self.needs = needs
-        self.blocks: dict[tuple[int, int], list[int]] = {}
-        """Positions of the equal blocks of each stage, by turn and key."""
-        options: dict[int, Sequence[BlockOption]] = {}
-        own = problem.block_options[rank].blocks
-        for turn, (_, start, stop) in enumerate(problem.spans(found.stops)[rank :: problem.pp]):
-            for i in range(start, stop):
-                self.blocks.setdefault((turn, own[i].key), []).append(i)
-                options[own[i].key] = [option for option in own[i].options if option.mode != MOVED]
-        self.steps = [step for turn, key in self.blocks for step in _steps(turn, key, options[key])]
-        peaks = problem.peaks(rank)
-        self.freed = np.array([peaks[:, step.turn] * step.freed_bytes for step in self.steps])
-        self.time_s = np.array([step.time_s for step in self.steps])
-        self.turns = np.array([step.turn for step in self.steps])
-        self.sizes = np.array([len(self.blocks[step.turn, step.key]) for step in self.steps])
-        place = {(step.turn, step.key, step.after): i for i, step in enumerate(self.steps)}
-        self.previous = np.array([place.get((s.turn, s.key, s.before), -1) for s in self.steps], dtype=np.int64)
-        self._least_s = np.inf
 
-    def choice(self, turn: int) -> Array | None:
-        """How often each step is taken, of choices of the least time one with most on a turn; None: all free too little."""
-        if not len(self.steps):
-            return np.zeros(0) if self.needs.max() <= 0 else None
-        best: Array | None = None
-        if np.isinf(self._least_s):
-            for own in range(-1, self.turns.max() + 1):
-                found = self._greedy(own)
-                if found is not None:
-                    self._least_s = min(self._least_s, float(found @ self.time_s))
-        for found in (self._greedy(turn), self._greedy(-1)):
-            if found is not None and float(found @ self.time_s) <= self._least_s * TIE:
-                return found
-            best = best if best is not None else found
-        return best
+def _rank_steps(problem: CutProblem, found: Fitting, rank: int) -> list[_Step]:
+    """Of all blocks of a rank; steps of the same blocks one after the other."""
+    blocks: dict[tuple[int, int], list[int]] = {}
+    own = problem.block_options[rank].blocks
+    for turn, (_, start, stop) in enumerate(problem.spans(found.stops)[rank :: problem.pp]):
+        for i in range(start, stop):
+            blocks.setdefault((turn, own[i].key), []).append(i)
+    steps: list[_Step] = []
+    for (turn, _), places in blocks.items():
+        options = [option for option in own[places[0]].options if option.mode != MOVED]
+        hull = [options[i] for i in lower_hull(options)]
+        for level, (one, other) in enumerate(pairwise(hull)):
+            steps.append(
+                _Step(
+                    turn=turn, blocks=tuple(places), previous=len(steps) - 1 if level else -1, mode=other.mode,
+                    time_s=other.time_s - one.time_s, freed_bytes=one.held_bytes - other.held_bytes,
+                )  # fmt: skip
+            )
+    return steps
 
-    def _greedy(self, first: int) -> Array | None:
-        """Steps that free enough; those of turn ``first`` before others of the same seconds."""
-        taken, left = np.zeros(len(self.steps)), self.needs.astype(float)
-        while left.max() > 0:
-            limit = np.where(self.previous >= 0, taken[self.previous], self.sizes)
-            useful = np.minimum(self.freed, np.maximum(left, 0.0)).sum(axis=1)
-            may = (taken < limit) & (useful > 0)
+
+class _Cover:
+    """Of all ranks: what they have too much at their fullest moments, and the steps that free some of it.
+
+    Attributes:
+        needs: [ranks, moments]; of fewer moments the rest has nothing too much.
+        freed: by one block [ranks, steps, moments].
+        time_s, sizes, turns, previous: [ranks, steps]; of fewer steps the rest is of no blocks.
+    """
+
+    def __init__(self, problem: CutProblem, steps: Sequence[Sequence[_Step]], needs: Sequence[Array]) -> None:
+        shape = len(steps), max(map(len, steps))
+        moments = max(map(len, needs))
+        self.needs = np.full((len(steps), moments), -np.inf)
+        self.freed = np.zeros((*shape, moments))
+        self.time_s, self.sizes = np.ones(shape), np.zeros(shape)
+        self.turns, self.previous = np.full(shape, -1), np.full(shape, -1)
+        for rank, own in enumerate(steps):
+            peaks = problem.peaks(rank)
+            self.needs[rank, : len(needs[rank])] = needs[rank]
+            for i, step in enumerate(own):
+                self.freed[rank, i, : len(peaks)] = peaks[:, step.turn] * step.freed_bytes
+                self.time_s[rank, i], self.sizes[rank, i] = max(step.time_s, TINY_S), len(step.blocks)
+                self.turns[rank, i], self.previous[rank, i] = step.turn, step.previous
+
+    def taken(self, variants: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        """How often steps are taken [ranks, variants, steps], and their seconds [ranks, variants]; infinite where too little is freed.
+
+        Args:
+            variants: turns, and how many steps are taken on them before others.
+        """
+        ranks, steps = self.sizes.shape
+        taken = np.zeros((ranks, len(variants), steps))
+        left = np.repeat(self.needs[:, None], len(variants), axis=1)
+        if not steps:
+            return taken, np.where(left.max(axis=2) > 0, np.inf, 0.0)
+        first = self.turns[:, None] == np.array([turn for turn, _ in variants])[:, None]
+        counts = np.array([count for _, count in variants], dtype=float)
+        rows, columns = np.indices(left.shape[:2])
+        while True:
+            missing = np.maximum(left, 0.0)
+            useful = np.minimum(self.freed[:, None], missing[:, :, None]).sum(axis=3)
+            room = self._limits(taken) - taken
+            gains = np.where((room > 0) & (useful > 0), useful / self.time_s[:, None], 0.0)
+            forced = np.maximum(counts - (taken * first).sum(axis=2), 0.0)
+            own = np.where(first & (forced > 0)[:, :, None], gains, 0.0)
+            gains = np.where((own > 0).any(axis=2, keepdims=True), own, gains)
+            best = gains.argmax(axis=2)
+            may = gains[rows, columns, best] > 0
             if not may.any():
-                return None
-            gains = np.where(may, useful / np.maximum(self.time_s, 1e-12), -1.0)
-            if first >= 0 and (may & (self.turns == first)).any():
-                gains = np.where(self.turns == first, gains, -1.0)
-            best = int(gains.argmax())
-            taken[best] += 1
-            left = left - self.freed[best]
-        for i in np.argsort(-self.time_s, kind="stable"):
-            onward = taken[self.previous == i].sum()
-            while taken[i] > onward and (left + self.freed[i]).max() <= 0:
-                taken[i] -= 1
-                left = left + self.freed[i]
-        return taken
+                break
+            freed = self.freed[rows, best]
+            whole = np.where((missing > 0) & (freed > 0), missing / np.maximum(freed, 1.0), np.inf).min(axis=2)
+            number = np.clip(np.floor(whole), 1.0, room[rows, columns, best])
+            number = np.where(forced > 0, np.minimum(number, forced), number) * may
+            taken[rows, columns, best] += number
+            left = left - number[:, :, None] * freed
+        for place in np.argsort(-self.time_s, axis=1, kind="stable").T:
+            freed = self.freed[np.arange(ranks), place][:, None]
+            onward = (taken * (self.previous == place[:, None])[:, None]).sum(axis=2)
+            spare = np.where(freed > 0, -left / np.maximum(freed, 1.0), np.inf).min(axis=2)
+            back = np.clip(np.floor(spare), 0.0, taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] - onward)
+            taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] -= back
+            left = left + back[:, :, None] * freed
+        time_s = (taken * self.time_s[:, None]).sum(axis=2)
+        return taken, np.where(left.max(axis=2) > 0, np.inf, time_s)
 
-    def apply(self, counts: Array, modes: list[Way]) -> None:
-        """Write the modes of this rank's blocks; of equal ones of a stage the first recompute the most."""
-        left = {key: list(places) for key, places in self.blocks.items()}
-        onward = [counts[self.previous == i].sum() for i in range(len(self.steps))]
-        for i in reversed(range(len(self.steps))):  # steps of one kind stand in order
-            step = self.steps[i]
-            for _ in range(int(counts[i] - onward[i])):
-                modes[left[step.turn, step.key].pop(0)] = step.after
-
-
-def _steps(turn: int, key: int, options: Sequence[BlockOption]) -> Iterator[_Step]:
-    hull = [options[i] for i in lower_hull(options)]
-    for one, other in zip(hull, hull[1:], strict=False):
-        yield _Step(
-            turn=turn, key=key, before=one.mode, after=other.mode,
-            time_s=other.time_s - one.time_s, freed_bytes=one.held_bytes - other.held_bytes,
-        )  # fmt: skip
+    def _limits(self, taken: Array) -> Array:
+        """How often each step may be taken: by the blocks that took the one before it."""
+        before = np.take_along_axis(taken, np.maximum(self.previous, 0)[:, None], axis=2)
+        found: Array = np.where((self.previous >= 0)[:, None], before, self.sizes[:, None])
+        return found
