@@ -85,9 +85,9 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
 def _fitting_needs(problem: CutProblem, found: Fitting, steps: Sequence[Sequence[_Step]]) -> list[Array] | None:
     """:func:`_needs` with which the quickest choice of each rank fits as the memory model counts it; None where none does.
 
-    What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one.
+    What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one, from none at all on.
     """
-    needs = _needs(problem, found)
+    needs = _needs(problem, problem.fitting(found.stops, problem.quickest_modes(found.stops)))
     for _ in range(MAX_CHOICES):
         taken, time_s = _Cover(problem, steps, needs).taken([(0, 0)])
         if not np.isfinite(time_s).all():
@@ -96,8 +96,11 @@ def _fitting_needs(problem: CutProblem, found: Fitting, steps: Sequence[Sequence
         spare = problem.spare_bytes(other)
         if min(spare) >= 0:
             return needs
-        more = [np.maximum(a, b) for a, b in zip(needs, _needs(problem, other), strict=True)]
-        needs = [own if left >= 0 else own + 1.0 for own, left in zip(more, spare, strict=True)]
+        passing = _needs(problem, other)
+        needs = [
+            own if left >= 0 else np.maximum(np.maximum(own, more), own - left)
+            for own, more, left in zip(needs, passing, spare, strict=True)
+        ]
     return None
 
 
