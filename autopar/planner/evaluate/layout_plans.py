@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.cost.model import CostModel, Step
@@ -72,7 +73,7 @@ class LayoutPlans:
         seen: set[Stops] = set()
         for allowed in problem.allowed_stages:
             least_s = min(at_most_s, best.time_s if best else at_most_s)
-            found = fitted(problem, allowed, least_s * (1 + ROUNDING))
+            found = fitted(problem, allowed, math.inf if problem.devices_differ else least_s * (1 + ROUNDING))
             if isinstance(found, Fitting) and not self._host_fits(found.memory):
                 found = Failure(host_bytes=max(memory.host for memory in found.memory))
             if isinstance(found, Failure):
@@ -84,6 +85,8 @@ class LayoutPlans:
                 best = plan if best is None or plan.time_s < best.time_s else best
         if best is None:
             return next((failure for failure in failures if failure.is_slow), failures[0])
+        if problem.devices_differ:
+            best = self._moved(problem, best)
         return self._bucketed(problem, best)
 
     def improved(self, found: Evaluation) -> Evaluation:
@@ -91,11 +94,12 @@ class LayoutPlans:
         if found.candidate.mesh.pp == 1 or self.pinned or self.options.moved or self.equal_stages:
             return found
         problem = self.problem(found.candidate, found.option).with_buckets(found.bucket_bytes)
+        return self._bucketed(problem, self._moved(problem, found))
+
+    def _moved(self, problem: CutProblem, found: Evaluation) -> Evaluation:
         plan = improved(problem, problem.fitting(found.stops, found.modes), found.time_s)
         other = self._plan(problem, plan)
-        if other.time_s >= found.time_s or not self._host_fits(plan.memory):
-            return found
-        return self._bucketed(problem, other)
+        return other if other.time_s < found.time_s and self._host_fits(plan.memory) else found
 
     def problem(self, candidate: Candidate, layout: PricedLayout) -> CutProblem:
         """A candidate in a layout, as stages are cut for it."""

@@ -78,6 +78,11 @@ class CutProblem:
         return len(self.block_options[0].blocks)
 
     @property
+    def devices_differ(self) -> bool:
+        """Whether some pipeline rank runs the blocks in other times than another one."""
+        return len({*self.block_options}) > 1
+
+    @property
     def pp(self) -> int:
         """Pipeline ranks."""
         return self.candidate.mesh.pp

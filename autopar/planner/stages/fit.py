@@ -30,19 +30,20 @@ def fitted(problem: CutProblem, allowed: Sequence[Mask] | None, at_most_s: float
     masks = stage_masks(problem.num_blocks, problem.num_stages, allowed, problem.pinned)
     needs = 0
     for found in _cuts(problem, masks):
-        if problem.busy_s(found.stops, problem.quickest_modes(found.stops)) >= at_most_s:
-            return Failure(is_slow=True)
         needs = max(memory.total for memory in found.memory)
         if problem.fits(found):
-            return found
+            return Failure(is_slow=True) if _is_slow(problem, found, at_most_s) else found
     lean_bytes = []
     for found in _lean(problem, masks):
         if problem.fits(found):
-            if problem.busy_s(found.stops, problem.quickest_modes(found.stops)) >= at_most_s:
-                return Failure(is_slow=True)
-            return found
+            return Failure(is_slow=True) if _is_slow(problem, found, at_most_s) else found
         lean_bytes.append(max(memory.total for memory in found.memory))
     return Failure(needs_bytes=min(lean_bytes, default=needs) or leanest_bytes(problem))
+
+
+def _is_slow(problem: CutProblem, found: Fitting, at_most_s: float) -> bool:
+    """Whether stages that end at these blocks take no less than a time, whatever they recompute."""
+    return problem.busy_s(found.stops, problem.quickest_modes(found.stops)) >= at_most_s
 
 
 def _cuts(problem: CutProblem, masks: Sequence[Mask]) -> Iterator[Fitting]:

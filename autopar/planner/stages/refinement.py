@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.planner.stages.activation_modes import MOVED, Way, lower_hull
-from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes
+from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops
 from autopar.planner.stages.recompute import Array
 
 BEGUN = 2
@@ -65,11 +65,10 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
     """
     if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*found.modes}:
         return found
-    steps = [_rank_steps(problem, found, rank) for rank in range(problem.pp)]
-    needs = _fitting_needs(problem, found, steps)
-    if needs is None:
+    cover = _fitting_cover(problem, found.stops)
+    if cover is None:
         return found
-    choices = [own for own in _choices(problem, found, steps, needs) if own != found.modes]
+    choices = [own for own in cover.choices() if own != found.modes]
     every = [found.made, *(problem.stages_of(found.stops, modes) for modes in choices)]
     count = min(problem.candidate.num_micro_batches, BEGUN * problem.pp)
     ends_s = problem.model.finishes_s(every, problem.step, count).max(axis=1)
@@ -82,26 +81,33 @@ def refined(problem: CutProblem, found: Fitting) -> Fitting:
     return found
 
 
-def _fitting_needs(problem: CutProblem, found: Fitting, steps: Sequence[Sequence[_Step]]) -> list[Array] | None:
-    """:func:`_needs` with which the quickest choice of each rank fits as the memory model counts it; None where none does.
+def covered(problem: CutProblem, stops: Stops) -> Fitting | None:
+    """Stages that end at these blocks with as much recompute as each rank needs, whichever turn it is on; None: none fits."""
+    cover = _fitting_cover(problem, stops)
+    return None if cover is None else cover.fitting
+
+
+def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
+    """A cover whose quickest choice fits as the memory model counts it; None where none does.
 
     What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one, from none at all on.
     """
-    needs = _needs(problem, problem.fitting(found.stops, problem.quickest_modes(found.stops)))
+    steps = [_rank_steps(problem, stops, rank) for rank in range(problem.pp)]
+    other = problem.fitting(stops, problem.quickest_modes(stops))
+    needs = _needs(problem, other)
     for _ in range(MAX_CHOICES):
-        taken, time_s = _Cover(problem, steps, needs).taken([(0, 0)])
+        cover = _Cover(problem, stops, steps, needs, other)
+        if problem.fits(other):
+            return cover
+        taken, time_s = cover.taken([(0, 0)])
         if not np.isfinite(time_s).all():
             return None
-        other = problem.fitting(found.stops, _modes(problem, found, steps, taken[:, 0]))
-        spare = problem.spare_bytes(other)
-        if min(spare) >= 0:
-            return needs
-        passing = _needs(problem, other)
+        other = problem.fitting(stops, cover.modes(taken[:, 0]))
         needs = [
             own if left >= 0 else np.maximum(np.maximum(own, more), own - left)
-            for own, more, left in zip(needs, passing, spare, strict=True)
+            for own, more, left in zip(needs, _needs(problem, other), problem.spare_bytes(other), strict=True)
         ]
-    return None
+    return _Cover(problem, stops, steps, needs, other) if problem.fits(other) else None
 
 
 def _needs(problem: CutProblem, found: Fitting) -> list[Array]:
@@ -125,40 +131,11 @@ def _needs(problem: CutProblem, found: Fitting) -> list[Array]:
     return needs
 
 
-def _choices(
-    problem: CutProblem, found: Fitting, steps: Sequence[Sequence[_Step]], needs: Sequence[Array]
-) -> list[Modes]:
-    """Modes of all blocks, one choice for each turn that is preferred: of each rank's quickest choices that with most on the turn."""
-    most = max((len(step.blocks) for own in steps for step in own), default=0)
-    turns = range(problem.candidate.virtual_stages)
-    variants = [(0, 0), *((turn, count) for turn in turns for count in range(1, most + 1))]
-    taken, time_s = _Cover(problem, steps, needs).taken(variants)
-    is_least = time_s <= time_s.min(axis=1, keepdims=True) * TIE
-    ranks = np.arange(problem.pp)
-    chosen = [time_s.argmin(axis=1)]
-    for turn in turns:
-        own = np.array([i for i, (which, count) in enumerate(variants) if which == turn and count], dtype=np.int64)
-        if len(own):
-            last = len(own) - 1 - is_least[:, own][:, ::-1].argmax(axis=1)
-            chosen.append(np.where(is_least[:, own].any(axis=1), own[last], chosen[0]))
-    return [*dict.fromkeys(_modes(problem, found, steps, taken[ranks, own]) for own in chosen)]
-
-
-def _modes(problem: CutProblem, found: Fitting, steps: Sequence[Sequence[_Step]], taken: Array) -> Modes:
-    """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most."""
-    modes = list(problem.quickest_modes(found.stops))
-    for own, counts in zip(steps, taken.astype(int).tolist(), strict=True):
-        for step, count in zip(own, counts, strict=False):
-            for i in step.blocks[:count]:
-                modes[i] = step.mode
-    return tuple(modes)
-
-
-def _rank_steps(problem: CutProblem, found: Fitting, rank: int) -> list[_Step]:
+def _rank_steps(problem: CutProblem, stops: Stops, rank: int) -> list[_Step]:
     """Of all blocks of a rank; steps of the same blocks one after the other."""
     blocks: dict[tuple[int, int], list[int]] = {}
     own = problem.block_options[rank].blocks
-    for turn, (_, start, stop) in enumerate(problem.spans(found.stops)[rank :: problem.pp]):
+    for turn, (_, start, stop) in enumerate(problem.spans(stops)[rank :: problem.pp]):
         for i in range(start, stop):
             blocks.setdefault((turn, own[i].key), []).append(i)
     steps: list[_Step] = []
@@ -179,12 +156,17 @@ class _Cover:
     """Of all ranks: what they have too much at their fullest moments, and the steps that free some of it.
 
     Attributes:
+        steps: of each rank.
+        fitting: what is chosen, whichever turn is preferred.
         needs: [ranks, moments]; of fewer moments the rest has nothing too much.
         freed: by one block [ranks, steps, moments].
         time_s, sizes, turns, previous: [ranks, steps]; of fewer steps the rest is of no blocks.
     """
 
-    def __init__(self, problem: CutProblem, steps: Sequence[Sequence[_Step]], needs: Sequence[Array]) -> None:
+    def __init__(
+        self, problem: CutProblem, stops: Stops, steps: Sequence[Sequence[_Step]], needs: Sequence[Array], fitting: Fitting
+    ) -> None:
+        self.problem, self.stops, self.steps, self.fitting = problem, stops, steps, fitting
         shape = len(steps), max(map(len, steps))
         moments = max(map(len, needs))
         self.needs = np.full((len(steps), moments), -np.inf)
@@ -240,6 +222,31 @@ class _Cover:
             left = left + back[:, :, None] * freed
         time_s = (taken * self.time_s[:, None]).sum(axis=2)
         return taken, np.where(left.max(axis=2) > 0, np.inf, time_s)
+
+    def choices(self) -> list[Modes]:
+        """Modes of all blocks, one choice for each turn that is preferred: of each rank's quickest choices that with most on the turn."""
+        most = max((len(step.blocks) for own in self.steps for step in own), default=0)
+        turns = range(self.problem.candidate.virtual_stages)
+        variants = [(0, 0), *((turn, count) for turn in turns for count in range(1, most + 1))]
+        taken, time_s = self.taken(variants)
+        is_least = time_s <= time_s.min(axis=1, keepdims=True) * TIE
+        ranks = np.arange(self.problem.pp)
+        chosen = [time_s.argmin(axis=1)]
+        for turn in turns:
+            own = np.array([i for i, (which, count) in enumerate(variants) if which == turn and count], dtype=np.int64)
+            if len(own):
+                last = len(own) - 1 - is_least[:, own][:, ::-1].argmax(axis=1)
+                chosen.append(np.where(is_least[:, own].any(axis=1), own[last], chosen[0]))
+        return [*dict.fromkeys(self.modes(taken[ranks, own]) for own in chosen)]
+
+    def modes(self, taken: Array) -> Modes:
+        """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most."""
+        modes = list(self.problem.quickest_modes(self.stops))
+        for own, counts in zip(self.steps, taken.astype(int).tolist(), strict=True):
+            for step, count in zip(own, counts, strict=False):
+                for i in step.blocks[:count]:
+                    modes[i] = step.mode
+        return tuple(modes)
 
     def _limits(self, taken: Array) -> Array:
         """How often each step may be taken: by the blocks that took the one before it."""
