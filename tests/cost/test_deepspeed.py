@@ -130,7 +130,7 @@ def test_gradients_that_are_cast_first() -> None:
     how = replace(step(mesh, schedule="1F1B", count=count), zero_stage=1, adds_gradients=True)
     numel, launches = first.parameters[0].numel, len(first.parameters)
     bandwidth = model.device.memory_bandwidth_bytes_per_s
-    inside = model.block_adding_s(first, how)
+    inside = model.of(how).block_adding_s(first)
     assert inside == pytest.approx((10 * numel / bandwidth + launches * model.device.launch_s) * (count - 1) / count)
-    apart = model.block_adding_s(first, replace(how, casts_gradients=True))
+    apart = model.of(replace(how, casts_gradients=True)).block_adding_s(first)
     assert apart == pytest.approx(18 * numel / bandwidth + 2 * launches * model.device.launch_s)

@@ -42,7 +42,7 @@ def kinds_of(
         once_s: of each block of the compact graph.
         group: those of the largest group of equal ones.
     """
-    data, interference = model.data_parallel(step), model.device.interference
+    data, interference = model.of(step).data, model.device.interference
     longest_s = [max(own_times(cost, mode)[part] for cost in costs) for part, mode in LONGEST]
     made: list[Kind] = []
     known: dict[object, Kind] = {}
@@ -54,10 +54,10 @@ def kinds_of(
             continue
         last = key
         if key not in known:
-            cost, unit = costs[k], model.data_unit(costs[k], step)
+            cost, unit = costs[k], model.of(step).unit(costs[k])
             beside = [unit.gather_s - (1 - interference) * min(unit.gather_s, own) for own in longest_s]
             later = [b * data.gathers_always for b in beside]
-            adding_s = model.block_adding_s(cost, step)
+            adding_s = model.of(step).block_adding_s(cost)
             known[key] = Kind(
                 first=place,
                 count=1,
@@ -67,7 +67,7 @@ def kinds_of(
                 shared_forward_s=unit.hooks_s + later[0],
                 gather_s=beside[0] if data.uses_fsdp and not data.gathers_always else 0.0,
                 once_s=once_s[k],
-                static_bytes=model.block_static_bytes(cost, step),
+                static_bytes=model.of(step).block_static_bytes(cost),
                 held_bytes=tuple(cost.kept_bytes(mode) for mode in modes),
                 passing_bytes=tuple(cost.passing_bytes(mode) for mode in modes),
                 stage_bytes=sum(dict(cost.prelude).values()),
@@ -78,9 +78,9 @@ def kinds_of(
 
 def every_of(model: CostModel, costs: Sequence[BlockCost], row: Row, step: Step) -> Every:
     """What stages have beside blocks: a gather that nothing hides, and what every rank does once."""
-    data, stages = model.data_parallel(step), row.pp * row.virtual_stages
+    data, stages = model.of(step).data, row.pp * row.virtual_stages
     rest = 1 - model.device.interference
-    gathers_s = [model.data_unit(cost, step).gather_s for cost in costs]
+    gathers_s = [model.of(step).unit(cost).gather_s for cost in costs]
     hidden_s = [
         rest * min(min(gather_s, max(own_times(cost, mode)[part] for cost in costs)) for gather_s in gathers_s)
         for part, mode in LONGEST
@@ -93,7 +93,7 @@ def every_of(model: CostModel, costs: Sequence[BlockCost], row: Row, step: Step)
         forward_s=tuple(row.every_s + action_s + always * share * hidden_s[0] for share in shares),
         backward_s=action_s + always * hidden_s[1],
         first_s=hidden_s[0] if data.uses_fsdp and not always else 0.0,
-        once_s=model.scalars_s(step),
+        once_s=model.of(step).scalars_s(),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.blocks.block_model import Beside
+from autopar.cost.step.step_model import Beside
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.rows import RowMaker
@@ -59,7 +59,7 @@ class BlockOptions:
 
     def _blocks(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> list[CutBlock]:
         made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
-        blocks, beside = [], self._beside(layout) if model.sends_always(step) else {}
+        blocks, beside = [], self._beside(layout) if model.of(step).data.sends_always else {}
         for index, (k, cost) in enumerate(zip(self.class_of, self.costs(layout), strict=True)):
             pinned = self.recompute.get(index)
             key = (layout.keys[k], pinned, cost.offloads)
@@ -96,10 +96,10 @@ class BlockOptions:
     ) -> CutBlock:
         options = []
         private = self.rows.without_shared(cost)
-        adding_s = model.block_adding_s(private, step)
+        adding_s = model.of(step).block_adding_s(private)
         for mode in modes:
             again, own = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
-            time = model.block_time_s(cost, step, recompute=again, beside=beside)
+            time = model.of(step).block_time_s(cost, recompute=again, beside=beside)
             down_s = up_s = 0.0
             if size := own.moved_bytes(again) if mode == MOVED else 0:
                 down_s = model.host.latency_s + size / model.host.to_host_bytes_per_s
@@ -115,11 +115,11 @@ class BlockOptions:
                     up_s=up_s,
                 )
             )
-        once_s = model.block_once_s(private, step)
+        once_s = model.of(step).block_once_s(private)
         return CutBlock(
             key=key,
             options=useful(options),
-            static_bytes=model.block_static_bytes(cost, step),
+            static_bytes=model.of(step).block_static_bytes(cost),
             once_s=once_s,
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
         )
