@@ -17,16 +17,17 @@ from autopar.graph.ir import Graph
 from autopar.host import HostLink
 from autopar.plan import FP32, Plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.host_offload import offloaded
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted, load_space
-from autopar.planner.stages.activation_modes import MOVED, BlockOption
-from autopar.planner.stages.stage_cut import CutBlock, StageCutter
+from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
+from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 
 from .graphs import mlp
@@ -53,16 +54,16 @@ def cluster(memory: str, host: HostLink | None = HOST) -> Cluster:
     return replace(found, groups=(replace(group, device=replace(group.device, host=host)),))
 
 
-def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), batch: int = 64) -> OuterSearch:
+def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), batch: int = 64) -> BranchAndBound:
     here, pins = cluster(memory), Pins.parse(texts)
     space = replace(load_space("quick"), offload=tried)
     model = CostModel(here, FP32, "adamw")
-    evaluator = Evaluator(graph(), model, global_batch_size=batch, pins=pins, space=space)
+    evaluator = Evaluator.of(graph(), model, global_batch_size=batch, pins=pins, space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=batch, num_blocks=len(graph().blocks), heads=(), space=space
     )
     pool = offloaded(candidates(problem, pins), here, pins, space.offload, "adamw")
-    return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
+    return BranchAndBound(evaluator, pool, limits=Limits())
 
 
 @pytest.mark.parametrize(("memory", "is_offloaded"), [("16GB", False), (ROOM_FOR_SOME, None), (NEEDS_HOST, True)])
@@ -75,8 +76,8 @@ def test_the_best_of_all_is_found_and_no_bound_is_above(memory: str, is_offloade
         plan = alone.evaluate(candidate)
         if isinstance(plan, Evaluation):
             times[candidate] = plan.prediction.step_time_s
-            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
-                assert bounds_s([candidate])[0] <= times[candidate] * (1 + 1e-9)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[candidate] * (1 + 1e-9)
     assert any(c.offload for c in times)
     assert found.best is not None
     assert found.best.prediction.step_time_s == min(times.values())
@@ -99,8 +100,8 @@ def test_no_bound_is_above_a_plan_whose_blocks_keep_on_the_host(memory: str) -> 
         plan = alone.evaluate(candidate)
         if isinstance(plan, Evaluation):
             times.append(plan.prediction.step_time_s)
-            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
-                assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
     assert found.best is not None
     assert found.best.prediction.step_time_s == min(times)
     assert found.best.prediction.breakdown.offload_s > 0
@@ -119,8 +120,8 @@ def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, moved: i
         if isinstance(plan, Evaluation):
             times[candidate] = plan.prediction.step_time_s
             assert candidate.moves or MOVED not in plan.modes
-            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
-                assert bounds_s([candidate])[0] <= times[candidate] * (1 + 1e-9)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[candidate] * (1 + 1e-9)
     assert found.best is not None
     assert found.best.prediction.step_time_s == min(times.values())
     assert found.lower_bound_s <= min(times.values())
@@ -147,12 +148,18 @@ def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
         mode=MOVED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
     )
     block = CutBlock(key=0, options=(plain, moved), static_bytes=0.0)
-    cutter = StageCutter([block] * 8)
-    half = cutter.cut(1, in_flight=[1], limit_bytes=[40.0], num_micro_batches=1)
+
+    def within(limit_bytes: float) -> Cut | None:
+        masks = stage_masks(8, 1, None, {})
+        return cut(
+            [CutBlocks([block] * 8)], in_flight=[1], limit_bytes=[limit_bytes], num_micro_batches=1, allowed=masks
+        )
+
+    half = within(40.0)
     assert half is not None
     assert half.modes == ("none", MOVED) * 4
     assert half.time_s == 8 * 3.0 + 2.0  # the last one up
-    most = cutter.cut(1, in_flight=[1], limit_bytes=[20.0], num_micro_batches=1)
+    most = within(20.0)
     assert most is not None
     assert most.modes.count(MOVED) == 6
     assert most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0

@@ -14,9 +14,10 @@ from autopar.cluster import Cluster
 from autopar.plan import Plan
 from autopar.plan_io import save_plan
 from autopar.planner import planner as planning
-from autopar.planner.branch_and_bound.process_group import Crew, available
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.explain.alternatives import explain
+from autopar.planner.explain.alternatives import compare
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
@@ -53,18 +54,18 @@ def test_neither_processes_nor_their_timing_leave_a_trace(
     cluster: str, space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = written(planner(cluster, space).search(limits=Limits()), tmp_path)
-    takes = Crew.takes
-    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    claim = ProcessGroup.claim
+    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
     for size, seed in ((2, 1), (3, 2)):
 
-        def late(crew: Crew, part: Hashable, seed: int = seed) -> bool:
+        def late(group: ProcessGroup, part: Hashable, seed: int = seed) -> bool:
             """Each process is slow at other times: others take its parts, and know of its times later."""
-            if crew.is_forked:
-                own = random.Random(f"{seed} {crew.rank} {time.monotonic_ns()}")
+            if group.is_forked:
+                own = random.Random(f"{seed} {group.rank} {time.monotonic_ns()}")
                 time.sleep(own.choice([0.0, 0.0, MAX_DELAY_S]) * own.random())
-            return takes(crew, part)
+            return claim(group, part)
 
-        monkeypatch.setattr(Crew, "takes", late)
+        monkeypatch.setattr(ProcessGroup, "claim", late)
         assert written(planner(cluster, space).search(limits=Limits(), processes=size), tmp_path) == alone
 
 
@@ -72,26 +73,20 @@ def test_neither_processes_nor_their_timing_leave_a_trace(
 def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reasons(cluster: str, space: str) -> None:
     """Of an evaluator that has searched, and of one that has not been asked for anything."""
     warm = planner(cluster, space)
-    best = warm.outer(Limits()).run().best
+    best = warm.branch_and_bound(Limits()).run().best
     assert isinstance(best, Evaluation)
     best_s = best.prediction.step_time_s
     goals = [best_s, best_s / 1.02]
-    assert explain(warm.evaluator, warm.pool, best) == explain(planner(cluster, space).evaluator, warm.pool, best)
-    first = warm.evaluator.own_ideal_bounds_s(warm.pool)
+    fresh_evaluator = planner(cluster, space).evaluator
+    reasons = [list(map(str, compare(one, warm.pool, best))) for one in (warm.evaluator, fresh_evaluator)]
+    assert reasons[0] == reasons[1]
+    first = warm.evaluator.bounds_s(0, warm.pool)
     few = sorted(range(len(warm.pool)), key=first.__getitem__)[:12]
     every = [(i, goal_s) for goal_s in goals for i in few]
     fresh = planner(cluster, space)
     for i, goal_s in reversed(every):
         candidate = warm.pool[i]
-        assert warm.evaluator.own_ideal_bounds_s([candidate]) == fresh.evaluator.own_ideal_bounds_s([candidate])
-        assert warm.evaluator.settled_s(candidate, goal_s) == fresh.evaluator.settled_s(candidate, goal_s)
-        if warm.evaluator.differs:
-            assert warm.evaluator.opened([candidate], goal_s) == fresh.evaluator.opened([candidate], goal_s)
-        else:
-            sharper_s = [made.evaluator.sharper_bound_s(candidate, goal_s) for made in (warm, fresh)]
-            assert sharper_s[0] == sharper_s[1]
-    if warm.evaluator.differs:  # of many together what each has alone
-        some = [warm.pool[i] for i in few]
-        alone = [own for candidate in some for own in fresh.evaluator.opened([candidate], best_s)]
-        assert warm.evaluator.opened(some, best_s) == alone
-        assert any(own.rows for own in alone)
+        for level in range(LEVELS):
+            found = [made.evaluator.bounds_s(level, [candidate], goal_s) for made in (warm, fresh)]
+            assert [min(bound_s, goal_s) for bound_s in found[0]] == [min(bound_s, goal_s) for bound_s in found[1]]
+        assert warm.evaluator.closest_s(candidate, goal_s) == fresh.evaluator.closest_s(candidate, goal_s)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, Step
 from autopar.cost.step.data_parallel import DataParallel, itemsize
-from autopar.cost.step.pipeline_step import ties_s
 from autopar.cost.step.gradient_buckets import is_fsdps, sum_axes
+from autopar.cost.step.pipeline_step import ties_s
 
 Sums = dict[tuple[str, ...], int]
 """Bytes of gradients by the axes over which they are summed."""

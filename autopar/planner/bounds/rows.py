@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from autopar.cost.blocks.block_cost import ParameterCost
-from autopar.cost.step.step_model import Beside
 from autopar.cost.model import BlockCost, Step
+from autopar.cost.step.step_model import Beside
 from autopar.frozen import replaced
 from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, Row

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from autopar.cost.model import CostModel, Step
 from autopar.errors import InfeasibleError
 from autopar.plan import Memory
 from autopar.planner.bounds.rows import RowMaker
+from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.sharding.every import every_cut
@@ -29,28 +29,17 @@ class LayoutPlans:
     """Plans of one model's candidates, layout by layout.
 
     Args:
+        context: of the search.
         options: prices of blocks.
         placed: what differs where ranks have different devices.
-        step_of: how a candidate runs in a layout.
         rows_of: which blocks may form stages.
-        pinned: the stage of blocks that are pinned to one.
-        equal_stages: the space has stages of equal numbers of blocks alone.
-        buckets: sizes of what is summed together, of which a plan takes the quickest.
     """
 
     def __init__(
-        self,
-        options: BlockOptions,
-        placed: Placed,
-        step_of: Callable[[Candidate, PricedLayout], Step],
-        rows_of: Callable[[Candidate], RowMaker],
-        *,
-        pinned: Mapping[int, int],
-        equal_stages: bool,
-        buckets: tuple[int, ...],
+        self, context: SearchContext, options: BlockOptions, placed: Placed, rows_of: Callable[[Candidate], RowMaker]
     ) -> None:
-        self.options, self.placed, self.step_of, self.rows_of = options, placed, step_of, rows_of
-        self.pinned, self.equal_stages, self.buckets = dict(pinned), equal_stages, buckets
+        self.context, self.options, self.placed, self.rows_of = context, options, placed, rows_of
+        self.pinned, self.buckets = dict(context.stages), context.buckets
 
     def best(
         self, candidate: Candidate, layout: PricedLayout, at_most_s: float, *, may_fit: bool
@@ -91,7 +80,7 @@ class LayoutPlans:
 
     def improved(self, found: Evaluation) -> Evaluation:
         """A plan whose stages are cut better still (:mod:`autopar.planner.stages.local_search`); never a slower one."""
-        if found.candidate.mesh.pp == 1 or self.pinned or self.options.moved or self.equal_stages:
+        if found.candidate.mesh.pp == 1 or self.pinned or self.options.moved or self.context.space.equal_stages:
             return found
         problem = self.problem(found.candidate, found.option).with_buckets(found.bucket_bytes)
         return self._bucketed(problem, self._moved(problem, found))
@@ -104,7 +93,7 @@ class LayoutPlans:
     def problem(self, candidate: Candidate, layout: PricedLayout) -> CutProblem:
         """A candidate in a layout, as stages are cut for it."""
         layout = self.placed.option(candidate, layout)
-        step = self.placed.step(self.step_of(candidate, layout), layout)
+        step = self.placed.step(self.context.step(candidate, layout), layout)
         model, mesh = self.placed.ordered(candidate), candidate.mesh
         options = tuple(
             self.options.of_rank(layout.of_rank(rank), step, part, moves=candidate.moves)
@@ -126,7 +115,7 @@ class LayoutPlans:
     def _allowed(self, candidate: Candidate, layout: PricedLayout) -> Sequence[Sequence[Mask] | None]:
         """Ways in which blocks may form stages, by the laws of the space."""
         rows, pp, v = self.rows_of(candidate), candidate.mesh.pp, candidate.virtual_stages
-        if self.equal_stages:
+        if self.context.space.equal_stages:
             return rows.equal_stages(layout, pp * v)
         if v == 1 or layout.ranks:  # devices that differ hold what they are fast enough for
             return [None]
@@ -198,6 +187,6 @@ class LayoutPlans:
         return problem, found
 
     def _host_fits(self, memory: Sequence[Memory]) -> bool:
-        model: CostModel = self.placed.model
+        model = self.context.model
         limit = model.host.memory_bytes if any(own.host for own in memory) else None
         return limit is None or all(own.host <= limit for own in memory)

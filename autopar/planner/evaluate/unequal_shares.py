@@ -8,24 +8,22 @@ then the step with as little recompute as there may be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.step.unequal_shares import predict_shares, shared_memory, shared_step_s
-from autopar.graph.ir import Graph
 from autopar.plan import RECOMPUTES, Memory, Recompute
-from autopar.planner.bounds.bounds import PRECISION as PRECISE
-from autopar.planner.bounds.closer import ROUNDING
-from autopar.planner.branch_and_bound.mixed_closing import Opened
+from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
-from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.evaluate.evaluator import needs_text
+from autopar.planner.evaluate.layout_plans import ROUNDING
+from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space
 from autopar.planner.stages.activation_modes import none_if_moved
+from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.fit import MAX_CUTS, MORE
+from autopar.planner.stages.per_device import Placed
 from autopar.planner.stages.stage_cut import cut, stage_masks
 
 Modes = tuple[Recompute, ...]
@@ -40,96 +38,47 @@ class _Shared:
     steps: tuple[Step, ...]
 
 
-class SharedEvaluator(Evaluator):
-    """Evaluates candidates with shares of data ranks as well; the others as :class:`Evaluator` does."""
+class SharesEvaluator:
+    """Evaluates candidates with unequal shares of data ranks.
 
-    def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
-        super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+    Args:
+        context: of the search.
+        placed: prices on the devices of node groups.
+        options: prices of blocks.
+    """
+
+    def __init__(self, context: SearchContext, placed: Placed, options: BlockOptions) -> None:
+        self.context, self.placed, self.options = context, placed, options
+        self.layouts, self.model = context.layouts, context.model
         self._alone: dict[tuple[int, ...], tuple[CostModel, ...]] = {}
         self._shared: dict[Candidate, _Shared] = {}
         self._least: dict[Candidate, float] = {}
         self._fastest: dict[Candidate, float] = {}
         self._found: dict[Candidate, Evaluation | Misfit] = {}
 
-    def seconds(self, place: int, size: int) -> float:
+    def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
         """Computation of a micro-batch on a node group, by its place in the cluster as given, collectives left out."""
-        option = self._option(place, size)
+        option = self._option(place, size, vocab_multiple)
         times = zip(option.costs, self.layouts.compact.members, strict=True)
         return option.prelude_s + sum((c.forward_s + c.backward_s) * len(blocks) for c, blocks in times)
 
     # --- bounds
 
-    def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """See :class:`Bounding`; where shares differ, the computation of the slowest group."""
-        return self._parted(candidates, super().ideal_bounds_s, self._computation_s)
-
-    def own_ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Likewise, of these alone."""
-        return self._parted(candidates, super().own_ideal_bounds_s, self._computation_s)
-
-    def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = math.inf) -> list[float]:
-        """See :class:`Bounding`; where shares differ, the step with as little recompute as there may be."""
-        return self._parted(
-            candidates, lambda some: super(SharedEvaluator, self).least_bounds_s(some, at_most_s), self._fastest_s
-        )
-
-    def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = math.inf) -> list[float]:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._parted(
-            candidates, lambda some: super(SharedEvaluator, self).bounds_s(some, at_most_s), self._fastest_s
-        )
-
-    def known_bounds_s(
-        self, candidates: Sequence[Candidate], at_most_s: float, *, remembers: bool = False
-    ) -> list[float]:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        known = super().known_bounds_s
-        return self._parted(candidates, lambda some: known(some, at_most_s, remembers=remembers), self._fastest_s)
-
-    def settled_s(self, candidate: Candidate, best_s: float, *, precision: float = PRECISE) -> float:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        if candidate.shares:
-            return self._fastest_s(candidate)
-        return super().settled_s(candidate, best_s, precision=precision)
-
-    def closest_s(self, candidate: Candidate, at_most_s: float) -> float:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._fastest_s(candidate) if candidate.shares else super().closest_s(candidate, at_most_s)
-
-    def opened(self, candidates: Sequence[Candidate], goal_s: float) -> list[Opened]:
-        """See :class:`Closer`; where shares differ, as :meth:`least_bounds_s`."""
-        plain = iter(super().opened([candidate for candidate in candidates if not candidate.shares], goal_s))
-        return [self._opened(candidate, goal_s) if candidate.shares else next(plain) for candidate in candidates]
-
-    def _opened(self, candidate: Candidate, goal_s: float) -> Opened:
-        bound_s = min(self._fastest_s(candidate), goal_s)
-        return Opened(first_s=bound_s, bound_s=bound_s)
-
-    def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """See :class:`Evaluator`; where shares differ nothing is known before an evaluation."""
-        return None if candidate.shares else super().hopeless(candidate)
-
-    def _parted(
-        self,
-        candidates: Sequence[Candidate],
-        equal: Callable[[Sequence[Candidate]], list[float]],
-        shared: Callable[[Candidate], float],
-    ) -> list[float]:
-        """Bounds of both kinds, in the order of the candidates."""
-        plain = iter(equal([candidate for candidate in candidates if not candidate.shares]))
-        return [shared(candidate) if candidate.shares else next(plain) for candidate in candidates]
+    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
+        """Seconds below which each candidate has no plan: of computation alone, then of the step with the least recompute."""
+        return [self._computation_s(c) if level == 0 else self._fastest_s(c) for c in candidates]
 
     def _computation_s(self, candidate: Candidate) -> float:
         if candidate not in self._least:
             groups = zip(self._places(candidate), candidate.shares, strict=True)
-            longest_s = max(self.seconds(place, share) for place, share in groups)
+            longest_s = max(self.seconds(place, share, candidate.vocab_multiple) for place, share in groups)
             self._least[candidate] = candidate.num_micro_batches * longest_s * (1 - ROUNDING)
         return self._least[candidate]
 
     def _fastest_s(self, candidate: Candidate) -> float:
         if candidate not in self._fastest:
             parts = self._parts(candidate)
-            made = self._stages(parts, self.blocks.fastest_modes())
+            made = self._stages(parts, self.options.fastest_modes())
             time_s = shared_step_s(parts.models, made, parts.steps)
             self._fastest[candidate] = time_s * (1 - ROUNDING)
         return self._fastest[candidate]
@@ -137,9 +86,7 @@ class SharedEvaluator(Evaluator):
     # --- evaluation
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """See :class:`Evaluator`."""
-        if not candidate.shares:
-            return super().evaluate(candidate, at_most_s=at_most_s)
+        """The best plan of a candidate; see :class:`PipelineEvaluator`."""
         if candidate not in self._found:
             if self._fastest_s(candidate) >= at_most_s:
                 return Misfit(candidate=candidate, reason=SLOW)
@@ -152,10 +99,10 @@ class SharedEvaluator(Evaluator):
         needs: list[Memory] = []
         for modes in self._modes(parts):
             made = self._stages(parts, modes)
-            for size in self.buckets:
+            for size in self.context.buckets:
                 steps = (
                     tuple(replace(step, bucket_bytes=size) for step in parts.steps)
-                    if size != self.buckets[0]
+                    if size != self.context.buckets[0]
                     else parts.steps
                 )
                 memory = shared_memory(parts.models, made, steps)
@@ -166,7 +113,7 @@ class SharedEvaluator(Evaluator):
                 if best is None or prediction.step_time_s < best.prediction.step_time_s:
                     best = Evaluation(
                         candidate=candidate,
-                        option=self.layouts.whole(candidate.micro_batch_size),
+                        option=self.layouts.whole(layout_key_of(candidate)),
                         stops=(len(modes),),
                         modes=modes,
                         prediction=prediction,
@@ -178,7 +125,9 @@ class SharedEvaluator(Evaluator):
             return best
         over = max(zip(needs, parts.models, strict=True), key=lambda own: own[0].total / own[1].memory_limit_bytes)
         return Misfit(
-            candidate=candidate, reason=f"memory: needs {self._needs(over[0].total)}", needs_bytes=over[0].total
+            candidate=candidate,
+            reason=f"memory: needs {needs_text(self.model, over[0].total)}",
+            needs_bytes=over[0].total,
         )
 
     def _modes(self, parts: _Shared) -> list[Modes]:
@@ -186,19 +135,19 @@ class SharedEvaluator(Evaluator):
 
         The first alone where it fits: it is the quickest.
         """
-        fastest = self.blocks.fastest_modes()
+        fastest = self.options.fastest_modes()
         if self._all_fit(parts, shared_memory(parts.models, self._stages(parts, fastest), parts.steps)):
             return [fastest]
         own = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
         most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*own, strict=True))
         leanest = tuple(
-            self.recompute.get(i, max(self.blocks.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
+            self.context.recompute.get(i, max(self.options.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
         )
         return [*dict.fromkeys((*own, most, leanest))]
 
     def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
         """What one group has to recompute; what it can where that is not enough."""
-        options, device = self.blocks.of_rank(option, step, model, moves=False), model.device
+        options, device = self.options.of_rank(option, step, model, moves=False), model.device
         most = self._limit(model)
         limit = (most - device.reserved_bytes) / (1 + device.fragmentation)
         blocks = len(options.blocks)
@@ -209,7 +158,7 @@ class SharedEvaluator(Evaluator):
             )  # fmt: skip
             if found is None:
                 break
-            spare = most - model.memory(self.blocks.stages((blocks,), found.modes, option, 1), step)[0].total
+            spare = most - model.memory(self.options.stages((blocks,), found.modes, option, 1), step)[0].total
             if spare >= 0:
                 return tuple(map(none_if_moved, found.modes))
             limit += MORE * spare
@@ -230,19 +179,20 @@ class SharedEvaluator(Evaluator):
         """Of the node groups in the order of ranks, in the cluster as given."""
         return candidate.order or range(len(candidate.shares))
 
-    def _option(self, place: int, size: int) -> PricedLayout:
-        return self.layouts.priced(self.layouts.whole(size), self.model.part(frozenset({place})))
+    def _option(self, place: int, size: int, vocab_multiple: int) -> PricedLayout:
+        split = LayoutKey(micro_batch_size=size, vocab_multiple=vocab_multiple)
+        return self.layouts.priced(self.layouts.whole(split), self.model.part(frozenset({place})))
 
     def _parts(self, candidate: Candidate) -> _Shared:
         if candidate not in self._shared:
             if candidate.order not in self._alone:
                 self._alone[candidate.order] = self.placed.ordered(candidate).alone()
             groups = zip(self._places(candidate), candidate.shares, strict=True)
-            options = tuple(self._option(place, share) for place, share in groups)
-            steps = tuple(self.step(candidate, option) for option in options)
+            options = tuple(self._option(place, share, candidate.vocab_multiple) for place, share in groups)
+            steps = tuple(self.context.step(candidate, option) for option in options)
             self._shared[candidate] = _Shared(models=self._alone[candidate.order], options=options, steps=steps)
         return self._shared[candidate]
 
     def _stages(self, parts: _Shared, modes: Modes) -> tuple[StageCost, ...]:
         """All blocks, as each group runs them."""
-        return tuple(self.blocks.stages((len(modes),), modes, option, 1)[0] for option in parts.options)
+        return tuple(self.options.stages((len(modes),), modes, option, 1)[0] for option in parts.options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.cost.operators.measured import Measured, Recorder, Source, measurement_note
@@ -14,7 +15,7 @@ from autopar.planner.layouts.types import layout_key_of
 
 if TYPE_CHECKING:
     from autopar.planner.evaluate.evaluation import Evaluation
-    from autopar.planner.evaluate.evaluator import Evaluator
+    from autopar.planner.evaluate.families import Evaluator
     from autopar.planner.outcome import Progress
     from autopar.planner.planner import Planner
 
@@ -35,14 +36,48 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
     layouts = Layouts(
         task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
     )
-    sizes = [(size, c.mesh) for c in planner.pool for size in c.shares or (c.micro_batch_size,)]
-    splits = dict.fromkeys(layout_key_of(size, mesh) for size, mesh in sizes)
+    splits = dict.fromkeys(
+        replace(layout_key_of(c), micro_batch_size=size)
+        for c in planner.pool
+        for size in c.shares or (c.micro_batch_size,)
+    )
     for done, split in enumerate(splits):
         if progress is not None:
             progress("laying out", done, len(splits))
-        layouts.whole(split.micro_batch_size, split.ep_data)
+        layouts.whole(split.whole)
         layouts.quickest_s(split)
     return tuple(recorder.calls.values())
+
+
+def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
+    """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
+    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    graph = layouts.local_graph(layout_key_of(best.candidate), option.kind, option.solution)
+    device, ideal = model.device, model.device.at_best()
+    lost: dict[Op, float] = {}
+    total_s = 0.0
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            operands = operand_specs(op, graph.spec)
+            own, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
+            own_s = own.forward_s + own.backward_s
+            total_s += len(members) * own_s
+            lost[op] = len(members) * (own_s - least.forward_s - least.backward_s)
+    if device is ideal or model.measured is not None or sum(lost.values()) < NOTED * total_s:
+        return ()
+    most, rate = max(lost, key=lambda op: lost[op]), device.rate(model.precision.compute)
+    kept = rate.unaligned_fraction if rate.unaligned_fraction < 1 else rate.unaligned_batched_fraction
+    source = "assumed" if "unaligned_fraction assumed" in rate.provenance else "whose source is in the profile"
+    share = (
+        f"{sum(lost.values()) / total_s:.0%} of the computation, most in {most.target} of {most.module or most.name}"
+    )
+    return (
+        f"rows that are no multiple of 16 bytes cost {share}: at {kept:g} of the rate of aligned products, {source}",
+    )
+
+
+NOTED = 0.01
+"""Of the computation, what a note is worth."""
 
 
 def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
@@ -51,7 +86,7 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    split = layout_key_of(best.candidate.micro_batch_size, best.candidate.mesh)
+    split = layout_key_of(best.candidate)
     graph = layouts.local_graph(split, option.kind, option.solution)
     counts: Counter[Source] = Counter()
 

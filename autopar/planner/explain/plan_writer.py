@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.graph.ir import Graph, Op
 from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.explain.layout_writer import block_layouts, mixtures, operators_without_rule, repeated
 from autopar.planner.explain.notes import (
     host_note,
@@ -18,7 +18,7 @@ from autopar.planner.explain.notes import (
     range_note,
     recompute_note,
 )
-from autopar.planner.explain.operator_shapes import measured_note
+from autopar.planner.explain.operator_shapes import measured_note, unaligned_note
 from autopar.planner.layouts.padding import padding_notes
 from autopar.planner.layouts.types import expert_degree
 from autopar.planner.outcome import Outcome
@@ -37,8 +37,8 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
             name=graph.name,
             fingerprint=graph.fingerprint,
             num_parameters=graph.num_parameters,
-            flops_per_sample=evaluator.flops_per_sample,
-            tokens_per_sample=evaluator.tokens_per_sample,
+            flops_per_sample=evaluator.context.flops_per_sample,
+            tokens_per_sample=evaluator.context.tokens_per_sample,
         ),
         cluster=task.cluster.name,
         mesh=replace(candidate.mesh, ep=expert_degree(best.option, candidate.mesh.tp)),
@@ -62,6 +62,7 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
         bucket_bytes=best.bucket_bytes,
         offload=candidate.offload,
         data_shares=candidate.shares,
+        vocab_multiple=candidate.vocab_multiple,
         notes=tuple(notes),
     )
 
@@ -92,7 +93,8 @@ def notes_of(
     graph, candidate = task.graph, best.candidate
     return (
         *graph.notes,
-        *padding_notes(graph, best.option.padding, candidate.mesh.tp),
+        *padding_notes(graph, best.option.padding, candidate.mesh.tp, candidate.vocab_multiple),
+        *unaligned_note(evaluator, best),
         *operators_without_rule(graph, found, evaluator.model),
         *mixing_note(mixing),
         *mixtures(evaluator.layouts, best.option),
@@ -114,7 +116,7 @@ def _blocks(graph: Graph, evaluator: Evaluator, best: Evaluation, of_block: Sequ
             label=block.label,
             layout=layout,
             recompute=none_if_moved(mode),
-            offload=block.index in evaluator.moved or mode == MOVED,
+            offload=block.index in evaluator.context.moved or mode == MOVED,
         )
         for block, layout, mode in zip(graph.blocks, of_block, best.modes, strict=True)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.step.step_model import Beside
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
+from autopar.cost.step.step_model import Beside
 from autopar.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.layouts.types import PricedLayout
@@ -124,7 +124,9 @@ class BlockOptions:
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
         )
 
-    def stages(self, stops: Sequence[int], modes: Sequence[Way], layout: PricedLayout, pp: int) -> tuple[StageCost, ...]:
+    def stages(
+        self, stops: Sequence[int], modes: Sequence[Way], layout: PricedLayout, pp: int
+    ) -> tuple[StageCost, ...]:
         """Stages that end at these blocks, as the devices of their ranks run them."""
         costs = [self.costs(own) for own in layout.ranks or (layout,)]
         if MOVED in modes:

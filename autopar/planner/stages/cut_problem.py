@@ -94,9 +94,7 @@ class CutProblem:
 
     def masks(self) -> list[list[Mask]]:
         """For each way of :attr:`allowed_stages` and each stage whether blocks i:j may be it."""
-        return [
-            stage_masks(self.num_blocks, self.num_stages, allowed, self.pinned) for allowed in self.allowed_stages
-        ]
+        return [stage_masks(self.num_blocks, self.num_stages, allowed, self.pinned) for allowed in self.allowed_stages]
 
     def peaks(self, rank: int) -> NDArray[np.int64]:
         """Micro-batches on a rank's stages at its fullest moments [moments, turns]."""

@@ -64,7 +64,9 @@ def _fitted(problem: CutProblem, stops: Stops) -> Fitting | None:
     return other if isinstance(other, Fitting) else None
 
 
-def _next(bound: _ChainBound, stops: Stops, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]) -> Stops | None:
+def _next(
+    bound: _ChainBound, stops: Stops, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]
+) -> Stops | None:
     """The cut one move away that is not known yet and has the least bound; None where none is below a time."""
     sizes = np.diff((0, *stops))
     pairs = [(a, b) for a in np.flatnonzero(sizes > 1).tolist() for b in range(len(sizes)) if a != b]
@@ -103,7 +105,9 @@ class _ChainBound:
         starts = np.concatenate([np.zeros((len(stops), 1), dtype=np.int64), stops[:, :-1]], axis=1)
         forward_s = self.forward_s[self.kind, stops] - self.forward_s[self.kind, starts]
         backward_s = self.time_s[self.kind, stops] - self.time_s[self.kind, starts] - forward_s
-        forwards, backwards = (np.array([getattr(own, name) for own in self.chains]) for name in ("forwards", "backwards"))
+        forwards, backwards = (
+            np.array([getattr(own, name) for own in self.chains]) for name in ("forwards", "backwards")
+        )
         sends_s = np.array([own.sends_s for own in self.chains])
         found: Array = (forward_s @ forwards.T + backward_s @ backwards.T + sends_s).max(axis=1)
         return found

@@ -12,6 +12,7 @@ problem is solved with the modes that need no more. The work grows with kinds of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -180,7 +181,7 @@ def _levels(kinds: Sequence[Sequence[BlockOption]]) -> _Levels:
             hull = lower_hull([own[i] for i in allowed])
             if hull:
                 first[r, k] = allowed[hull[0]]
-            for a, b in zip(hull, hull[1:], strict=False):
+            for a, b in itertools.pairwise(hull):
                 one, other = own[allowed[a]], own[allowed[b]]
                 time_s, freed = other.time_s - one.time_s, one.held_bytes - other.held_bytes
                 row.append((time_s / freed, k, allowed[a], allowed[b], time_s, freed))
@@ -245,12 +246,12 @@ def _in_order(
     return taken, left
 
 
-def _closed(
-    level: _Levels, counts: NDArray[np.int64], taken: Array, left: Array, tiny: Array
-) -> tuple[Array, Array]:
+def _closed(level: _Levels, counts: NDArray[np.int64], taken: Array, left: Array, tiny: Array) -> tuple[Array, Array]:
     """With the quickest single step that frees what is left."""
     seconds, pick = np.full(left.shape, np.inf), np.full(left.shape, -1)
-    for c, (size, time_s) in enumerate(zip(level.freed_bytes[:, :, None, None], level.time_s[:, :, None, None], strict=True)):
+    for c, (size, time_s) in enumerate(
+        zip(level.freed_bytes[:, :, None, None], level.time_s[:, :, None, None], strict=True)
+    ):
         frees = (left > tiny) & (size >= left - tiny) & (time_s < seconds)
         frees &= _available(level, counts, taken, c) > taken[c]
         seconds, pick = np.where(frees, time_s, seconds), np.where(frees, c, pick)

@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.cost.step.memory import kept_bytes
 from autopar.planner.stages.activation_modes import MOVED, Way, lower_hull
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops
 from autopar.planner.stages.recompute import Array
@@ -113,9 +114,7 @@ def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
 def _needs(problem: CutProblem, found: Fitting) -> list[Array]:
     """For each rank the bytes that it has too much at each of its fullest moments if all blocks take their quickest modes."""
     last = problem.num_stages - 1
-    kept = [
-        problem.model.stage_kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(found.made)
-    ]
+    kept = [kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(found.made)]
     chosen = problem.quickest_modes(found.stops)
     more = [0.0] * problem.num_stages
     for s, (rank, start, stop) in enumerate(problem.spans(found.stops)):
@@ -145,9 +144,13 @@ def _rank_steps(problem: CutProblem, stops: Stops, rank: int) -> list[_Step]:
         for level, (one, other) in enumerate(pairwise(hull)):
             steps.append(
                 _Step(
-                    turn=turn, blocks=tuple(places), previous=len(steps) - 1 if level else -1, mode=other.mode,
-                    time_s=other.time_s - one.time_s, freed_bytes=one.held_bytes - other.held_bytes,
-                )  # fmt: skip
+                    turn=turn,
+                    blocks=tuple(places),
+                    previous=len(steps) - 1 if level else -1,
+                    mode=other.mode,
+                    time_s=other.time_s - one.time_s,
+                    freed_bytes=one.held_bytes - other.held_bytes,
+                )
             )
     return steps
 
@@ -164,7 +167,12 @@ class _Cover:
     """
 
     def __init__(
-        self, problem: CutProblem, stops: Stops, steps: Sequence[Sequence[_Step]], needs: Sequence[Array], fitting: Fitting
+        self,
+        problem: CutProblem,
+        stops: Stops,
+        steps: Sequence[Sequence[_Step]],
+        needs: Sequence[Array],
+        fitting: Fitting,
     ) -> None:
         self.problem, self.stops, self.steps, self.fitting = problem, stops, steps, fitting
         shape = len(steps), max(map(len, steps))
@@ -217,7 +225,11 @@ class _Cover:
             freed = self.freed[np.arange(ranks), place][:, None]
             onward = (taken * (self.previous == place[:, None])[:, None]).sum(axis=2)
             spare = np.where(freed > 0, -left / np.maximum(freed, 1.0), np.inf).min(axis=2)
-            back = np.clip(np.floor(spare), 0.0, taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] - onward)
+            back = np.clip(
+                np.floor(spare),
+                0.0,
+                taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] - onward,
+            )
             taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] -= back
             left = left + back[:, :, None] * freed
         time_s = (taken * self.time_s[:, None]).sum(axis=2)

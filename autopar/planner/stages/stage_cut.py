@@ -255,9 +255,7 @@ class _Band:
         return found
 
 
-def stage_masks(
-    num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pinned: Mapping[int, int]
-) -> list[Mask]:
+def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pinned: Mapping[int, int]) -> list[Mask]:
     """For each stage whether blocks i:j may be it.
 
     Args:

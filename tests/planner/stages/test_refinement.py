@@ -8,12 +8,12 @@ from itertools import accumulate, product
 
 import numpy as np
 import pytest
+from autopar.planner.bounds.bounding import load_of
 
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import FP32, Recompute
-from autopar.planner.bounds.bounding import load_of
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.planner import Planner

@@ -19,7 +19,9 @@ def option(mode: Recompute, time_s: float, held_bytes: float, transient_bytes: f
     return BlockOption(mode=mode, time_s=time_s, held_bytes=held_bytes, transient_bytes=transient_bytes)
 
 
-def block(key: int, rng: np.random.Generator, *, has_two: bool = False, own: np.random.Generator | None = None) -> CutBlock:
+def block(
+    key: int, rng: np.random.Generator, *, has_two: bool = False, own: np.random.Generator | None = None
+) -> CutBlock:
     """``own``: for the times, which differ from device to device."""
     held, extra, static = (float(n) for n in rng.integers([2, 0, 0], [9, 3, 5]))
     least, size, has_some = (float(n) for n in rng.integers([1, 0, 0], [held + 1, 9, 3]))
@@ -102,7 +104,9 @@ def test_a_cut_fits_and_is_the_best_of_all_up_to_a_step_of_recompute_a_stage(
     times = []
     for s, (start, stop) in enumerate(zip((0, *own.stops), own.stops, strict=False)):
         mine = ranks[s][start:stop]
-        chosen = [next(o for o in b.options if o.mode == mode) for b, mode in zip(mine, own.modes[start:stop], strict=True)]
+        chosen = [
+            next(o for o in b.options if o.mode == mode) for b, mode in zip(mine, own.modes[start:stop], strict=True)
+        ]
         held = in_flight[s] * sum(o.held_bytes for o in chosen) + max(o.transient_bytes for o in chosen)
         assert held + sum(b.static_bytes for b in mine) <= limits[s] + 1e-6
         times.append(sum(o.time_s for o in chosen))
