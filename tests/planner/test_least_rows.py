@@ -66,7 +66,7 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
             rows = (
                 ideal,
                 evaluator.cascade.least_rows.least(candidate, ideal, whole, step, *quickest),
-                evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option)),
+                evaluator.cascade.rows.exact(candidate, option, evaluator.context.step(candidate, option)),
             )
             for part, name in product(("first", "last", "group"), MEMORY):
                 assert getattr(getattr(ideal, part), name) <= getattr(getattr(rows[-1], part), name)
@@ -86,7 +86,7 @@ def test_recompute_beside_collectives_that_outlast_blocks_is_not_counted_whole(g
         virtual_stages=1,
     )  # fmt: skip
     option, ideal = evaluator.context.unsplit(candidate), evaluator.cascade.ideal(candidate)
-    exact = evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option))
+    exact = evaluator.cascade.rows.exact(candidate, option, evaluator.context.step(candidate, option))
     assert isinstance(ideal, Row)
     for part, name in product(("first", "last", "group"), ("again_s", "least_again_s", "full_s")):
         assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name) * (1 + 1e-9)
@@ -172,6 +172,6 @@ def test_no_layout_needs_less_memory_than_the_best_of_all(tp: int) -> None:
     assert isinstance(ideal, Row)
     for draft in evaluator.context.known_layouts(candidate):
         option = evaluator.layouts.option(draft)
-        exact = evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option))
+        exact = evaluator.cascade.rows.exact(candidate, option, evaluator.context.step(candidate, option))
         for part, name in product(("first", "last", "group"), MEMORY):
             assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name), (part, name)

@@ -268,7 +268,7 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     """Of which each is priced as where all devices are alike."""
     search = outer(graph, two_kinds(factor=3.0), "default")
     evaluator = search.evaluator
-    placed, below, several = evaluator.pipelines.placed, 0, 0
+    placed, below, several = evaluator.cascade.placed, 0, 0
     for candidate in search.pool:
         drafts = evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate))
         if not placed.has(candidate):
