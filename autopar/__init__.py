@@ -48,7 +48,7 @@ _HOME = {
     "pin": "autopar.marks",
     "register_rule": "autopar.rules",
     "save_plan": "autopar.plan_io",
-    "search": "autopar.search",  # the package itself is callable, since a submodule of the name would hide a function
+    "search": "autopar.api",
     "trace": "autopar.graph.trace",
     "verify": "autopar.api",
 }
@@ -58,8 +58,7 @@ def __getattr__(name: str) -> Any:
     """Import the module that defines a public name: ``import autopar`` alone loads neither torch nor the solvers."""
     if name not in _HOME:
         raise AttributeError(f"module 'autopar' has no attribute '{name}'; public names: {', '.join(__all__)}")
-    module = importlib.import_module(_HOME[name])
-    return module if _HOME[name] == f"autopar.{name}" else getattr(module, name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -17,11 +17,10 @@ from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
 from autopar.plan import FP32, Plan
 from autopar.plan_io import load_plan
-from autopar.search.collection import seldom_collected
-from autopar.search.crew import cores
-from autopar.search.outcome import Limits, Progress
-from autopar.search.planner import Planner
-from autopar.search.workers import shared
+from autopar.planner.branch_and_bound.process_group import cores
+from autopar.planner.outcome import Limits, Progress
+from autopar.planner.planner import Planner
+from autopar.planner.studies.workers import shared
 from autopar.tracing import samples_of, trace_model
 from autopar.wish import PRECISIONS, PrecisionName, Wish, planner_of, task_of, texts_of
 
@@ -68,7 +67,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         example_inputs: a batch, by name or in order; made from its config for a Hugging Face model.
         cluster: a :class:`Cluster` or what :meth:`Cluster.parse` reads (``h100-sxm5-80gb:4x8``).
         global_batch_size: samples of one optimizer step.
-        pins: constraints, as ``tp<=4`` (see ``autopar.search.pins``).
+        pins: constraints, as ``tp<=4`` (see ``autopar.planner.space.pins``).
         precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp16``: in float16 likewise, and the
             loss is scaled (``Parallel.grad_scaler``); ``tf32``: float32 with products as GPUs make them under
             ``torch.set_float32_matmul_precision("high")``, which the training script sets; ``fp64``: all in float64; ``fp8`` is planned, and not run.
@@ -120,9 +119,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         progress,
     )
     limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
-    with seldom_collected():
-        processes = _idle_cores() if workers is None else workers
-        return Planner(task).search(limits=limits, sharing=sharing, progress=progress, processes=processes)
+    processes = _idle_cores() if workers is None else workers
+    return Planner(task).search(limits=limits, sharing=sharing, progress=progress, processes=processes)
 
 
 def _idle_cores() -> int:
@@ -193,7 +191,7 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
     Returns:
         Calls as :class:`autopar.measured.OperatorTime` has them.
     """
-    from autopar.search.shapes import operator_calls as calls_of
+    from autopar.planner.explain.operator_shapes import operator_calls as calls_of
 
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     samples = global_batch_size or SAMPLES_PER_RANK * where.world_size

@@ -101,13 +101,12 @@ class Device:
         provenance: by topic (:data:`TOPICS`).
         kernel_fraction: of the memory bandwidth that operators other than copies reach.
         blocking_launch_s: of one operator when the host waits for each (``CUDA_LAUNCH_BLOCKING``), and of one value that it
-            reads (``autopar.cost.experts``); 0: as ``launch_s``.
+            reads (``autopar.cost.operators.experts``); 0: as ``launch_s``.
         fixed_segments: the fraction where the allocator cannot join its segments; 0: as ``fragmentation``.
         memory_uncertainty: half width of the interval of a predicted peak memory, relative to it.
         operators: whose time was measured at given shapes; None: all are priced by the roofline.
         functions: elementwise functions that were measured; others take what their bytes take.
         overheads: host time around operators.
-        core_share: of a CPU core that a rank has where several share one; all times are those at this speed.
         host: what offloading can use; None: the profile has no link to a host, and nothing is offloaded.
     """
 
@@ -129,7 +128,6 @@ class Device:
     operators: OperatorTable | None = field(default=None, hash=False)
     functions: tuple[FunctionRate, ...] = ()
     overheads: Overheads = Overheads()
-    core_share: float = 1.0
     host: HostLink | None = None
 
     def function(self, name: str) -> FunctionRate | None:
@@ -174,16 +172,22 @@ class Device:
         others = tuple(rate for rate in self.matmul if rate.dtype != dtype)
         return replace(self, matmul=(*others, replace(self.rate(products), dtype=dtype)))
 
+    def at_best(self) -> Device:
+        """A device on which no part of a product takes less than its share of the whole; see :meth:`MatmulRate.at_best`.
+
+        This one where that is so here.
+        """
+        best = tuple(rate.at_best() for rate in self.matmul)
+        return self if best == self.matmul else replace(self, matmul=best)
+
     def to_dict(self) -> dict[str, Any]:
         """The profile's ``[device]`` table, as plain data."""
         notes = dict(self.provenance)
         measured = {} if self.operators is None else {"operators": self.operators.to_dict()}
-        shared = {} if self.core_share == 1.0 else {"core_share": self.core_share}
         host = {} if self.host is None else {"host": self.host.to_dict()}
         return {
             **host,
             **measured,
-            **shared,
             "name": self.name,
             "kind": self.kind,
             "memory": {"num_bytes": self.memory_bytes, "provenance": notes["memory"]},
@@ -244,7 +248,6 @@ class Device:
             reserves=tuple(_reserve(item) for item in table.tables("reserve")),
             functions=tuple(function_of(item) for item in table.tables("function")) if table.has("function") else (),
             overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
-            core_share=table.number("core_share", 1.0),
             host=HostLink.from_table(table.table("host")) if table.has("host") else None,
             matmul=tuple(rate_of(dtype, matmul.table(dtype)) for dtype in matmul.names()),
             provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),

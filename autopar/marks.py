@@ -5,7 +5,7 @@
     >>> pins_of(model)
     ('recompute=full@0', '0.weight=tp:S(0)')
 
-A trace reads them, and the search treats them as the pins that it is given (:mod:`autopar.search.pins`); the plan lists
+A trace reads them, and the search treats them as the pins that it is given (:mod:`autopar.planner.space.pins`); the plan lists
 both alike.
 """
 

@@ -125,7 +125,7 @@ class CollectiveTime:
     """A collective measured on groups of one shape while all groups of that shape did the same.
 
     Attributes:
-        kind: as ``autopar.cost.collectives.KINDS``.
+        kind: as ``autopar.cost.network.collectives.KINDS``.
         size: ranks of a group.
         num_nodes: on which they stand.
         ranks_per_node: fewest of the group on one of those nodes.

@@ -17,7 +17,7 @@ from autopar.graph.failures import FAILURES, not_copied
 from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction, trace
 from autopar.plan import Precision
-from autopar.search.batch import for_batch
+from autopar.planner.sharding.batch_axis import for_batch
 
 _PARALLEL = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 

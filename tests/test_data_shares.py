@@ -19,7 +19,7 @@ from autopar.plan_io import diff_plans, dumps, plan_from_dict, plan_to_dict
 from autopar.report.summary import plan_summary
 from autopar.tracing import trace_model
 from tests.mixed_clusters import two_kinds
-from tests.search.graphs import mlp
+from tests.planner.graphs import mlp
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.files import check_writable, write_text
 from autopar.plan_io import load_plan, save_plan
-from autopar.search.storage import open_storage
+from autopar.planner.studies.storage import open_storage
 from autopar.table import Table
 from tests.example_plans import single_plan
 

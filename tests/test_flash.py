@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopar import flash
 from autopar.cluster import Cluster
-from autopar.cost.compute import time_of_work
-from autopar.cost.products import _attention  # the works of attention alone
+from autopar.cost.operators.matmul import _attention  # the works of attention alone
+from autopar.cost.operators.roofline import time_of_work
 from autopar.graph.ir import Op, Ref, TensorSpec
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.pareto import MEMORY_STEP, Point, front, parse_objectives, undominated
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.outcome import peak_bytes
 from autopar.questions import Ask, sizes_of
 from autopar.scaling import scaled
-from autopar.search.evaluate import Evaluation
-from autopar.search.outcome import peak_bytes
 from tests.cli_runner import Run, run_fixture
 from tests.example_plans import llama_plan
 from tests.test_questions import ASK, KIND, alone

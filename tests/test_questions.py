@@ -24,7 +24,7 @@ from autopar.questions import (
 )
 from autopar.scaling import scaled
 from tests.cli_runner import Run, run_fixture
-from tests.search.graphs import llama_block, mlp
+from tests.planner.graphs import llama_block, mlp
 
 run = run_fixture
 

@@ -9,10 +9,10 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.errors import UsageError
+from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
 from autopar.scaling import scaled
-from autopar.search.candidates import Problem, candidates
-from autopar.search.pins import Pins
-from autopar.search.space import load_space
 from autopar.studies import cluster_of, load_study, study_files
 from tests.cli_runner import Run, run_fixture
 

@@ -13,7 +13,7 @@ from autopar import api
 from autopar.device import Device
 from autopar.errors import UsageError
 from autopar.plan import FP32, TF32, Plan
-from autopar.plan_io import dump_plan, parse_plan
+from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.profile.detect import _check_alike, fingerprint, identity
 from autopar.profile.modes import multiplies_in_tf32
 from autopar.profile.store import load_profile
@@ -59,7 +59,7 @@ def test_a_profile_without_its_rate_is_refused_by_name() -> None:
 def test_a_plan_keeps_its_products_and_takes_no_longer_than_that_of_float32() -> None:
     fast, exact = (estimated("h100-sxm5-80gb:1x2", name) for name in ("tf32", "fp32"))
     assert fast.precision == TF32 and exact.precision == FP32
-    assert parse_plan(dump_plan(fast)) == fast
+    assert plan_from_dict(plan_to_dict(fast)) == fast
     assert fast.predicted.step_time_s <= exact.predicted.step_time_s
     assert fast.predicted.mfu < exact.predicted.mfu  # of a higher peak
     check_can_run(fast.precision)

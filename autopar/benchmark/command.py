@@ -17,11 +17,11 @@ from autopar.benchmark.session import Launch, Outcome, benchmark, local_ranks
 from autopar.cluster import Cluster
 from autopar.errors import UsageError
 from autopar.models import ModelSource, resolve_model
+from autopar.planner.planner import Task
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import Space, load_space
 from autopar.profile.detect import default_cache_dir, fingerprint, machine_profile, profile_path
 from autopar.runtime.trained import trained_alone
-from autopar.search.pins import Pins
-from autopar.search.planner import Task
-from autopar.search.space import Space, load_space
 
 GPU_PRECISIONS = ("fp32", "bf16")
 MAX_AGE_S = 6 * 3600.0

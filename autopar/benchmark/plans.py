@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.plan_io import plan_to_dict
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner, Task
 from autopar.report.units import micro_batch_text
-from autopar.search.outcome import Limits
-from autopar.search.planner import Planner, Task
 
 Advance = Callable[[str, int, int], None]
 
@@ -87,7 +87,7 @@ def variants(tasks: Sequence[Task], pin_sets: Sequence[Sequence[str]]) -> Choice
     Raises:
         InfeasibleError: no plan fits.
     """
-    from autopar.search.pins import Pins
+    from autopar.planner.space.pins import Pins
 
     found: dict[str, Entry] = {}
     misfits = []

@@ -166,7 +166,7 @@ class VerifiedModel:
         from autopar.graph import trace as trace_model
         from autopar.graph.random import draws_random
         from autopar.models import without_dropout
-        from autopar.search.batch import for_batch
+        from autopar.planner.sharding.batch_axis import for_batch
 
         model = self.source.model
 
@@ -257,7 +257,7 @@ def _from_model(
     found = with_free_links(parse_cluster(cluster))
     with progress("tracing the model") as advance:
         from autopar import api
-        from autopar.search.pins import Pins
+        from autopar.planner.space.pins import Pins
 
         opaque = [*opaque, *Pins.parse(pins).opaque]
         source = resolve_model(name, sequence_length=seq)

@@ -153,7 +153,7 @@ def make_plan(
     found = parse_cluster(cluster)
     with progress("reading the model") as advance:
         from autopar import api
-        from autopar.search.pins import Pins
+        from autopar.planner.space.pins import Pins
 
         graph = traced(
             model,

@@ -91,7 +91,7 @@ def answer(
         AutoparError: of the question or the search.
     """
     from autopar import questions
-    from autopar.search.crew import cores
+    from autopar.planner.branch_and_bound.process_group import cores
 
     if question.longest_sequence and (sequence is not None or is_factory(model)):
         raise UsageError("the length of the sequence is open where the longest is asked for",

@@ -72,7 +72,7 @@ def search(
     options = {"trials": trials, "timeout_s": timeout, "storage": storage, "study_name": study_name, "workers": workers,
                "sampler": sampler, "seed": seed or None}  # fmt: skip
     if not question.asked:
-        from autopar.search.crew import cores  # numpy is slow to import
+        from autopar.planner.branch_and_bound.process_group import cores  # numpy is slow to import
 
         own = cores() if storage is None else 1
         options |= {

@@ -37,8 +37,8 @@ def run(
 ) -> None:
     """Search a plan for a study, and print it beside the published layout."""
     from autopar.cli.study_report import render_result, study_summary
-    from autopar.search.crew import cores
-    from autopar.search.space import load_space
+    from autopar.planner.branch_and_bound.process_group import cores
+    from autopar.planner.space.space import load_space
     from autopar.studies import load_study, run_study
 
     found = load_study(name)

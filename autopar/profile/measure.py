@@ -130,7 +130,7 @@ def host_link(device: torch.device, *, repeats: int = 5) -> dict[str, float]:
 
 _LAYERS = 10
 _LAUNCHES, _GRADIENTS = 4, 8
-"""Of one layer of :func:`_chain`, as ``autopar.cost.work`` counts them."""
+"""Of one layer of :func:`_chain`, as ``autopar.cost.operators.work`` counts them."""
 
 
 def _chain(device: torch.device) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:

@@ -82,8 +82,7 @@ def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
 
 def at_speed(profile: MachineProfile, factor: float, note: str) -> MachineProfile:
     """The machine as it is while all its computation takes ``factor`` times as long as when it was measured."""
-    device = replace(_slowed(profile.device, 1.0 / factor, note), core_share=profile.device.core_share)
-    return replace(profile, device=device)
+    return replace(profile, device=_slowed(profile.device, 1.0 / factor, note))
 
 
 def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
@@ -150,7 +149,6 @@ def _slowed(device: Device, share: float, why: str = "the cores that each rank h
             for rate in device.functions
         ),
         overheads=device.overheads.scaled(1 / share, note),
-        core_share=share,
         provenance=tuple(notes.items()),
     )
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.cost.amounts import Work, total
-from autopar.cost.block_work import BlockWork
-from autopar.cost.work import LINEAR
+from autopar.cost.blocks.block_work import BlockWork
+from autopar.cost.operators.work import LINEAR
+from autopar.cost.operators.work_record import Work, total
 from autopar.graph.ir import Graph, Op
 
 NORMS = frozenset(("aten.layer_norm.default", "aten.rms_norm.default"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from autopar.cluster import Cluster
-from autopar.cost.collectives import CollectiveModel
+from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import AutoparError, UsageError
 from autopar.links import CollectiveLibrary
 from autopar.plan import Prediction

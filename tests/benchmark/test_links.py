@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.benchmark.links import KINDS, LinkTask, measured_cluster
-from autopar.cost.collectives import CollectiveModel
+from autopar.cost.network.collectives import CollectiveModel
 from autopar.mesh import Mesh
 from autopar.profile.groups import group_sets
 from autopar.profile.store import load_profile
@@ -30,7 +30,7 @@ def launched(task: LinkTask, tasks: list[LinkTask]) -> Sequence[Mapping[str, Map
 def test_a_cluster_is_as_its_ranks_measured_it(tmp_path: Path) -> None:
     machine = load_profile("cpu")
     overheads = replace(machine.device.overheads, layers_s=1e-4)
-    machine = replace(machine, device=replace(machine.device, overheads=overheads, core_share=1.0))
+    machine = replace(machine, device=replace(machine.device, overheads=overheads))
     tasks: list[LinkTask] = []
     clusters = [
         measured_cluster("two", machine, (1, 4), lambda task: launched(task, tasks), kept=tmp_path / "ranks.json")
@@ -42,7 +42,6 @@ def test_a_cluster_is_as_its_ranks_measured_it(tmp_path: Path) -> None:
     measured_cluster("two", machine, (1, 4), lambda task: launched(task, tasks), kept=kept, again=True)
     assert len(tasks) == 2
     device = clusters[0].devices[0]
-    assert device.core_share == pytest.approx(1 / 2.5)
     assert device.launch_s == pytest.approx(machine.device.launch_s * 2 * 2.5)
     times = CollectiveModel(clusters[0])
     assert times.time_s("all_reduce", 1e6, Mesh(tp=4), ("tp",)) == pytest.approx(2e-3)

@@ -24,13 +24,13 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner, Task
+from autopar.planner.space import preferences as experts
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
 from autopar.profile.files import write_text
-from autopar.search import experts
-from autopar.search.evaluate import Evaluation
-from autopar.search.outcome import Limits
-from autopar.search.pins import Pins
-from autopar.search.planner import Planner, Task
-from autopar.search.space import load_space
 from autopar.validate.families import Sizes, build
 from tests.benchmarks.tpe import Sampler
 

@@ -34,16 +34,16 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import FP32, Plan, Precision
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+from autopar.planner.task import Task
 from autopar.profile.detect import machine_profile
 from autopar.profile.files import write_text
 from autopar.profile.store import load_library
 from autopar.report.units import micro_batch_text, seconds
 from autopar.runtime.workers import WorkerPool
-from autopar.search.outcome import Limits
-from autopar.search.pins import Pins
-from autopar.search.planner import Planner
-from autopar.search.space import load_space
-from autopar.search.task import Task
 
 FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
 """What both devices multiply fast; for planning alone, since nothing scales the loss."""

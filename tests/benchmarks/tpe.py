@@ -9,9 +9,9 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 
-from autopar.search.candidates import Candidate
-from autopar.search.evaluate import Evaluation, Misfit
-from autopar.search.study import KEYS, Value, params
+from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.space.candidates import Candidate
+from autopar.planner.studies.study import KEYS, Value, params
 
 
 class Sampler:

@@ -21,9 +21,9 @@ from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.plan import BUCKET_BYTES, Plan
-from autopar.search.pins import Pins
-from autopar.search.space import Space
-from autopar.search.task import Task
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import Space
+from autopar.planner.task import Task
 from tests.campaigns.product import Product, Small, every_plan
 from tests.campaigns.small import draw
 

@@ -23,6 +23,7 @@ from autopar.errors import AutoparError
 from autopar.graph.ir import Graph, Op
 from autopar.models import USER_FAILURES, resolve_model
 from autopar.plan import Plan
+from autopar.planner.sharding.sequence_axis import KINDS, is_attention, is_scores
 from autopar.runtime.verify import (
     LOSS_TOLERANCE,
     PRELOAD,
@@ -32,7 +33,6 @@ from autopar.runtime.verify import (
     verify,
 )
 from autopar.runtime.workers import WorkerPool
-from autopar.search.sequence import KINDS, is_attention, is_scores
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

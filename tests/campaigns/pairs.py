@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar import rules
 from autopar.errors import RuleError
+from autopar.graph.compact import compact
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.graph.random import draws_random
 from autopar.layout import I, P, R, S, Type
@@ -21,12 +22,11 @@ from autopar.lower.program import lower
 from autopar.lower.typings import SHARDED_AXES
 from autopar.mesh import Mesh
 from autopar.plan import RECOMPUTES, Plan, StagePlan
+from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules import apply, spread
 from autopar.rules.conversions import conversion
 from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
-from autopar.search.batch import solve_batch
-from autopar.search.classes import compact
 from tests.campaigns.catalogue import UnfitError
 from tests.campaigns.draw import Choose, draw_model, value_of
 from tests.campaigns.modules import draw_traced

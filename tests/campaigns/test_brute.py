@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster
-from autopar.search.planner import Planner
-from autopar.search.space import load_space
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.planner import Planner
+from autopar.planner.space.space import load_space
 from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
 from tests.campaigns.product import Choice, Point, Small, best_of, every_plan, front_of
 from tests.campaigns.small import draw, tiny
@@ -19,8 +19,8 @@ from tests.campaigns.small import draw, tiny
 SEEDS = (5, 7, 10, 13, 17)
 """Of problems without ``tp``, whose blocks are larger: cuts, recompute, ZeRO and schedules."""
 
-SHARED = [(2, 2, 1), (5, 4, 2), (44, 4, 1), (13, 4, 3)]
-"""Seeds, ranks and the cores that these share."""
+OF_CPUS = [(2, 2, 1), (5, 4, 2), (44, 4, 1), (13, 4, 3)]
+"""Seeds, ranks and the cores that these divide."""
 
 OVERHEADS = """
 [device.overheads]
@@ -39,13 +39,11 @@ provenance = "for tests: large, so that a bound that counts one of them too ofte
 """
 
 
-def sharing(checkout: Path, folder: Path, seed: int, ranks: int, cores: int) -> Small:
-    """A drawn problem on ranks of a CPU that share cores, with large overheads."""
+def of_cpus(checkout: Path, folder: Path, seed: int, ranks: int, cores: int) -> Small:
+    """A drawn problem on ranks of a CPU, with large overheads."""
     profile = folder / "machine.toml"
     profile.write_text((checkout / "profiles" / "cpu.toml").read_text() + OVERHEADS)
-    small = replace(draw(seed), cluster=f"{profile}:1x{ranks}?cores={cores}", precision="fp32", is_whole=False)
-    assert Cluster.parse(small.cluster).devices[0].core_share == cores / ranks
-    return small
+    return replace(draw(seed), cluster=f"{profile}:1x{ranks}?cores={cores}", precision="fp32", is_whole=False)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -92,22 +90,21 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
     check_candidates(draw(seed))
 
 
-@pytest.mark.parametrize(("seed", "ranks", "cores"), SHARED)
-def test_no_plan_of_ranks_that_share_cores_is_quicker_than_bounds(
+@pytest.mark.parametrize(("seed", "ranks", "cores"), OF_CPUS)
+def test_no_plan_of_cpu_ranks_is_quicker_than_bounds(
     seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
 ) -> None:
-    check_candidates(sharing(checkout, tmp_path, seed, ranks, cores), by_cuts=True)
+    check_candidates(of_cpus(checkout, tmp_path, seed, ranks, cores))
 
 
-@pytest.mark.parametrize(("seed", "ranks", "cores"), SHARED[:2])
-def test_no_plan_of_ranks_that_share_cores_is_quicker_than_that_of_the_search(
+@pytest.mark.parametrize(("seed", "ranks", "cores"), OF_CPUS[:2])
+def test_no_plan_of_cpu_ranks_is_quicker_than_that_of_the_search(
     seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
 ) -> None:
-    check(limited(seed, sharing(checkout, tmp_path, seed, ranks, cores), limits=2, usual=False))
+    check(limited(seed, of_cpus(checkout, tmp_path, seed, ranks, cores), limits=2, usual=False))
 
 
-def check_candidates(small: Small, *, by_cuts: bool = False) -> None:
-    """``by_cuts``: the bounds of every cut too."""
+def check_candidates(small: Small) -> None:
     whole = every_plan(small)
     memory_bytes = (whole.least_bytes + max(p.peak_bytes for front in whole.fronts.values() for p in front)) // 2
     pins = ["tp=1", *(() if small.is_whole else LEFT_OUT)]
@@ -115,11 +112,8 @@ def check_candidates(small: Small, *, by_cuts: bool = False) -> None:
     evaluator = planner.evaluator
     found = zip(
         planner.pool,
-        evaluator.ideal_bounds_s(planner.pool),
-        evaluator.least_bounds_s(planner.pool),
-        evaluator.bounds_s(planner.pool),
-        [evaluator.settled_s(candidate, math.inf) for candidate in planner.pool],
-        [evaluator.sharper_bound_s(candidate, math.inf) if by_cuts else 0.0 for candidate in planner.pool],
+        *(evaluator.bounds_s(level, planner.pool) for level in range(LEVELS)),
+        [evaluator.closest_s(candidate, math.inf) for candidate in planner.pool],
         strict=True,
     )
     seen = set()
@@ -134,7 +128,7 @@ def check_candidates(small: Small, *, by_cuts: bool = False) -> None:
             offload=candidate.offload,
             moves=candidate.moves,
         )
-        best = best_of(whole.fronts[choice], planner.evaluator.limit_bytes)
+        best = best_of(whole.fronts[choice], planner.evaluator.model.fitting_bytes)
         assert best is None or max(bounds_s) <= best.time_s * (1 + ROUNDING), candidate
         seen.add(choice)
     assert {c for c in whole.fronts if c.zero_stage != 2} <= seen

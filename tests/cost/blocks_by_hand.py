@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.cost.block import BlockCost, ParameterCost
+from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import StageCost, Step
 from autopar.mesh import Mesh
 from autopar.plan import Recompute

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.cluster import Cluster
-from autopar.cost import experts
-from autopar.cost.compute import op_time
-from autopar.cost.messages import Message, messages
+from autopar.cost.blocks.block_collectives import Message, messages
 from autopar.cost.model import CostModel
-from autopar.cost.work import work
+from autopar.cost.operators import experts
+from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.work import work
 from autopar.graph import trace
 from autopar.graph.ir import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
 from autopar.mesh import Mesh

@@ -28,8 +28,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from autopar.cost.amounts import argument
-from autopar.cost.work import operand_specs, work
+from autopar.cost.operators.work import operand_specs, work
+from autopar.cost.operators.work_record import argument
 from autopar.graph import Graph, trace
 from autopar.graph.ir import Op
 from autopar.models import resolve_model

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
-from autopar.cost.compute import OpTime, op_time
-from autopar.cost.measured import Measured, decode, encode, key_of, measurement_note
 from autopar.cost.model import CostModel
+from autopar.cost.operators.measured import Measured, decode, encode, key_of, measurement_note
+from autopar.cost.operators.roofline import OpTime, op_time
 from autopar.errors import UsageError
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
 from autopar.measured import OperatorTable, OperatorTime

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.block import BlockCost
+from autopar.cost.blocks.block_cost import BlockCost
 from autopar.validate.runs import Run, read_runs
 from autopar.validate.session import Session
 from autopar.validate.sites import Site

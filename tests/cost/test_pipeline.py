@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.pipeline import (
+from autopar.cost.step.simulation import (
     ROUNDS,
-    After,
     StageTimes,
     _continued,
     compiled,
     finishes_s,
-    shared_ends_s,
     simulate,
     whole,
 )
@@ -238,57 +234,3 @@ def test_a_longer_first_forward_delays_everything_behind_it() -> None:
     stages = [StageTimes(forward_s=F, backward_s=B, first_forward_s=0.5), *equal(3)]
     assert simulate("1F1B", 4, 8, stages).time_s == pytest.approx((8 + 3) * (F + B) + 0.5)
     assert simulate("none", 1, 3, stages[:1]).time_s == pytest.approx(3 * (F + B) + 0.5)
-
-
-@given(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]), st.integers(2, 4), st.integers(1, 2), st.randoms())
-def test_ranks_on_shared_cores_take_as_long_as_cores_and_dependencies_allow(
-    name: str, pp: int, rounds: int, random: Random
-) -> None:
-    """With the cores that all need it is the plain simulation, with fewer at least as long, and long enough for all work."""
-    count = pp * rounds
-    stages = [
-        StageTimes(
-            forward_s=random.uniform(1, 2),
-            backward_s=random.uniform(1, 3),
-            send_forward_s=random.uniform(0, 1),
-            send_backward_s=random.uniform(0, 1),
-            first_forward_s=random.uniform(0, 1),
-        )
-        for _ in range(pp * (2 if name == "Interleaved1F1B" else 1))
-    ]
-    own = simulate(name, pp, count, stages)
-    assert shared_time_s(name, pp, count, stages, 1.0) == pytest.approx(own.time_s)
-    slowed = [
-        replace(s, forward_s=2 * s.forward_s, backward_s=2 * s.backward_s, first_forward_s=2 * s.first_forward_s)
-        for s in stages
-    ]
-    found = shared_time_s(name, pp, count, slowed, 0.5)
-    least = max(own.time_s, sum(own.busy_s) / (pp / 2))
-    assert least * (1 - 1e-9) <= found <= simulate(name, pp, count, slowed).time_s * (1 + 1e-9)
-
-
-def shared_time_s(
-    name: str, pp: int, count: int, stages: Sequence[StageTimes], core_share: float, after: Sequence[After] = ()
-) -> float:
-    """When the last rank is done."""
-    return max(shared_ends_s(name, pp, count, stages, after or [After(wait_s=0.0, work_s=0.0)] * pp, core_share))
-
-
-def test_what_follows_on_ranks_takes_the_cores_that_others_leave() -> None:
-    """Two ranks on one core: the last rank has 2 F + B seconds of work behind it when the first one begins its backward."""
-    stages = [StageTimes(forward_s=2 * F, backward_s=2 * B)] * 2
-    nothing, much = After(wait_s=0.0, work_s=0.0), After(wait_s=0.0, work_s=2 * B)
-    ends_s = shared_ends_s("GPipe", 2, 1, stages, [nothing, much], 0.5)
-    # the backward of the first rank and what follows on the last share the core, as long as both are there
-    assert ends_s == pytest.approx((2 * F + 3 * B, 2 * F + 3 * B))
-    assert shared_ends_s("GPipe", 2, 1, stages, [much, nothing], 0.5) == pytest.approx((2 * F + 3 * B, 2 * F + B))
-    # a wait takes no core
-    wait = After(wait_s=B, work_s=2 * B)
-    assert shared_ends_s("GPipe", 2, 1, stages, [nothing, wait], 0.5) == pytest.approx((2 * F + 2 * B, 2 * F + 3 * B))
-
-
-def test_one_micro_batch_has_a_core_of_its_own_wherever_it_is() -> None:
-    stages = [StageTimes(forward_s=2 * F, backward_s=2 * B) for _ in range(4)]
-    assert shared_time_s("GPipe", 4, 1, stages, 0.5) == pytest.approx(4 * (F + B))
-    # two micro-batches: a core for each but where both are between the same two ends
-    assert shared_time_s("GPipe", 4, 2, stages, 0.5) == pytest.approx(simulate("GPipe", 4, 2, equal(4)).time_s)

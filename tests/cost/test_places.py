@@ -8,13 +8,13 @@ import pytest
 
 from autopar import api
 from autopar.cluster import Cluster
-from autopar.cost.collectives import CollectiveModel
-from autopar.cost.places import places_of
+from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.network.placement import places_of
 from autopar.graph.ir import Graph
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from tests.mixed_clusters import of_one, two_kinds
-from tests.search.graphs import mlp
+from tests.planner.graphs import mlp
 
 PINS = ["pp=2", "dp_replicate=1", "dp_shard=2", "tp=1", "zero=1", "micro_batch=2", "schedule=1F1B"]
 CUT = ["stage@start=0", "stage@layers.0-2=0", "stage@layers.3-5=1", "stage@loss=1"]

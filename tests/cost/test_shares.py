@@ -11,7 +11,7 @@ from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
 from tests.mixed_clusters import of_one, two_kinds
-from tests.search.graphs import mlp
+from tests.planner.graphs import mlp
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from autopar.graph.compact import compact
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec
 from autopar.layout import Type
 from autopar.mesh import Mesh
@@ -23,11 +24,10 @@ from autopar.plan import (
     SearchRecord,
     StagePlan,
 )
+from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding.block_chain import AxisSolver
+from autopar.planner.sharding.tables import Cost, Weights
 from autopar.rules.apply import shard
-from autopar.search.batch import solve_batch
-from autopar.search.chain import AxisSolver
-from autopar.search.classes import compact
-from autopar.search.tables import Cost, Weights
 
 UNPRICED = Prediction(
     step_time_s=1.0,

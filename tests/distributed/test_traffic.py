@@ -16,7 +16,7 @@ import torch
 from autopar import api
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.traffic import Collective
+from autopar.cost.step.traffic import Collective
 from autopar.graph import Graph
 from autopar.lower.program import lower
 from autopar.mesh import Mesh

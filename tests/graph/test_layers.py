@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.graph import Graph, trace
+from autopar.graph.compact import compact
 from autopar.graph.evaluate import evaluate
 from autopar.layout import S
+from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply import shard
 from autopar.runtime.verify import _without_dropout
-from autopar.search.batch import solve_batch
-from autopar.search.classes import compact
 
 
 class Recurrent(nn.Module):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from autopar.graph import Graph, trace
+from autopar.graph.compact import compact
 from autopar.graph.evaluate import evaluate
 from autopar.layout import P
-from autopar.search.batch import for_batch, mixes_samples, solve_batch
-from autopar.search.classes import compact
+from autopar.planner.sharding.batch_axis import for_batch, mixes_samples, solve_batch
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

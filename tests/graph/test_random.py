@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from autopar import rules
 from autopar.graph import Graph, trace
+from autopar.graph.compact import compact
 from autopar.graph.evaluate import evaluate, leaves, run
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.graph.random import draws_random
 from autopar.layout import R, S
+from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply import shard
-from autopar.search.batch import solve_batch
-from autopar.search.classes import compact
 
 
 class _Model(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.cost.work import work
+from autopar.cost.operators.work import work
 from autopar.graph import Graph
 from autopar.graph.evaluate import evaluate
 from autopar.graph.ir import Ref

@@ -133,7 +133,9 @@ def test_a_gpu_with_a_shipped_profile_is_not_measured(
     unknown_gpus(1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A10G")
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(total_memory=23_686_744_637)
+        torch.cuda,
+        "get_device_properties",
+        lambda *_: types.SimpleNamespace(name="NVIDIA A10G", total_memory=23_686_744_637),
     )
     monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured"))
     assert detect.profile_path() is None

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
-from autopar.cost.block_price import price_block
-from autopar.cost.block_work import block_work
-from autopar.cost.collectives import CollectiveModel
+from autopar.cost.blocks.block_price import price_block
+from autopar.cost.blocks.block_work import block_work
+from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import RuleError
+from autopar.graph.compact import compact
 from autopar.graph.ir import Graph
 from autopar.mesh import Mesh
 from autopar.models import resolve_model
+from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.rules.apply import shard
 from autopar.rules.resize import Resizer, can_resize, resized
-from autopar.search.batch import solve_batch
-from autopar.search.classes import compact
 from tests.lower.moe import mixture_graph
-from tests.search.graphs import attention, llama_block
+from tests.planner.graphs import attention, llama_block
 
 
 def gpt() -> Graph:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.cluster import Cluster
-from autopar.cost.block import BlockCost
+from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.model import CostModel
 from autopar.graph.again import made_again
 from autopar.graph.ir import Graph, Ref

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.amounts import Work
+from autopar.cost.operators.work_record import Work
 from autopar.errors import UsageError
 from autopar.plan import Memory
 from autopar.profile.store import known_devices, load_profile

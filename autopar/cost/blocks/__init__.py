@@ -1,0 +1,1 @@
+"""What one block of a model costs on the devices of its ranks."""

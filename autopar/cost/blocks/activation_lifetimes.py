@@ -1,0 +1,328 @@
+"""Lifetimes of the storages of one block: what it keeps for backward, and the most that is alive at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+
+from autopar.cost.operators.work import VIEWS, Work
+from autopar.frozen import replaced
+from autopar.graph.ir import Block, Graph, Op, Ref, TensorSpec
+from autopar.graph.lookups import SAME
+from autopar.graph.storage import numbered_roots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wiring:
+    """The values of a block by number, those that it makes first: the same for graphs that differ in shapes alone.
+
+    Attributes:
+        values: by number.
+        number: of each value.
+        maker: position of the operator that makes a value.
+        reads, makes: for each operator its operands and outputs.
+        distinct: ``reads`` without repeats.
+        is_counted: for each value whether it counts where it is kept: what the batch brings and parameters are there anyway.
+        is_parameter: for each value.
+        inputs, outputs: values of earlier blocks that it reads, and its own that others read.
+        prelude: inputs, buffers and prelude values that it reads.
+        across: values that are alive behind it.
+        constants: names of the buffers.
+        shared: whether other blocks read its parameters, in their order.
+        fan_in: values whose gradients are added up because several of its operators read them, and how many sums that are.
+        same: for each operator the position of the first that is the same call of operands of the same specs, whatever the
+            shapes are; empty: nobody knows.
+        lifetimes: by the values in whose storages the values lie.
+    """
+
+    values: tuple[Ref, ...]
+    number: dict[Ref, int]
+    maker: dict[int, int]
+    reads: tuple[tuple[int, ...], ...]
+    distinct: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    is_counted: tuple[bool, ...]
+    is_parameter: tuple[bool, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    prelude: tuple[int, ...]
+    across: tuple[Ref, ...]
+    constants: frozenset[str]
+    shared: tuple[bool, ...]
+    fan_in: tuple[tuple[int, int], ...]
+    same: tuple[int, ...] = ()
+    lifetimes: dict[tuple[int, ...], Lifetimes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lifetimes:
+    """What follows from the storages of a block's values, whatever their sizes are.
+
+    Attributes:
+        reads: of each operator the storages that it reads.
+        views: whether an operator makes no storage of its own.
+        lives: of each operator the storages that it makes, and those of this block that nothing reads after it.
+    """
+
+    reads: tuple[tuple[int, ...], ...]
+    views: tuple[bool, ...]
+    lives: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def wiring_of(graph: Graph, block: Block) -> Wiring:
+    """The wiring of a block; kept with the names of its graph, for all shapes."""
+    known, key = graph._index.named, f"wiring {block.start}:{block.stop}"
+    if key not in known:
+        known[key] = _wiring(graph, block)
+    found: Wiring = known[key]
+    return found
+
+
+def _wiring(graph: Graph, block: Block) -> Wiring:
+    ops = graph.block_ops(block)
+    number: dict[Ref, int] = {}
+    for op in ops:
+        for k in range(len(op.outputs)):
+            number[Ref(op.name, k)] = len(number)
+    made = len(number)
+    reads = tuple([tuple([number.setdefault(ref, len(number)) for ref in op.operands]) for op in ops])
+    values, parameters, free = tuple(number), graph._index.parameters, graph._index.free
+    counts = iter(range(made))
+    makes = tuple([tuple([next(counts) for _ in op.outputs]) for op in ops])
+    outside = values[made:]
+    distinct = tuple([tuple(dict.fromkeys(own)) for own in reads])
+    same = graph._index.named.get(SAME)
+    return Wiring(
+        values=values,
+        number=number,
+        maker={v: i for i, own in enumerate(makes) for v in own},
+        reads=reads,
+        distinct=distinct,
+        makes=makes,
+        is_counted=tuple([ref.name not in parameters and ref.name not in free for ref in values]),
+        is_parameter=tuple([ref.name in parameters for ref in values]),
+        inputs=tuple([number[ref] for ref in graph.block_inputs(block)]),
+        outputs=tuple([number[ref] for ref in graph.block_outputs(block)]),
+        prelude=tuple([number[ref] for ref in outside if ref.name in free]),
+        across=graph.live_across(block.stop),
+        constants=frozenset([buffer.name for buffer in graph.buffers]),
+        shared=tuple(
+            [
+                not all(block.start <= user < block.stop for user in graph.users(Ref(p.name)))
+                for p in graph.block_parameters(block)
+            ]
+        ),
+        fan_in=tuple(_fan_in(graph, ops, distinct, values)),
+        same=() if same is None else same(block),
+    )
+
+
+def _fan_in(
+    graph: Graph, ops: Sequence[Op], distinct: Sequence[Sequence[int]], values: Sequence[Ref]
+) -> Iterator[tuple[int, int]]:
+    for v, count in gradient_uses(ops, distinct).items():
+        if count > 1 and graph.spec(values[v]).requires_grad and not graph.is_parameter(values[v]):
+            yield v, count - 1
+
+
+def gradient_uses(ops: Sequence[Op], distinct: Sequence[Sequence[int]], beside: Collection[int] = ()) -> dict[int, int]:
+    """How many operators read each value and have gradients, so that each of them brings one for it.
+
+    Args:
+        distinct: of each operator the values that it reads, each once.
+        beside: positions of operators that do not count.
+    """
+    uses: dict[int, int] = {}
+    for i, (op, own) in enumerate(zip(ops, distinct, strict=True)):
+        if i not in beside and any(spec.requires_grad for spec in op.outputs):
+            for v in own:
+                uses[v] = uses.get(v, 0) + 1
+    return uses
+
+
+def lifetimes_of(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:
+    """The lifetimes of the values of a block; kept with its wiring.
+
+    Args:
+        roots: of each value that in whose storage it lies.
+    """
+    key = tuple(roots)
+    if key not in wiring.lifetimes:
+        wiring.lifetimes[key] = _lifetimes(ops, wiring, roots)
+    return wiring.lifetimes[key]
+
+
+def _lifetimes(ops: Sequence[Op], wiring: Wiring, roots: Sequence[int]) -> Lifetimes:
+    reads = tuple([tuple([roots[v] for v in own]) for own in wiring.reads])
+    views = tuple(
+        [op.target in VIEWS and roots[made[0]] != made[0] for op, made in zip(ops, wiring.makes, strict=True)]
+    )
+    last: dict[int, int] = {}
+    for i, own in enumerate(reads):
+        for v in own:
+            last[v] = i
+        for v in wiring.makes[i]:
+            last[roots[v]] = i
+    outputs = {roots[v] for v in wiring.outputs}
+    lives: list[tuple[list[int], list[int]]] = [([], []) for _ in ops]
+    for i, makes in enumerate(wiring.makes):
+        if not views[i]:
+            for v in makes:
+                lives[i][0].append(v)
+                if v not in outputs:
+                    lives[last[v]][1].append(v)
+    return Lifetimes(reads=reads, views=views, lives=tuple([(tuple(made), tuple(left)) for made, left in lives]))
+
+
+class Storages:
+    """Lifetimes of the storages that a block makes, keeps and reads; values by their number in :class:`Wiring`.
+
+    Args:
+        specs: of the values.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        block: Block,
+        works: Sequence[Work],
+        specs: Sequence[TensorSpec],
+        again: frozenset[int] = frozenset(),
+    ) -> None:
+        self.wiring, self.works, self._specs = wiring_of(graph, block), works, specs
+        wiring = self.wiring
+        self.ops = graph.block_ops(block)
+        self._roots = roots = numbered_roots(self.ops, wiring.reads, wiring.makes, specs)
+        self.sizes = [spec.num_bytes for spec in specs]
+        """Bytes of each value."""
+        lifetimes = lifetimes_of(self.ops, wiring, roots)
+        self._reads, self._views, self._lives = lifetimes.reads, lifetimes.views, lifetimes.lives
+        self.saved: dict[int, int] = {}
+        """Kept storages by the position of the first operator that keeps them."""
+        for i, done in enumerate(works):
+            for k in done.saved:
+                self._save(self._reads[i][k], i)
+            if done.saves_output:
+                self._save(roots[wiring.makes[i][0]], i)
+        self._inner = [done.saved_bytes for done in works]
+        self.again_bytes = 0
+        self.remade: frozenset[int] = frozenset()
+        """Positions of the operators that backward runs once more for what is not kept."""
+        self._gradients = self._flowing()
+        self._forget(again)
+
+    def _save(self, root: int, position: int) -> None:
+        if self.wiring.is_counted[root]:
+            self.saved.setdefault(root, position)
+
+    @property
+    def roots(self) -> dict[Ref, Ref]:
+        """For every value that the block makes the one whose storage it lies in."""
+        values = self.wiring.values
+        return {values[v]: values[self._roots[v]] for made in self.wiring.makes for v in made}
+
+    def without(self, again: frozenset[int]) -> Storages:
+        """The same block where the operators at these positions are made again and nothing that they make is kept."""
+        found = copy(self)
+        found.saved, found._inner = dict(self.saved), list(self._inner)
+        found._forget(again)
+        return found
+
+    def kept_by(self, is_dear: Callable[[Op], bool]) -> int:
+        """Bytes that are kept of what such operators make, and of what earlier blocks make."""
+        other = {v for op, made in zip(self.ops, self.wiring.makes, strict=True) if not is_dear(op) for v in made}
+        own = sum(size for size, op in zip(self._inner, self.ops, strict=True) if is_dear(op))
+        return own + sum(self.sizes[root] for root in self.saved if root not in other)
+
+    def _forget(self, again: frozenset[int]) -> None:
+        self.again_bytes = self._drop(again) if again else 0
+        self.saved_bytes = sum([self.sizes[root] for root in self.saved]) + sum(self._inner)
+
+    def _drop(self, again: frozenset[int]) -> int:
+        """Forget what the operators at these positions make; keep what they read. Bytes that are made once more."""
+        makers = {v: i for i in again for v in self.wiring.makes[i]}
+        made = {root for root in self.saved if root in makers}
+        dropped = sum(self.sizes[root] for root in made) + sum(self._inner[i] for i in again)
+        needed = [makers[root] for root in made] + [i for i in again if self._inner[i]]
+        for root in made:
+            del self.saved[root]
+        seen: set[int] = set()
+        while needed:  # what the dropped values are made of, as far as it is dropped too
+            i = needed.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            self._inner[i] = 0
+            for root in self._reads[i]:
+                if root in makers:
+                    needed.append(makers[root])
+                else:
+                    self._save(root, i)
+        self.remade = frozenset(seen)
+        return dropped
+
+    def copied(self, i: int) -> Work:
+        """The work of the operator at a position; where it is a view that strides do not allow, so that it copies, that of a copy."""
+        done = self.works[i]
+        if self._views[i] or self.ops[i].target not in VIEWS:
+            return done
+        return replaced(done, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
+
+    def inputs(self) -> dict[int, int]:
+        """Storages of earlier blocks that this one reads."""
+        return {self._roots[v]: self.sizes[self._roots[v]] for v in self.wiring.inputs}
+
+    def prelude(self) -> tuple[tuple[str, int], ...]:
+        wiring = self.wiring
+        names = ((wiring.values[v].name, self.sizes[v]) for v in wiring.prelude)
+        return tuple([(name, size) for name, size in names if name not in wiring.constants])
+
+    def forward_peak(self) -> int:
+        """Kept so far and still to be read, at the fullest moment of forward; inputs count where they are kept."""
+        kept = peak = now = 0  # ``now``: bytes that are alive and not kept
+        sizes, saved = self.sizes, self.saved
+        keeps: dict[int, int] = {}
+        for root, i in saved.items():
+            made_at = self.wiring.maker.get(root, i)
+            keeps[made_at] = keeps.get(made_at, 0) + sizes[root]
+        for i, (made, left) in enumerate(self._lives):
+            for v in made:
+                if v not in saved:
+                    now += sizes[v]
+            kept += keeps.get(i, 0) + self._inner[i]
+            peak = max(peak, kept + now + self.works[i].workspace_bytes)
+            for v in left:
+                if v not in saved:
+                    now -= sizes[v]
+        return peak
+
+    def backward_peak(self) -> int:
+        """Kept values not yet used up and gradients on their way, at the fullest moment of backward."""
+        kept, peak = self.saved_bytes, 0
+        frees: dict[int, int] = {}
+        for root, first in self.saved.items():
+            frees[first] = frees.get(first, 0) + self.sizes[root]
+        for i in reversed(range(len(self.ops))):
+            if (beside := self._gradients[i]) is not None:
+                peak = max(peak, kept + beside)
+            kept -= frees.get(i, 0) + self._inner[i]
+        return peak
+
+    def _flowing(self) -> list[int | None]:
+        """Bytes of gradients and of workspace while the backward of each operator runs; None of views."""
+        wiring, specs, sizes = self.wiring, self._specs, self.sizes
+        outputs = (self._roots[v] for v in wiring.outputs)
+        gradients = {root: sizes[root] for root in outputs if specs[root].requires_grad}
+        now = sum(gradients.values())
+        found: list[int | None] = [None] * len(self.ops)
+        for i in reversed(range(len(self.ops))):
+            if not self._views[i]:
+                for root in self._reads[i]:
+                    if root not in gradients and not wiring.is_parameter[root] and specs[root].requires_grad:
+                        gradients[root] = sizes[root]
+                        now += sizes[root]
+                found[i] = now + self.works[i].backward_workspace_bytes
+                for v in wiring.makes[i]:
+                    now -= gradients.pop(v, 0)
+        return found

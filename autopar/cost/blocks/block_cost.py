@@ -1,0 +1,186 @@
+"""What one block of one rank's graph costs, as data: time, communication, what it keeps and what it needs in passing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from autopar.cost.blocks.block_collectives import Message
+from autopar.errors import RuleError
+from autopar.frozen import quickly
+from autopar.plan import Recompute
+
+
+@quickly
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCost:
+    """A parameter as one rank of the tensor-parallel axes has it.
+
+    Attributes:
+        name: of the graph; equal where several blocks share it.
+        shape: local.
+        num_bytes: of ``shape`` in the graph's dtype.
+        gradient_sum_axes: axes over which its gradient is summed once a step.
+        trained: whether it has a gradient.
+        shared: whether other blocks read it too (tied weights).
+        spread: of experts over data ranks: neither gathered nor sharded by the data axes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    gradient_sum_axes: tuple[str, ...] = ()
+    trained: bool = True
+    shared: bool = False
+    spread: bool = False
+
+    def __hash__(self) -> int:
+        """Of two fields: parameters are parts of the keys of many tables."""
+        return hash((self.shape, self.num_bytes))
+
+    @property
+    def numel(self) -> int:
+        """Local elements."""
+        return prod(self.shape)
+
+    def shard_shape(self, ranks: int) -> tuple[int, ...]:
+        """Of the largest shard; see :meth:`shard_numel`."""
+        if not self.shape or ranks == 1 or self.spread:
+            return self.shape
+        return (-(-self.shape[0] // ranks), *self.shape[1:])
+
+    def shard_numel(self, ranks: int) -> int:
+        """Elements of the largest shard when dim 0 (FSDP2's choice) is split, the last ranks' parts being smaller."""
+        if not self.shape or ranks == 1 or self.spread:
+            return self.numel
+        return -(-self.shape[0] // ranks) * (self.numel // self.shape[0] if self.shape[0] else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remade:
+    """A block that makes again in backward what is cheap (:mod:`autopar.graph.again`).
+
+    Attributes:
+        time_s: seconds that making it again takes.
+        least_bytes: of the values that are kept in every layout of the block, over all its ranks.
+        saved_bytes, saved_input_bytes, forward_transient_bytes, backward_transient_bytes: as those of :class:`BlockCost`.
+    """
+
+    saved_bytes: int
+    saved_input_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    time_s: float = 0.0
+    least_bytes: int = 0
+
+
+@quickly
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """One block on one rank for one micro-batch; seconds, bytes and flops.
+
+    Attributes:
+        key: equal for blocks of equal cost.
+        forward_s, backward_s: computation.
+        communication_forward_s, communication_backward_s: collectives of the block's own axes, exposed.
+        communication_again_s: what of the forward ones runs again under recompute.
+        context_forward_s, context_backward_s: what of these belongs to the axis ``cp``.
+        context_again_s: likewise.
+        saved_bytes: what backward needs of the block's own and its inputs' values; shared storages once.
+        input_bytes: values that come from earlier blocks; what recompute keeps instead.
+        saved_input_bytes: the part of ``saved_bytes`` that ``input_bytes`` counts too.
+        prelude: name and bytes of the inputs and prelude values that it reads; a stage has them once.
+        forward_transient_bytes, backward_transient_bytes: the most that is alive at once, over ``saved_bytes``.
+        sends, send_gradients: bytes of each tensor that a stage that ends here sends on, and gets back.
+        flops, backward_flops: of matrix products.
+        messages: its collectives.
+        parameters: that it reads.
+        offloads: what it keeps lives on the host between its forward and its backward.
+        selective: what differs under selective recompute; None where that was not asked for.
+    """
+
+    key: str
+    forward_s: float
+    backward_s: float
+    communication_forward_s: float
+    communication_backward_s: float
+    saved_bytes: int
+    input_bytes: int
+    saved_input_bytes: int
+    prelude: tuple[tuple[str, int], ...]
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    sends: tuple[int, ...]
+    send_gradients: tuple[int, ...]
+    flops: float
+    backward_flops: float
+    messages: tuple[Message, ...]
+    parameters: tuple[ParameterCost, ...]
+    context_forward_s: float = 0.0
+    context_backward_s: float = 0.0
+    communication_again_s: float = 0.0
+    context_again_s: float = 0.0
+    offloads: bool = False
+    selective: Remade | None = None
+
+    def __hash__(self) -> int:
+        """Of a few fields that tell most blocks apart: blocks are keys of many tables, and have 23 fields."""
+        return hash((self.forward_s, self.backward_s, self.saved_bytes, self.forward_transient_bytes))
+
+    @property
+    def shared_names(self) -> list[str]:
+        """Names of the parameters that other blocks read too."""
+        return [p.name for p in self.parameters if p.shared]
+
+    @property
+    def send_bytes(self) -> int:
+        """Of all that is sent on."""
+        return sum(self.sends)
+
+    @property
+    def send_gradient_bytes(self) -> int:
+        """Of all that comes back."""
+        return sum(self.send_gradients)
+
+    @property
+    def remade(self) -> Remade:
+        """The block under selective recompute.
+
+        Raises:
+            RuleError: it was not asked for when the block's work was counted.
+        """
+        if self.selective is None:
+            raise RuleError("a block that recomputes selectively was priced so", value=self.key)
+        return self.selective
+
+    def recompute_s(self, mode: Recompute) -> float:
+        """What a recomputation in backward adds: the operators made again; of a whole forward its collectives too."""
+        if mode == "none":
+            return 0.0
+        return self.remade.time_s if mode == "selective" else self.forward_s + self.communication_again_s
+
+    def kept_bytes(self, mode: Recompute) -> int:
+        """Bytes kept on the device from forward to backward."""
+        return 0 if self.offloads else self._saved_bytes(mode)
+
+    def moved_bytes(self, mode: Recompute) -> int:
+        """Bytes that live on the host from forward to backward."""
+        return self._saved_bytes(mode) if self.offloads else 0
+
+    def _saved_bytes(self, mode: Recompute) -> int:
+        if mode == "selective":
+            return self.remade.saved_bytes
+        return self.input_bytes if mode == "full" else self.saved_bytes
+
+    def kept_input_bytes(self, mode: Recompute) -> int:
+        """The part of :meth:`kept_bytes` that ``input_bytes`` counts too."""
+        if mode == "selective":
+            return self.remade.saved_input_bytes
+        return self.input_bytes if mode == "full" else self.saved_input_bytes
+
+    def passing_bytes(self, mode: Recompute) -> int:
+        """The most that is alive in passing, over :meth:`kept_bytes`."""
+        if mode == "selective":
+            return max(self.remade.forward_transient_bytes, self.remade.backward_transient_bytes)
+        passing = max(self.forward_transient_bytes, self.backward_transient_bytes)
+        return passing + self.moved_bytes(mode) + (self.saved_bytes if mode == "full" else 0)

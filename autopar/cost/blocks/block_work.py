@@ -1,0 +1,188 @@
+"""What one block of one rank's graph does for one micro-batch, counted operator by operator before any profile prices it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, gradient_uses, wiring_of
+from autopar.cost.blocks.block_collectives import SENDING, messages
+from autopar.cost.blocks.block_cost import BlockCost, ParameterCost, Remade
+from autopar.cost.operators.work import Specs, Work, work
+from autopar.device import Kind
+from autopar.graph.again import is_dear, made_again
+from autopar.graph.ir import Block, Graph, Op, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """What a block does on one rank for one micro-batch, before any profile prices it; cheap to price again.
+
+    Attributes:
+        ops, works: its operators and their work, in order.
+        again: positions of the operators that backward computes once more, whatever the block's mode.
+        remade: positions of those that it computes once more under selective recompute.
+        fan_in: bytes of the gradients that are added up because several operators read a value.
+        shape: everything of :class:`BlockCost` that no profile changes.
+        operands: local specs of each operator's operands; empty where operators are fused, so that none is as measured.
+        same: for each operator the position of the first of equal work, dtype and target; empty: nobody knows.
+    """
+
+    ops: tuple[Op, ...]
+    works: tuple[Work, ...]
+    again: frozenset[int]
+    fan_in: tuple[int, ...]
+    shape: BlockCost
+    operands: tuple[Specs, ...] = ()
+    remade: frozenset[int] = frozenset()
+    same: tuple[int, ...] = field(default=(), compare=False)
+
+
+class Kernels(Protocol):
+    """Kernels of a program that does not run torch's operators one by one as eager mode does."""
+
+    def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
+        """The work of one operator; ``done``: by torch's kernel."""
+
+    def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
+        """Positions of operators whose values are not kept for backward, as its kernel makes them again."""
+
+    def joined(
+        self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
+    ) -> tuple[list[Work], Collection[int]]:
+        """The works of operators that run as one kernel with others, and positions of those that add no gradient of their own."""
+
+
+def block_work(
+    graph: Graph,
+    block: Block,
+    kind: Kind,
+    *,
+    again: Callable[[Op], bool] | None = None,
+    kernels: Kernels | None = None,
+    selective: bool = False,
+) -> BlockWork:
+    """What a block of one rank's graph does for one micro-batch.
+
+    Args:
+        kind: of the device.
+        kernels: where they are not those of torch's eager mode.
+        again: operators whose outputs are not kept but made once more in backward, as programs beside autopar do.
+        selective: whether autopar's own selective recompute is looked at too.
+    """
+    ops = graph.block_ops(block)
+    wiring = wiring_of(graph, block)
+    specs = [spec for op in ops for spec in op.outputs]
+    specs += [graph.spec(ref) for ref in wiring.values[len(specs) :]]
+    operands = tuple([tuple([specs[v] for v in own]) for own in wiring.reads])
+    works: list[Work] = []
+    for i, first in enumerate(wiring.same or range(len(ops))):
+        works.append(works[first] if first < i else work(ops[i], operands[i], kind))
+    repeated = frozenset() if again is None else frozenset(i for i, op in enumerate(ops) if again(op))
+    unkept = repeated
+    if kernels is not None:
+        works = [kernels.operator(graph, *own) for own in zip(ops, operands, works, strict=True)]
+        unkept = repeated | kernels.unkept(graph, ops)
+    storages = Storages(graph, block, works, specs, unkept)
+    works = [storages.copied(i) for i in range(len(works))]
+    remade = storages.without(made_again(graph, block, storages.roots)) if selective else None
+    shape = _shape(graph, block, wiring, storages, works, remade)
+    inside: Collection[int] = ()
+    if kernels is not None:
+        works, inside = kernels.joined(graph, ops, operands, works)
+    fan_in = tuple(fan_in_bytes(ops, wiring, specs, inside))
+    same = tuple([first if works[i] is works[first] else i for i, first in enumerate(wiring.same)])
+    if kernels is not None:  # no operator is then one that was measured, and none is known to equal another
+        operands = same = ()
+    return BlockWork(
+        ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
+        remade=frozenset() if remade is None else remade.remade, same=same,
+    )  # fmt: skip
+
+
+def _shape(
+    graph: Graph, block: Block, wiring: Wiring, storages: Storages, works: Sequence[Work], remade: Storages | None
+) -> BlockCost:
+    """What no profile changes of a block's cost; ``remade``: its storages under selective recompute, where that is asked for."""
+    ops, inputs = graph.block_ops(block), storages.inputs()
+    across = [graph.spec(ref) for ref in wiring.across]
+    keeping = (i for i, done in enumerate(works) if done.saved or done.saves_output or done.saved_bytes)
+    last_kept = max(keeping, default=-1)
+    kept = _kept(storages, inputs)
+    return BlockCost(
+        key=block.hash,
+        forward_s=0.0,
+        backward_s=0.0,
+        communication_forward_s=0.0,
+        communication_backward_s=0.0,
+        saved_bytes=storages.saved_bytes,
+        input_bytes=sum(inputs.values()),
+        saved_input_bytes=kept.saved_input_bytes,
+        prelude=storages.prelude(),
+        forward_transient_bytes=kept.forward_transient_bytes,
+        backward_transient_bytes=kept.backward_transient_bytes,
+        selective=None if remade is None else replace(_kept(remade, inputs), least_bytes=storages.kept_by(is_dear)),
+        sends=tuple([spec.num_bytes for spec in across]),
+        send_gradients=tuple([spec.num_bytes for spec in across if spec.requires_grad]),
+        flops=sum([done.flops for done in works]),
+        backward_flops=sum([done.backward_flops for done in works]),
+        messages=tuple(
+            message if i <= last_kept else replace(message, repeated=False)
+            for i, op in enumerate(ops)
+            if op.target in SENDING
+            for message in messages(op, graph)
+        ),
+        parameters=_parameters(graph, block, wiring),
+    )
+
+
+def _parameters(graph: Graph, block: Block, wiring: Wiring) -> tuple[ParameterCost, ...]:
+    """The parameters that a block reads; the same ones for graphs that differ in the shapes of other values alone."""
+    known, key = graph._index.named, f"parameters {block.start}:{block.stop}"
+    if key not in known:
+        known[key] = tuple(
+            [
+                ParameterCost(
+                    name=p.name,
+                    shape=p.spec.shape,
+                    num_bytes=p.spec.num_bytes,
+                    gradient_sum_axes=p.gradient_sum_axes,
+                    trained=p.spec.requires_grad,
+                    spread=any(axis == "ep_data" for axis, _ in p.layout),
+                    shared=is_shared,
+                )
+                for p, is_shared in zip(graph.block_parameters(block), wiring.shared, strict=True)
+            ]
+        )
+    found: tuple[ParameterCost, ...] = known[key]
+    return found
+
+
+def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
+    """What a block keeps and needs in passing; ``inputs``: bytes of the values of earlier blocks that it reads."""
+    saved = storages.saved_bytes
+    return Remade(
+        saved_bytes=saved,
+        saved_input_bytes=sum([size for root, size in inputs.items() if root in storages.saved]),
+        forward_transient_bytes=max(storages.forward_peak() - saved, 0),
+        backward_transient_bytes=max(storages.backward_peak() - saved, 0) + storages.again_bytes,
+    )
+
+
+def fan_in_bytes(
+    ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], beside: Collection[int] = ()
+) -> Iterator[int]:
+    """Adding up the gradients of values that several operators of the block read: bytes of each sum.
+
+    Args:
+        specs: of the values of ``wiring``.
+        beside: positions of operators that do not count.
+    """
+    if not beside:
+        for v, count in wiring.fan_in:
+            yield from (3 * specs[v].num_bytes,) * count
+        return
+    for v, count in gradient_uses(ops, wiring.distinct, beside).items():
+        if count > 1 and specs[v].requires_grad and not wiring.is_parameter[v]:
+            yield from (3 * specs[v].num_bytes,) * (count - 1)

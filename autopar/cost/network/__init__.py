@@ -1,0 +1,1 @@
+"""Seconds of messages: links, groups of ranks, collectives."""

@@ -1,0 +1,216 @@
+"""Time of one collective: the cheapest of the library's algorithms on the links that the group has.
+
+Steps and volumes are those of NCCL's ``src/graph/tuning.cc`` and of the ring and tree algorithms; all constants stand in
+``profiles/``. What of the links a group has is said by ``group_shapes.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.cost.network.group_shape import GroupShape, group_place, group_shape, hop_shape, send_shape
+from autopar.errors import UsageError
+from autopar.links import Algorithm
+from autopar.measured import CollectiveTime
+from autopar.mesh import Mesh
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One algorithm's time: ``latency_s + num_bytes * s_per_byte``."""
+
+    latency_s: float
+    s_per_byte: float
+
+
+class CollectiveModel:
+    """Times of collectives on one cluster; remembers what it has worked out.
+
+    Args:
+        only: node groups; see :func:`group_shape`.
+    """
+
+    def __init__(self, cluster: Cluster, only: frozenset[int] | None = None) -> None:
+        self.cluster, self.only = cluster, only
+        self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
+        self._placed: dict[tuple[object, ...], tuple[GroupShape, ...]] = {}  # by what of a mesh decides
+        self._lines: dict[tuple[str, int], tuple[GroupShape, tuple[_Line, ...]]] = {}  # kept, so that ids stay theirs
+        self._measured = _measured_on(cluster)
+
+    def time_s(self, kind: str, num_bytes: float, mesh: Mesh, axes: tuple[str, ...]) -> float:
+        """Time of a collective over ``axes`` of the mesh while all its groups do the same.
+
+        Args:
+            kind: one of :data:`KINDS`.
+            num_bytes: of the full tensor; of one rank's part for ``all_to_all``.
+            mesh: whose ranks are the cluster's first ones.
+            axes: mesh axes; a group of one rank costs nothing.
+
+        Raises:
+            UsageError: an unknown collective, or a mesh larger than the cluster.
+        """
+        shapes = self._groups.get((mesh, axes))
+        if shapes is None:
+            place = group_place(mesh, axes)
+            if self.only is not None:  # which groups lie on the nodes that are priced depends on the pipeline too
+                place = (*place, "of", mesh.pp)
+            if place not in self._placed:
+                self._placed[place] = group_shape(mesh, axes, self.cluster, self.only)
+            shapes = self._groups[mesh, axes] = self._placed[place]
+        if len(shapes) == 1:
+            return self.shape_time_s(kind, num_bytes, shapes[0])
+        return max([self.shape_time_s(kind, num_bytes, shape) for shape in shapes])
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether some times come from a table, and not from straight lines."""
+        return bool(self._measured)
+
+    def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
+        """Time of the slowest message between neighbouring pipeline ranks, all of them sending at once."""
+        return self.pair_time_s("send", num_bytes, mesh)
+
+    def hop_time_s(self, num_bytes: float, mesh: Mesh, here: int) -> float:
+        """Time of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
+        key = (mesh, ("send", str(here)))
+        if key not in self._groups:
+            place = ("send", mesh.pp, mesh.world_size, here)
+            if place not in self._placed:
+                self._placed[place] = hop_shape(mesh, self.cluster, here)
+            self._groups[key] = self._placed[place]
+        return max(self.shape_time_s("send", num_bytes, shape) for shape in self._groups[key])
+
+    def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
+        """Time of a collective of two neighbouring pipeline ranks, the first and the last counted as such."""
+        key = (mesh, ("send",))
+        if key not in self._groups:
+            place = ("send", mesh.pp, mesh.world_size)
+            if place not in self._placed:
+                self._placed[place] = send_shape(mesh, self.cluster)
+            self._groups[key] = self._placed[place]
+        return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._groups[key]), default=0.0)
+
+    def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
+        """Time of a collective of one group."""
+        if shape.size == 1 or num_bytes == 0:
+            return 0.0
+        if self._measured:
+            found = self._measured.get((kind, shape.size, shape.num_nodes, shape.ranks_per_node))
+            if found is not None:
+                return found.time_s(num_bytes)
+        known = self._lines.get((kind, id(shape)))
+        if known is None:
+            known = self._lines[kind, id(shape)] = shape, self._options(kind, shape)
+        return min([line.latency_s + num_bytes * line.s_per_byte for line in known[1]])
+
+    def _options(self, kind: str, shape: GroupShape) -> tuple[_Line, ...]:
+        library = self.cluster.library
+        kind = dict(library.implemented_as).get(kind, kind)
+        if kind not in KINDS:
+            raise UsageError("the collective is known", value=kind, remedy=f"known: {', '.join(KINDS)}")
+        found = [
+            _line(kind, shape, algorithm, self._bandwidth(kind, shape, algorithm))
+            for algorithm in library.algorithms
+            if (not algorithm.collectives or kind in algorithm.collectives) and self._serves(kind, shape, algorithm)
+        ]
+        if not found:
+            raise UsageError(
+                "the collective library has an algorithm for every collective", value=kind, place=library.name
+            )
+        return tuple(found)
+
+    def _serves(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> bool:
+        if algorithm.name == "nvls":
+            return shape.ranks_per_node > 1 and self._switch(kind, shape) is not None
+        return algorithm.name != "tree" or kind == "all_reduce"
+
+    def _switch(self, kind: str, shape: GroupShape) -> float | None:
+        """Bus bandwidth of in-switch reduction for the group's devices of one node."""
+        for entry in self.cluster.library.switch_bandwidths:
+            if (entry.link, entry.collective, entry.num_devices) == (
+                shape.intra_node.name,
+                kind,
+                shape.ranks_per_node,
+            ):
+                return entry.bandwidth_bytes_per_s
+        return None
+
+    def _bandwidth(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> float:
+        """Bus bandwidth inside a node."""
+        switch = self._switch(kind, shape) if algorithm.name == "nvls" else None
+        link = shape.intra_node
+        return (switch or link.bandwidth_bytes_per_s) * link.step_fraction * algorithm.bandwidth_fraction
+
+
+def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], CollectiveTime]:
+    """The library's measured collectives that hold on the cluster.
+
+    They were taken with all ranks of each node busy, on equal nodes; across nodes nothing is known of other switches.
+    """
+    if not cluster.is_homogeneous:
+        return {}
+    return {
+        (entry.kind, entry.size, entry.num_nodes, entry.ranks_per_node): entry
+        for entry in cluster.library.measured
+        if entry.devices_per_node == cluster.devices_per_node and (entry.num_nodes == 1 or not cluster.tiers)
+    }
+
+
+def collective_time_s(kind: str, num_bytes: float, shape: GroupShape, cluster: Cluster) -> float:
+    """Time of one collective of one group; :class:`CollectiveModel` where many are asked for."""
+    return CollectiveModel(cluster).shape_time_s(kind, num_bytes, shape)
+
+
+def volume_factor(kind: str, size: int) -> float:
+    """Bytes that each rank puts on its link, over the bytes of the collective."""
+    factors = {"all_reduce": 2.0 * (size - 1) / size, "send": 1.0, "broadcast": 1.0}
+    return factors.get(kind, (size - 1) / size)
+
+
+def _line(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) -> _Line:
+    intra = algorithm.intra_step_s + algorithm.delays_per_step * shape.intra_node.latency_s
+    inter = algorithm.inter_step_s + algorithm.delays_per_step * shape.inter_latency_s
+    first = shape.inter_latency_s if shape.num_nodes > 1 else shape.intra_node.latency_s
+    latency = algorithm.base_s + algorithm.base_delays * first
+    steps, inter_steps = _steps(kind, shape, algorithm.name)
+    latency += steps * intra + inter_steps * inter
+    s_per_byte = _s_per_byte(kind, shape, algorithm, bandwidth)
+    # each link's pipeline fills at its own rate; LL has none, as it sends every line by itself
+    inside = s_per_byte if shape.num_nodes == 1 else volume_factor(kind, shape.size) / bandwidth
+    fill = max(shape.half_bandwidth_bytes * s_per_byte, shape.intra_node.half_bandwidth_bytes * inside)
+    return _Line(latency + (0.0 if algorithm.protocol == "LL" else fill), s_per_byte)
+
+
+def _steps(kind: str, shape: GroupShape, name: str) -> tuple[float, float]:
+    """Steps inside nodes and between them, one after the other (NCCL's ``tuning.cc``)."""
+    nodes = shape.num_nodes
+    if kind in ("send", "all_to_all"):  # all partners at once
+        return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
+    if name == "nvls":
+        return 0.0, 2.0 * math.log2(nodes)
+    if name == "tree":
+        return 2.0 * (shape.size / nodes - 1), 2.0 * math.log2(nodes)
+    passes = 2 if kind == "all_reduce" else 1
+    steps = passes * (shape.size - 1)
+    inter = 0 if nodes == 1 else 2 * nodes if kind == "all_reduce" else nodes - 1
+    return max(steps - inter, 0), min(inter, steps)
+
+
+def _s_per_byte(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) -> float:
+    """Seconds for each byte: the narrower of the links inside the nodes and of the way out of them."""
+    size, nodes = shape.size, shape.num_nodes
+    egress = shape.egress_bytes_per_s * algorithm.bandwidth_fraction
+    factor = volume_factor(kind, size)
+    if kind == "all_to_all":
+        out = (size - shape.ranks_per_node) / size * shape.ranks_per_node / egress
+        return max((shape.ranks_per_node - 1) / size / bandwidth, out)
+    if kind == "send":
+        return 1.0 / (egress if nodes > 1 else bandwidth)
+    if algorithm.name == "ring" or nodes == 1:
+        return factor / min(bandwidth, egress)
+    # reduced inside each node first: what leaves a node is one tensor, up and down a double binary tree of nodes
+    return max(factor / bandwidth, (1.0 if nodes == 2 else 2.0) / egress)

@@ -1,0 +1,1 @@
+"""Seconds and bytes of one operator on one device."""

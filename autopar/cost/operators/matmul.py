@@ -1,0 +1,241 @@
+"""Operators that hold products of matrices: linear layers, convolutions, attention, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import cast
+
+import torch
+
+from autopar import flash
+from autopar.cost.operators.recurrent import recurrent
+from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
+from autopar.device import Kind
+from autopar.frozen import replaced
+from autopar.graph.ir import Op
+
+
+def _product(
+    op: Op, operands: Specs, flops: float, smallest: int, left: int, right: int, shape: Product | None = None
+) -> Work:
+    """A product of operands ``left`` and ``right``; further operands (a bias) are added."""
+    a, b = operands[left], operands[right]
+    saved = tuple([i for i, other in ((left, b), (right, a)) if other.requires_grad])
+    gradients = with_grad(operands)
+    products = [spec for spec in (a, b) if spec.requires_grad]
+    made = op.spec.num_bytes
+    reads = sum([(b if spec is a else a).num_bytes + made for spec in products])
+    back = tuple([g for g, spec in zip(shape.gradients, (a, b), strict=True) if spec.requires_grad]) if shape else ()
+    return Work(
+        flops=flops,
+        products=(shape,) if shape else (),
+        backward_products=back,
+        matmuls=1,
+        backward_matmuls=len(products),
+        backward_flops=flops * len(products),
+        smallest_dim=max(smallest, 1),
+        num_bytes=total(operands) + made,
+        backward_bytes=reads + total(gradients),
+        beside_bytes=made if len(gradients) > len(products) else 0,
+        backward_launches=len(gradients),
+        saved=saved,
+    )
+
+
+def _linear(op: Op, operands: Specs, kind: Kind) -> Work:
+    contracted = operands[0].shape[-1]
+    out = op.spec.numel
+    width = max(op.spec.shape[-1], 1)
+    shape = Product(1, out // width, width, contracted)
+    return _product(op, operands, 2.0 * out * contracted, min(out // width, width, contracted), 0, 1, shape)
+
+
+def _matmul(op: Op, operands: Specs, kind: Kind) -> Work:
+    left, right = (1, 2) if len(operands) == 3 else (0, 1)
+    contracted = operands[left].shape[-1]
+    sides = (operands[left].shape[-2:-1] or (1,))[0], (operands[right].shape[-1:] or (1,))[0]
+    count = op.spec.numel // max(sides[0] * sides[1], 1)
+    shape = Product(count, *sides, contracted)
+    return _product(op, operands, 2.0 * op.spec.numel * contracted, min(contracted, *sides), left, right, shape)
+
+
+def _einsum(op: Op, operands: Specs, kind: Kind) -> Work:
+    terms = cast("str", op.args[0]).replace(" ", "").partition("->")[0].split(",")
+    sizes = {c: n for term, spec in zip(terms, operands, strict=True) for c, n in zip(term, spec.shape, strict=True)}
+    return _product(op, operands, 2.0 * prod(sizes.values()), min(sizes.values()), 0, 1)
+
+
+def _convolution(op: Op, operands: Specs, kind: Kind) -> Work:
+    weight = operands[1]
+    contracted = weight.numel // weight.shape[0]
+    out = op.spec.numel
+    smallest = min(weight.shape[0], contracted, out // weight.shape[0])
+    shape = Product(1, out // weight.shape[0], weight.shape[0], contracted)
+    return _product(op, operands, 2.0 * out * contracted, smallest, 0, 1, shape)
+
+
+def _transposed(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Every element of the input meets a window of the weight [in, out / groups, ...]."""
+    source, weight = operands[0], operands[1]
+    contracted = weight.numel // weight.shape[0]
+    smallest = min(weight.shape[0], contracted, source.numel // weight.shape[0])
+    return _product(op, operands, 2.0 * source.numel * contracted, smallest, 0, 1)
+
+
+def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Fused attention keeps q, k, v, the output and a row statistic; a causal mask halves the work.
+
+    Of a sequence split over an axis the slowest rank counts: gathered, the last one sees all keys; in a ring, whose
+    order is balanced, each sees half.
+
+    On a CPU there is no fused kernel with dropout, for a mask with a gradient, for values of another width than the
+    queries, or without a dim of heads: the whole scores are made there, and probabilities kept.
+    """
+    query, key = operands[0], operands[1]
+    rows, columns = query.shape[-2], key.shape[-2] * cast("int", argument(op, 99, "ranks", 1))
+    scores = query.numel // query.shape[-1] * columns
+    flops = 2.0 * scores * (query.shape[-1] + op.spec.shape[-1])
+    if op.target == "autopar.attention_ring":
+        flops *= (columns + 1) / (2 * columns) if argument(op, 5, "is_causal", False) else 1.0
+    elif argument(op, 5, "is_causal", False) and rows == columns:
+        flops *= (rows + 1) / (2 * rows)
+    statistic = query.numel // query.shape[-1] * FLOAT
+    passes = (total(operands) + op.spec.num_bytes, 3 * total(operands) + 2 * op.spec.num_bytes)
+    common = Work(
+        flops=flops, smallest_dim=min(rows, columns, query.shape[-1]), is_attention=True, num_bytes=passes[0], backward_bytes=passes[1],
+        backward_launches=2, saved=tuple(range(len(operands))), saves_output=True, saved_bytes=statistic,
+    )  # fmt: skip
+    if op.target in _SPLIT and not _is_fused_in_blocks(op, operands, kind):
+        if op.target == "autopar.attention_ring":  # scores of one rank's columns at a time, in fp32 or better
+            whole = scores * FLOAT
+            block = rows * whole // columns if rows < columns else whole
+            return replaced(
+                common, is_attention=False, dtype="float64" if query.dtype == torch.float64 else "float32",
+                backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
+                workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
+            )  # fmt: skip
+        mask = rows * columns * (1 + query.dtype.itemsize)  # as it is, and as it is added to the scores
+        common = replaced(common, workspace_bytes=mask, backward_workspace_bytes=mask)
+    elif op.target in _SPLIT:
+        blocks = cast("int", argument(op, 99, "ranks", 2))  # gathered: the columns before, and the own ones
+        return replaced(_in_blocks(op, operands, common, blocks), backward_flops=2.5 * flops)
+    if kind == "cpu" and not _is_fused_on_cpu(op, operands):
+        return _written_out(op, operands, common, 2.0 * scores * (query.shape[-1] + op.spec.shape[-1]))
+    return replaced(common, backward_flops=2.5 * flops)
+
+
+_SPLIT = frozenset({"autopar.attention_ring", "autopar.attention_gathered"})
+"""Attention over a sequence that is split: by blocks of columns."""
+
+
+def _is_fused_in_blocks(op: Op, operands: Specs, kind: Kind) -> bool:
+    """Whether blocks are of a fused kernel, as :mod:`autopar.sequence_ops` decides; GPUs older than flash kernels left out."""
+    query, value = operands[0], operands[2]
+    if len(operands) > 3 or argument(op, 4, "dropout_p", 0.0) or len(query.shape) != 4:
+        return False
+    return flash.takes_shapes(kind, query.dtype, query.shape[-1], value.shape[-1])
+
+
+def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
+    """Fused attention on one block of columns after the other (:mod:`autopar.flash`).
+
+    Forward keeps the sum in fp32 or better and merges each further block into it: it is read and written, the block's output is
+    read, cast and read again. Backward adds each block's gradients to sums in fp32 or better.
+    """
+    wide = 8 if operands[0].dtype == torch.float64 else FLOAT
+    out, sums = op.spec.numel * wide, sum([spec.numel for spec in operands[:3]]) * wide
+    return replaced(
+        fused, num_bytes=fused.num_bytes + 4 * out * (blocks - 1), backward_bytes=fused.backward_bytes + 3 * sums * blocks,
+        launches=1 + _MERGE * (blocks - 1), backward_launches=2 + _ADD * blocks, workspace_bytes=2 * out,
+        backward_workspace_bytes=2 * sums,
+    )  # fmt: skip
+
+
+_MERGE, _ADD = 7, 4
+"""Kernels of each further block forward (attention, and six that merge) and of each block backward (attention, and three sums)."""
+
+
+def _is_fused_on_cpu(op: Op, operands: Specs) -> bool:
+    """Whether torch's fused kernel takes it (``sdp_utils_cpp.cpp``)."""
+    query, value = operands[0], operands[2]
+    masks_learn = any(mask.requires_grad for mask in operands[3:])
+    if argument(op, 4, "dropout_p", 0.0) or masks_learn:
+        return False
+    return len(query.shape) == 4 and query.shape[-1] == value.shape[-1]
+
+
+def _written_out(op: Op, operands: Specs, fused: Work, flops: float) -> Work:
+    """``_scaled_dot_product_attention_math``; a causal mask spares nothing.
+
+    Kept in fp32: scaled queries and keys, probabilities; with dropout also noise, what it leaves, and the values.
+    """
+    query, key = operands[0], operands[1]
+    whole = query.numel // query.shape[-1] * key.shape[-2] * FLOAT
+    drops = bool(argument(op, 4, "dropout_p", 0.0))
+    return replace(
+        fused, is_attention=False, flops=flops, backward_flops=2 * flops, num_bytes=fused.num_bytes + 6 * whole, backward_bytes=fused.backward_bytes + 6 * whole,
+        launches=8, backward_launches=8, saved=() if drops else (2,), saves_output=False,
+        saved_bytes=(3 if drops else 1) * whole + sum(spec.numel for spec in operands[: 3 if drops else 2]) * FLOAT,
+        workspace_bytes=whole,
+    )  # fmt: skip
+
+
+def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Rows sorted by expert, two or three products for each expert, a weighted sum over each token's choices.
+
+    The rows of a rank are those of even routing: all choices of its tokens, or the share of its experts in all
+    where it has some of them and every token (``experts_split``, and ``_dispatch_split`` on its inner axis). Kept: rows and what lies between the products.
+    """
+    hidden, weights, _, *held = operands
+    num_experts, wide, width = held[-2].shape
+    rows = float(weights.numel)
+    if op.target == "autopar.experts_split":
+        rows *= num_experts / cast("int", op.args[8])
+    elif op.target == "autopar.experts_dispatch_split":
+        rows /= cast("int", op.args[10])
+    flops = 2.0 * rows * wide * width * len(held)
+    row_bytes, inner_bytes = (int(rows * n * held[-1].dtype.itemsize) for n in (width, wide))
+    gated = len(held) == 3
+    products = 1 + sum(spec.requires_grad for spec in held) / len(held)  # of the rows, and of the weights
+    moved = 5 * row_bytes + (6 if gated else 3) * inner_bytes
+    return Work(
+        flops=flops,
+        backward_flops=flops * products,
+        matmuls=len(held) * num_experts,
+        backward_matmuls=int(len(held) * num_experts * products),
+        smallest_dim=max(min(int(rows / num_experts), wide, width), 1),
+        num_bytes=moved + total(held) + hidden.num_bytes,
+        backward_bytes=2 * moved + 2 * total(held) + hidden.num_bytes,
+        launches=12 + (len(held) + 2) * num_experts,
+        backward_launches=12 + (2 * len(held) + 2) * num_experts,
+        saved=(1,),
+        saved_bytes=2 * row_bytes + (4 if gated else 2) * inner_bytes + 3 * 8 * int(rows),
+        workspace_bytes=2 * row_bytes,
+        backward_workspace_bytes=2 * row_bytes + 2 * inner_bytes,
+    )
+
+
+PRODUCTS: dict[str, Callable[[Op, Specs, Kind], Work]] = {
+    **dict.fromkeys(("aten.linear.default", "autopar.linear_t"), _linear),
+    **dict.fromkeys(
+        ("aten.mm.default", "aten.bmm.default", "aten.matmul.default", "aten.addmm.default", "aten.baddbmm.default"), _matmul
+    ),
+    "aten.einsum.default": _einsum,
+    **dict.fromkeys(
+        (*(f"aten.conv{n}d.{form}" for n in (1, 2, 3) for form in ("default", "padding")), "aten.convolution.default"),
+        _convolution,
+    ),
+    **dict.fromkeys(
+        ("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _transposed
+    ),
+    **dict.fromkeys(
+        ("aten.scaled_dot_product_attention.default", "autopar.attention", "autopar.attention_gathered", "autopar.attention_ring"), _attention
+    ),
+    **dict.fromkeys(
+        ("autopar.experts", "autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"), _experts
+    ),
+    **dict.fromkeys((f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
+}  # fmt: skip
+"""By target."""

@@ -1,0 +1,387 @@
+"""What one operator does on its operands: flops, bytes, what backward needs of it.
+
+Counts are those of torch's eager kernels, one operator at a time. A product of matrices costs two flops for each
+multiply-add; its backward is one such product for each operand with a gradient; fused attention's backward computes the
+scores again (five products where forward has two: Dao et al. 2022, FlashAttention). Views cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from autopar.cost.operators.matmul import PRODUCTS
+from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
+from autopar.device import Kind
+from autopar.frozen import replaced
+from autopar.graph.again import SAVES_OUTPUT
+from autopar.graph.ir import Op, Ref, TensorSpec
+from autopar.opaque_ops import region_of
+
+__all__ = ["COLLECTIVES", "LINEAR", "VIEWS", "Product", "Specs", "Work", "operand_specs", "work"]
+
+_VIEW_NAMES = (
+    "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim"
+    " squeeze.dims unsqueeze.default transpose.int t.default permute.default expand.default slice.Tensor select.int"
+    " narrow.default alias.default detach.default split.Tensor split_with_sizes.default chunk.default unbind.int"
+    " diagonal.default movedim.int unfold.default view_as.default expand_as.default"
+)
+_SAVE_NOTHING_NAMES = (
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor neg.default clone.default contiguous.default"
+    " to.dtype _to_copy.default cat.default stack.default pad.default constant_pad_nd.default repeat.default"
+    " roll.default flip.default cumsum.default mul.Scalar div.Scalar tril.default triu.default type_as.default"
+    " zeros_like.default ones_like.default"
+)
+_SAVE_INPUT_NAMES = (
+    "pow.Tensor_Scalar silu.default gelu.default abs.default log.default sin.default cos.default square.default"
+    " leaky_relu.default hardtanh.default clamp.default softplus.default hardswish.default mish.default"
+    " log_sigmoid.default erf.default"
+)
+_COLLECTIVE_NAMES = "all_reduce all_gather reduce_scatter all_to_all shard keep_on_first invariant_to_replicate"
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+VIEWS = _aten(_VIEW_NAMES)
+"""Operators whose output lies in the storage of their first operand."""
+
+_ZIGZAG_NAMES = "zigzag_shard zigzag_all_gather zigzag_reduce_scatter zigzag_all_to_all"
+COLLECTIVES = frozenset(f"autopar.{name}" for name in (*_COLLECTIVE_NAMES.split(), *_ZIGZAG_NAMES.split()))
+"""Changes of type; see rules/conversions.py."""
+
+LINEAR = frozenset(("aten.linear.default", "autopar.linear_t"))
+"""Products of activations and weights."""
+
+FUNCTIONS = {
+    "aten.tanh.default": "tanh",
+    "aten.gelu.default": "gelu",
+    "aten.silu.default": "silu",
+    "aten.sigmoid.default": "silu",
+    "aten.exp.default": "exp",
+    "aten.softmax.int": "softmax",
+    "aten._softmax.default": "softmax",
+    "aten.log_softmax.int": "softmax",
+    "aten._log_softmax.default": "softmax",
+    "autopar.cross_entropy_sum": "softmax",
+    "autopar.cross_entropy_vocabulary": "softmax",
+    "aten.cross_entropy_loss.default": "softmax",
+    "aten.layer_norm.default": "norm",
+    "aten.native_layer_norm.default": "norm",
+    "aten.rms_norm.default": "norm",
+    "aten.pow.Tensor_Scalar": "pow",
+}
+"""Operators that compute a function which may take longer than its bytes; profiles measure these names."""
+
+_PARTIAL_VIEWS = _aten("slice.Tensor select.int narrow.default")
+_SAVE_NOTHING, _SAVE_INPUT = _aten(_SAVE_NOTHING_NAMES), _aten(_SAVE_INPUT_NAMES)
+_SAVE_CONDITION = {"aten.where.self": (0,), "aten.where.ScalarOther": (0,), "aten.where.ScalarSelf": (0,)}
+_SAVE_CONDITION |= {"aten.masked_fill.Scalar": (1,), "aten.masked_fill.Tensor": (1,), "aten.index.Tensor": (1,)}
+_SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1,)}
+
+_NOTHING = Work(launches=0)
+
+_FACTORIES = (
+    "aten.zeros",
+    "aten.ones",
+    "aten.full",
+    "aten.empty",
+    "aten.arange",
+    "aten.new_",
+    "aten.rand",
+)
+
+
+def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
+    """The work of an operator.
+
+    Args:
+        op: ``op.outputs`` are the specs of its outputs on this rank.
+        operands: specs of ``op.operands`` on this rank.
+        kind: of the device; some kernels exist on one alone.
+
+    Returns:
+        An operator that is not known counts as elementwise, and as keeping its operands and output for backward: the
+        larger of what it may be.
+    """
+    if op.target in VIEWS:
+        return _view(op, operands)
+    maker = _SPECIAL.get(op.target)
+    if op.target == "aten.einsum.default" and len(operands) != 2:
+        maker = None  # no product of two matrices
+    found = maker(op, operands, kind) if maker else _elementwise(op, operands)
+    if found.flops and op.spec.dtype.is_complex:
+        found = _of_complex(found)
+    if op.target in FUNCTIONS and operands:
+        found = replaced(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
+    for spec in op.outputs:
+        if spec.requires_grad:
+            return found
+    return replaced(
+        found, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
+        saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
+    )  # fmt: skip
+
+
+COMPLEX = 4
+"""Real products in one of complex numbers, (a + bi)(c + di), as BLAS counts them: 8 flops for each multiplication and addition,
+where real ones have 2 (LAPACK Working Note 41: 6 for a complex
+multiplication, 2 for an addition)."""
+
+
+def _of_complex(work: Work) -> Work:
+    """Products in flops of the real dtype, whose rate prices them: by the curve, as tiles of complex kernels are others."""
+    times = replaced(work, flops=COMPLEX * work.flops, backward_flops=COMPLEX * work.backward_flops)
+    return replaced(times, products=(), backward_products=())
+
+
+def is_elementwise(op: Op) -> bool:
+    """Whether the work of an operator depends on the bytes of its operands and outputs alone, whatever their shapes."""
+    return op.target not in VIEWS and op.target not in _SPECIAL and op.target != "autopar.opaque"
+
+
+def _view(op: Op, operands: Specs) -> Work:
+    """Nothing forward; backward of a part fills a whole gradient, that of an expansion sums."""
+    if not op.spec.requires_grad:
+        return _NOTHING
+    source, out = operands[0], op.spec
+    if op.target in _PARTIAL_VIEWS and source.numel != out.numel:
+        return Work(launches=0, backward_launches=2, backward_bytes=source.num_bytes + 2 * out.num_bytes)
+    if source.numel != out.numel:
+        return Work(launches=0, backward_launches=1, backward_bytes=source.num_bytes + out.num_bytes)
+    return _NOTHING
+
+
+def _elementwise(op: Op, operands: Specs) -> Work:
+    target = op.target
+    if target.startswith(_FACTORIES):
+        return Work(num_bytes=total(op.outputs))
+    if target in ("aten.to.dtype", "aten._to_copy.default") and operands and operands[0].dtype == op.spec.dtype:
+        return _NOTHING
+    gradients = with_grad(operands)
+    saved, saves_output = _saved(op, operands)
+    needed = sum(operands[i].num_bytes for i in saved) + (op.spec.num_bytes if saves_output else 0)
+    made = total(op.outputs)
+    return Work(
+        num_bytes=total(operands) + made,
+        backward_bytes=made + needed + total(gradients),
+        backward_launches=len(gradients),
+        saved=saved,
+        saves_output=saves_output,
+    )
+
+
+def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
+    """Positions of the operands that autograd keeps, and whether it keeps the output."""
+    target = op.target
+    if target in _SAVE_NOTHING:
+        return (), False
+    if target in SAVES_OUTPUT:
+        return (), True
+    if target in _SAVE_INPUT:
+        return (0,), False
+    if target in _SAVE_CONDITION:
+        return _SAVE_CONDITION[target], False
+    if target == "aten.mul.Tensor":
+        if len(operands) == 1:
+            return (), False
+        return tuple(i for i in (0, 1) if operands[1 - i].requires_grad), False
+    if target == "aten.div.Tensor":
+        if len(operands) == 1:
+            return (), False
+        return (0, 1) if operands[1].requires_grad else (1,), False
+    return tuple(i for i, spec in enumerate(operands) if _has_gradients(spec)), _has_gradients(op.spec)
+
+
+def _has_gradients(spec: TensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _cast(logits: TensorSpec) -> tuple[int, int]:
+    """Bytes of logits in the dtype of their loss, and those read and written to make them so: none where they are."""
+    whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
+    return whole, 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
+
+
+def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
+    """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values.
+
+    Of padded logits the real ones are copied, and their gradient back: that is the cast where there is one.
+    """
+    whole, cast_bytes = _cast(operands[0])
+    is_padded = op.target == "autopar.cross_entropy_sum" and bool(argument(op, 4, "classes", 0))
+    cast_bytes = cast_bytes or 2 * whole * is_padded
+    return Work(
+        num_bytes=cast_bytes + 2 * whole,
+        backward_bytes=cast_bytes + 4 * whole,
+        launches=2 + (cast_bytes > 0),
+        backward_launches=2 + (cast_bytes > 0) + is_padded,
+        saved_bytes=whole,
+        workspace_bytes=whole if cast_bytes else 0,
+        backward_workspace_bytes=2 * whole if cast_bytes else whole,
+    )
+
+
+def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
+    """cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
+    logits = operands[0]
+    whole, cast_bytes = _cast(logits)
+    return Work(
+        num_bytes=2 * logits.num_bytes + 4 * whole,
+        backward_bytes=2 * whole + cast_bytes,
+        launches=12,
+        backward_launches=4 + (cast_bytes > 0),
+        saved_bytes=whole,
+        backward_workspace_bytes=whole if cast_bytes else 0,
+    )
+
+
+def _norm(op: Op, operands: Specs, kind: Kind) -> Work:
+    x, out = operands[0], op.spec
+    gradients = with_grad(operands)
+    rows = x.numel // max(x.shape[-1], 1)
+    return Work(
+        num_bytes=x.num_bytes + out.num_bytes,
+        backward_bytes=2 * x.num_bytes + out.num_bytes + (x.num_bytes if x.requires_grad else 0),
+        backward_launches=min(len(gradients), 2),
+        saved=(0,),
+        saved_bytes=2 * rows * FLOAT,
+    )
+
+
+def _embedding(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A look-up; backward fills a gradient of the whole table and adds the rows."""
+    table, ids = operands[0], operands[1]
+    passes = 2 if op.target == "aten.embedding.default" else 4
+    masks = 0 if op.target == "aten.embedding.default" else ids.num_bytes + ids.numel
+    return Work(
+        num_bytes=ids.num_bytes + passes * op.spec.num_bytes,
+        backward_bytes=table.num_bytes + (passes + 1) * op.spec.num_bytes,
+        launches=1 if passes == 2 else 6,
+        backward_launches=2,
+        saved=(1,),
+        saved_bytes=masks,
+    )
+
+
+def _bag(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Rows are read and added in one kernel; backward fills a gradient of the whole table and adds the rows.
+
+    Kept: ids, and for each the number of its bag; under a maximum the row that each value is of; factors of rows.
+    """
+    table, ids = operands[0], operands[1]
+    read = ids.numel * table.shape[-1] * table.dtype.itemsize
+    rows = ids.numel * torch.int64.itemsize
+    is_split = op.target == "autopar.embedding_bag_vocabulary"
+    masks = rows + 2 * ids.numel * (1 + table.dtype.itemsize) if is_split else 0
+    chosen = op.spec.numel * torch.int64.itemsize if "max" in op.args else 0
+    saved = tuple(i for i in range(1, len(operands)))
+    return Work(
+        num_bytes=ids.num_bytes + read + op.spec.num_bytes + 2 * masks,
+        backward_bytes=table.num_bytes + 2 * read + op.spec.num_bytes + rows,
+        launches=8 if is_split else 2,
+        backward_launches=2,
+        saved=saved,
+        saved_bytes=rows + masks + chosen,
+    )
+
+
+def _over_data(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A change of type over the data axes: a copy into or out of rank order."""
+    whole = max(operands[0].num_bytes, op.spec.num_bytes)
+    return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
+
+
+def _opaque(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A region of unknown code: what one run of it counted, scaled by its input; elementwise beside that."""
+    region = region_of(str(op.args[0]))
+    share = max(1, sum(spec.numel for spec in operands[: len(cast("tuple[object, ...]", op.args[1]))])) / region.numel
+    moved = total(operands) + total(op.outputs)
+    return Work(
+        flops=region.flops * share,
+        backward_flops=region.backward_flops * share,
+        num_bytes=moved + int(region.saved_bytes * share),
+        backward_bytes=2 * moved + int(region.saved_bytes * share),
+        launches=1 + len(region.parameters),
+        backward_launches=1 + 2 * len(region.parameters),
+        saved=tuple(range(len(operands))),
+        saved_bytes=int(region.saved_bytes * share),
+    )
+
+
+def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Keeps its mask, one byte an element."""
+    x = operands[0]
+    return Work(
+        num_bytes=4 * x.num_bytes + 2 * x.numel,
+        backward_bytes=4 * x.num_bytes + x.numel,
+        launches=3,
+        backward_launches=2,
+        saved_bytes=x.numel,
+        workspace_bytes=x.num_bytes,
+    )
+
+
+def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Gathering or scattering along an inner dim copies the whole tensor into and out of rank order; zig-zag order too."""
+    in_order = op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0
+    if in_order and not op.target.startswith("autopar.zigzag_"):
+        return _NOTHING
+    whole = max(operands[0].num_bytes, op.spec.num_bytes)
+    back = op.args[-1] != "I"  # an all-gather to I slices its gradient
+    return Work(
+        num_bytes=2 * whole, backward_bytes=2 * whole * back, backward_launches=int(back), workspace_bytes=whole
+    )
+
+
+def _sum(op: Op, operands: Specs, kind: Kind) -> Work:
+    return Work(
+        num_bytes=operands[0].num_bytes + op.spec.num_bytes, backward_bytes=op.spec.num_bytes, backward_launches=1
+    )
+
+
+def _mean(op: Op, operands: Specs, kind: Kind) -> Work:
+    """A sum; backward divides its expanded gradient, which writes a whole one (torch: ``mean_backward``)."""
+    found = _sum(op, operands, kind)
+    return replaced(found, backward_bytes=found.backward_bytes + operands[0].num_bytes)
+
+
+def _power(op: Op, operands: Specs, kind: Kind) -> Work:
+    """Backward is a power of what was kept, times the exponent, times the gradient: three kernels (torch: ``pow_backward``)."""
+    found = _elementwise(op, operands)
+    if not found.backward_launches:
+        return found
+    size = op.spec.num_bytes
+    return replaced(
+        found,
+        backward_bytes=found.backward_bytes + 4 * size,
+        backward_launches=3,
+        backward_workspace_bytes=size,
+    )
+
+
+_SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
+    **PRODUCTS,
+    **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
+    "autopar.cross_entropy_vocabulary": _split_softmax_loss,
+    **dict.fromkeys(
+        ("aten.layer_norm.default", "aten.rms_norm.default", "aten.native_layer_norm.default", "aten.group_norm.default", "aten.instance_norm.default", "aten.batch_norm.default", "autopar.batch_norm", "autopar.batch_norm_running"), _norm
+    ),
+    **dict.fromkeys(("aten.embedding.default", "autopar.embedding_vocabulary"), _embedding),
+    **dict.fromkeys(("autopar.embedding_bag", "autopar.embedding_bag_ragged", "autopar.embedding_bag_vocabulary"), _bag),
+    "autopar.opaque": _opaque,
+    "autopar.change_over_data": _over_data,
+    **dict.fromkeys(("autopar.dropout", "aten.dropout.default", "aten.native_dropout.default"), _dropout),
+    **dict.fromkeys(("aten.mean.default", "aten.mean.dim", "autopar.partial_mean"), _mean),
+    **dict.fromkeys(("aten.sum.default", "aten.sum.dim_IntList"), _sum),
+    **dict.fromkeys(("aten.pow.Tensor_Scalar", "aten.square.default", "aten.rsqrt.default"), _power),
+    **dict.fromkeys(COLLECTIVES, _change_of_type),
+}  # fmt: skip
+
+
+def operand_specs(op: Op, specs: Callable[[Ref], TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Specs of an operator's operands."""
+    return tuple(specs(ref) for ref in op.operands)

@@ -1,0 +1,1 @@
+"""What one training step costs: stages simulated, communication of data ranks, memory."""

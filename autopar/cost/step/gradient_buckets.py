@@ -1,0 +1,176 @@
+"""Sums of gradients that FSDP does not do: which all-reduces the runtime runs, and when they can start.
+
+Source: ``runtime/gradients.py`` and ``runtime/assemble.py``. A parameter that FSDP does not hold (without ZeRO and mixed
+precision all of them, else scalars and experts over data ranks) is summed over the data axes and over those on which its
+gradient is pending, in buckets that leave as soon as the last micro-batch's gradients of their members are there. What
+FSDP holds is summed over pending axes after the last backward, all of one set of axes at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
+from autopar.mesh import MESH_AXES, Mesh
+from autopar.plan import BUCKET_BYTES
+
+Sum: TypeAlias = tuple[ParameterCost, tuple[str, ...]]
+"""A parameter, and the axes over which its gradient is summed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One all-reduce of gradients.
+
+    Attributes:
+        axes: whose ranks sum.
+        num_bytes: of the gradients, local.
+        stage, block: of the member whose gradient comes last: the turn of the rank's stage, and the block in it.
+        num_members: parameters; the gradients of several are copied side by side, one alone is summed where it is.
+    """
+
+    axes: tuple[str, ...]
+    num_bytes: int
+    stage: int
+    block: int
+    num_members: int
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the buffer that holds the gradients beside those that backward left."""
+        return self.num_bytes if self.num_members > 1 else 0
+
+
+def stage_parameters(
+    blocks: Sequence[BlockCost],
+) -> tuple[tuple[tuple[ParameterCost, ...], ...], tuple[ParameterCost, ...]]:
+    """For each block of a stage the parameters that it alone reads, and those that several of its blocks read.
+
+    Equal blocks may be one object here, so that names tell parameters apart only where they are shared.
+    """
+    shared = [block.shared_names for block in blocks]
+    readers = Counter(name for names in shared for name in names)
+    alone = tuple(
+        tuple(p for p in block.parameters if not p.shared or readers[p.name] == 1) if names else block.parameters
+        for block, names in zip(blocks, shared, strict=True)
+    )
+    several = {
+        p.name: p
+        for block, names in zip(blocks, shared, strict=True)
+        if names
+        for p in block.parameters
+        if p.shared and readers[p.name] > 1
+    }
+    return alone, tuple(several.values())
+
+
+def is_fsdps(parameter: ParameterCost, uses_fsdp: bool) -> bool:
+    """Whether FSDP holds it: no experts over data ranks, and no scalars, which it does not take."""
+    return uses_fsdp and not parameter.spread and bool(parameter.shape)
+
+
+def sum_axes(parameter: ParameterCost, mesh: Mesh, uses_fsdp: bool) -> tuple[str, ...]:
+    """The axes of more than one rank over which the gradient that backward leaves is summed."""
+    pending = parameter.gradient_sum_axes
+    if parameter.spread:  # the ranks of ep_data hold other experts
+        wanted = ("ep_outer", *(axis for axis in pending if axis in MESH_AXES))
+    else:
+        data = () if is_fsdps(parameter, uses_fsdp) else ("dp_replicate", "dp_shard")
+        wanted = tuple(axis for axis in MESH_AXES if axis in (*data, *pending))
+    return tuple(axis for axis in wanted if mesh.size((axis,)) > 1)
+
+
+def buckets(
+    stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Bucket, ...]:
+    """The all-reduces beside backward, of one rank.
+
+    Args:
+        stages: the blocks of each of the rank's stages, in order of the model.
+        summed: of the data axes.
+        itemsize: of a gradient's element.
+        bucket_bytes: from which on a bucket is not filled further.
+    """
+    done: list[Bucket] = []
+    filling: dict[tuple[str, ...], Bucket] = {}
+    for stage, block, parameter, axes in reversed(list(_in_order(stages, summed.in_buckets))):
+        before = filling.get(axes)
+        last = (stage, block) if before is None else min((before.stage, before.block), (stage, block))
+        size = parameter.numel * itemsize + (before.num_bytes if before is not None else 0)
+        members = 1 + (before.num_members if before is not None else 0)
+        filling[axes] = Bucket(axes=axes, num_bytes=size, stage=last[0], block=last[1], num_members=members)
+        if size >= bucket_bytes:
+            done.append(filling.pop(axes))
+    return (*done, *filling.values())
+
+
+def late_sums(stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int) -> dict[tuple[str, ...], int]:
+    """Bytes that are summed over each set of axes after the last backward: gradients' shards of what FSDP holds."""
+    found: dict[tuple[str, ...], int] = {}
+    shards = summed.mesh.dp_shard
+    for _, _, parameter, axes in _in_order(stages, summed.late):
+        found[axes] = found.get(axes, 0) + parameter.shard_numel(shards) * itemsize
+    return found
+
+
+class Summed:
+    """Which parameters are summed over which axes; worked out once for the parameters of each block, as blocks repeat.
+
+    Args:
+        mesh: its data axes, and those on which gradients are pending.
+        uses_fsdp: see :attr:`DataParallel.uses_fsdp`.
+    """
+
+    def __init__(self, mesh: Mesh, uses_fsdp: bool) -> None:
+        self.mesh, self.uses_fsdp = mesh, uses_fsdp
+        self._known: dict[tuple[tuple[ParameterCost, ...], bool], list[Sum]] = {}
+
+    def in_buckets(self, parameters: tuple[ParameterCost, ...]) -> list[Sum]:
+        """Those that FSDP does not hold, with their axes."""
+        return self._of(parameters, is_late=False)
+
+    def late(self, parameters: tuple[ParameterCost, ...]) -> list[Sum]:
+        """Those that it holds."""
+        return self._of(parameters, is_late=True)
+
+    def _of(self, parameters: tuple[ParameterCost, ...], *, is_late: bool) -> list[Sum]:
+        key = parameters, is_late
+        if key not in self._known:
+            some = [p for p in parameters if p.trained and is_fsdps(p, self.uses_fsdp) == is_late]
+            self._known[key] = [(p, axes) for p in some if (axes := sum_axes(p, self.mesh, self.uses_fsdp))]
+        return self._known[key]
+
+
+def _in_order(
+    stages: Sequence[Sequence[BlockCost]],
+    wanted: Callable[[tuple[ParameterCost, ...]], list[Sum]],
+) -> Iterator[tuple[int, int, ParameterCost, tuple[str, ...]]]:
+    """Wanted parameters in the order in which the runtime holds them; shared ones when their first reader is done."""
+    for turn, blocks in enumerate(stages):
+        own, shared = stage_parameters(blocks)
+        for i, parameters in enumerate(own):
+            for p, axes in wanted(parameters):
+                yield turn, i, p, axes
+        for p, axes in wanted(shared) if shared else ():
+            first = next(
+                i for i, block in enumerate(blocks) if any(q.shared and q.name == p.name for q in block.parameters)
+            )
+            yield turn, first, p, axes
+
+
+def beside_backward(leaving: Sequence[tuple[int, float]], times: Sequence[float]) -> float:
+    """Seconds of reductions that are left when the backward of a stage ends.
+
+    Args:
+        leaving: for each reduction the block after whose backward it can start, and how long it takes; in the order
+            in which they run, one after the other.
+        times: of each block's backward, in order of the model.
+    """
+    end = sum(times)
+    free = 0.0
+    for block, time_s in leaving:
+        free = max(free, sum(times[block:])) + time_s
+    return max(free - end, 0.0)

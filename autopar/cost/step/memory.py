@@ -1,0 +1,287 @@
+"""Peak memory of each pipeline rank, as the runtime keeps tensors.
+
+| what        | ZeRO 0, one dtype | ZeRO 0 mixed, 1, 2                 | ZeRO 3                |
+|-------------|-------------------|------------------------------------|-----------------------|
+| parameters  | whole             | shard + whole in the compute dtype | shard; two blocks in passing, in a pipeline all |
+| gradients   | whole             | whole while they accumulate, then shard; else shard + one block in passing | likewise |
+| optimizer   | whole             | shard                              | shard                 |
+
+Whole gradients accumulate in the dtype of reductions: with a pipeline at every ZeRO stage, without one below stage 2
+when there are several micro-batches. Activations are what autograd keeps of each block, times the micro-batches that
+the schedule keeps alive; a block that is recomputed keeps its inputs, one that is so in part what cannot be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+
+from autopar.cost.blocks.block_cost import BlockCost
+from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
+from autopar.cost.step.gradient_buckets import Summed, buckets
+from autopar.cost.step.optimizer import OptimizerCost
+from autopar.cost.step.step import Step
+from autopar.device import Device
+from autopar.frozen import quickly
+from autopar.plan import Memory, Recompute
+from autopar.schedule import peak_table
+
+Runs: TypeAlias = tuple[tuple[tuple[BlockCost, Recompute], int], ...]
+"""Blocks of a stage with what each recomputes, and how many equal ones follow each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Blocks that run as one stage, in order, and what of each is recomputed in backward."""
+
+    blocks: tuple[BlockCost, ...]
+    recompute: tuple[Recompute, ...]
+
+    @property
+    def runs(self) -> Runs:
+        """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
+        return tuple((one, len(list(some))) for one, some in groupby(zip(self.blocks, self.recompute, strict=True)))
+
+
+@quickly
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Bytes of a rank that live from step to step or from micro-batch to micro-batch."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+    """Of the host's memory."""
+
+    @property
+    def total(self) -> int:
+        """All of the device's."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int, *, on_host: bool = False
+) -> State:
+    """State of one FSDP unit; ``on_host``: its optimizer's live there, beside a copy of what is trained and its gradients."""
+    storage = itemsize(data.precision.storage)
+    parameters = unit.shard_numel * storage
+    if data.uses_fsdp and data.zero_stage < 3:
+        parameters += unit.numel * itemsize(data.precision.compute)
+    if not data.uses_fsdp:
+        gradients = unit.trained_numel * storage
+    elif data.accumulates(num_micro_batches):
+        gradients = unit.trained_numel * itemsize(data.precision.reduce)
+    else:
+        gradients = (unit.trained_shard_numel - unit.spread_numel) * storage
+    gradients += unit.spread_numel * storage
+    kept = sum([optimizer.state_bytes(shape, storage) for shape in unit.trained_shard_shapes])
+    if on_host:
+        copies = 2 * unit.trained_shard_numel * storage
+        return State(parameters=parameters, gradients=gradients, optimizer=0, host=kept + copies)
+    return State(parameters=parameters, gradients=gradients, optimizer=kept)
+
+
+def gathered_bytes(unit: Unit, data: DataParallel) -> int:
+    """Parameters of a unit that stay gathered: ZeRO 3 in a pipeline, from a backward on to the next forward."""
+    stays = data.gathers_always and data.is_pipelined
+    return unit.numel * itemsize(data.precision.compute) if stays else 0
+
+
+def least_state_bytes(data: DataParallel, optimizer_bytes: float, num_micro_batches: int) -> float:
+    """Bytes for an element of a large trained parameter, whose shards are all equal: state, and what stays gathered."""
+    storage, share = itemsize(data.precision.storage), 1 / data.mesh.dp_shard
+    total = (storage + optimizer_bytes) * share
+    if data.uses_fsdp and (data.zero_stage < 3 or data.is_pipelined):  # and what stays gathered
+        total += itemsize(data.precision.compute)
+    if not data.uses_fsdp:
+        return total + storage
+    return total + (itemsize(data.precision.reduce) if data.accumulates(num_micro_batches) else storage * share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of one stage, of which those of its rank are put together.
+
+    Attributes:
+        parameters, gradients, optimizer, host: of its state.
+        gathered: parameters that stay gathered.
+        kept: what one micro-batch keeps from forward to backward.
+        received, sent: what it keeps besides of its inputs and outputs, where a stage is before and after it.
+        moved: what one micro-batch keeps on the host.
+        passing: the most that is alive in passing, over what micro-batches keep.
+        reduced: the largest unit's gradients while they are summed; 0 without FSDP.
+        stepped, largest_stepped: trained elements of the rank, of all units and of the largest.
+        freed: what gradients are smaller by when they are summed; see :func:`rank_memory`.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int
+    gathered: int
+    kept: int
+    received: int
+    sent: int
+    moved: int
+    passing: int
+    reduced: int
+    stepped: int
+    largest_stepped: int
+    freed: int
+
+
+def stage_memory(
+    stage: StageCost,
+    units: Sequence[Unit],
+    states: Sequence[State],
+    data: DataParallel,
+    num_micro_batches: int,
+) -> StageMemory:
+    """The bytes of one stage.
+
+    Args:
+        units, states: of FSDP and of what lives from step to step, one for each block.
+    """
+    pairs = list(zip(stage.blocks, stage.recompute, strict=True))
+    kept = kept_bytes(stage, receives=False, sends=False)
+    reduced, storage = itemsize(data.precision.reduce), itemsize(data.precision.storage)
+    freed = 0
+    if data.uses_fsdp and data.accumulates(num_micro_batches):
+        freed = sum(u.trained_numel * reduced - (u.trained_shard_numel - u.spread_numel) * storage for u in units)
+    return StageMemory(
+        parameters=sum(s.parameters for s in states),
+        gradients=sum(s.gradients for s in states),
+        optimizer=sum(s.optimizer for s in states),
+        host=sum(s.host for s in states),
+        gathered=sum(gathered_bytes(unit, data) for unit in units),
+        kept=kept,
+        received=kept_bytes(stage, receives=True, sends=False) - kept,
+        sent=kept_bytes(stage, receives=False, sends=True) - kept,
+        moved=sum(block.moved_bytes(mode) for block, mode in pairs),
+        passing=passing_bytes(stage, units, data, num_micro_batches),
+        reduced=max((unit.trained_numel for unit in units), default=0) * reduced if data.uses_fsdp else 0,
+        stepped=sum(unit.trained_shard_numel for unit in units),
+        largest_stepped=max((unit.trained_shard_numel for unit in units), default=0),
+        freed=freed,
+    )
+
+
+def rank_memory(
+    stages: Sequence[StageMemory],
+    data: DataParallel,
+    *,
+    copied_bytes: int,
+    optimizer: OptimizerCost,
+    device: Device,
+    step: Step,
+    pp_rank: int,
+) -> Memory:
+    """Memory of one pipeline rank.
+
+    Activations are gone when gradients are summed and parameters stepped. FSDP then has shards of gradients in place of the whole
+    ones that accumulated; shards in a longer dtype may be larger than the whole ones of one or two ranks, which is left out.
+
+    Args:
+        stages: of this rank, in order of the model.
+        data: the data axes.
+        copied_bytes: of gradients that lie in buckets beside themselves; see :func:`copied_bytes_of`.
+        optimizer: what it keeps.
+        device: whose profile says what is reserved.
+        step: how they are run.
+        pp_rank: this one.
+    """
+    pp, last = step.mesh.pp, len(stages) - 1
+    kept = [
+        own.kept
+        + (own.received if turn > 0 or pp_rank > 0 else 0)
+        + (own.sent if turn < last or pp_rank < pp - 1 else 0)
+        for turn, own in enumerate(stages)
+    ]
+    table = peak_table(step.schedule, pp, len(stages), step.num_micro_batches, pp_rank)
+    activations = int((table @ np.array(kept, dtype=np.int64)).max())
+    moved = [own.moved for own in stages]
+    transient = max(own.passing for own in stages) + sum(own.gathered for own in stages)
+    temporaries = 0 if step.offloads_optimizer else optimizer.temporaries * itemsize(data.precision.storage)
+    # on a GPU torch steps all parameters at once
+    is_at_once = device.kind == "cuda"
+    numel = sum(own.stepped for own in stages) if is_at_once else max(own.largest_stepped for own in stages)
+    stepping = numel * temporaries - max(sum(own.freed for own in stages), 0)
+    summed = copied_bytes + max(own.reduced for own in stages)
+    transient = max(transient, max(summed, stepping) - activations)
+    parameters, gradients = sum(own.parameters for own in stages), sum(own.gradients for own in stages)
+    kept_states = sum(own.optimizer for own in stages)
+    tensors = parameters + gradients + kept_states + activations + transient
+    return Memory(
+        pp_rank=pp_rank,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=kept_states,
+        activations=activations,
+        transient=transient,
+        reserved=device.reserved_bytes + round(device.fragmentation * tensors),
+        host=sum(own.host for own in stages)
+        + (int((table @ np.array(moved, dtype=np.int64)).max()) if any(moved) else 0),
+    )
+
+
+def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
+    """Bytes that one micro-batch keeps on a stage from forward to backward; the pipeline keeps inputs and outputs."""
+    if not stage.blocks:
+        return 0
+    prelude = {name: size for block in stage.blocks for name, size in block.prelude}
+    total = sum(prelude.values())
+    for block, recompute in zip(stage.blocks, stage.recompute, strict=True):
+        total += block.kept_bytes(recompute)
+    first = stage.blocks[0]
+    if receives:
+        total += first.input_bytes - (0 if first.offloads else first.kept_input_bytes(stage.recompute[0]))
+    return total + (stage.blocks[-1].send_bytes if sends else 0)
+
+
+def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, num_micro_batches: int) -> int:
+    """The most that is alive in passing on a stage, over what its micro-batches keep when all of it is there."""
+    peak = later = 0
+    rows = list(zip(stage.blocks, stage.recompute, units, strict=True))
+    for i in reversed(range(len(rows))):
+        block, recompute, unit = rows[i]
+        here = block.passing_bytes(recompute) - later
+        if i:  # comes up, or goes down, beside this block
+            here += rows[i - 1][0].moved_bytes(rows[i - 1][1])
+        units_beside = (rows[i - 1][2] if i else None), (rows[i + 1][2] if i + 1 < len(rows) else None)
+        here += unit_passing_bytes(unit, *units_beside, data, num_micro_batches)
+        peak = max(peak, here)
+        later += block.kept_bytes(recompute)
+    return peak
+
+
+def unit_passing_bytes(
+    unit: Unit, before: Unit | None, after: Unit | None, data: DataParallel, num_micro_batches: int
+) -> int:
+    """What FSDP holds for a while beside a block's backward: parameters of two blocks, gradients of two.
+
+    Args:
+        before, after: the units beside it on the stage; None: there is none.
+    """
+    compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
+    found = 0
+    if data.gathers_always and not data.is_pipelined:
+        found += (unit.numel + (before.numel if before else 0)) * compute
+    if data.uses_fsdp and not data.accumulates(num_micro_batches):
+        # its gradients, those of the block after on their way
+        found += unit.trained_numel * compute
+        found += max(unit.trained_numel, after.trained_numel if after else 0) * reduced
+    return found
+
+
+def copied_bytes_of(stages: Sequence[StageCost], summed: Summed, data: DataParallel, bucket_bytes: int) -> int:
+    """Gradients of a rank that lie in buckets beside themselves, all of them when the last ones are on their way."""
+    if data.uses_fsdp and data.mesh.ep_outer == 1:  # but for scalars FSDP holds all parameters
+        return 0
+    size = itemsize(data.precision.storage)
+    found = buckets([stage.blocks for stage in stages], summed, size, bucket_bytes)
+    return sum(bucket.copied_bytes for bucket in found)

@@ -1,0 +1,307 @@
+"""Time of a pipelined step: an event simulation of the actions that the runtime carries out.
+
+Sends do not occupy the sender; a receiver waits for them. The schedule's dependencies are worked out once for each
+(schedule, ranks, virtual stages, micro-batches); a simulation is then one pass over the actions. Once all ranks repeat what they
+did a round before, by so much later, they go on so until the pipeline drains: what is between is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.schedule import check_schedule, schedule_moments, schedule_numbers
+
+ROUNDS = (5, 10, 20)
+"""Of as many micro-batches as there are ranks, after which it is looked whether all ranks repeat themselves."""
+
+STEADY = 1e-12
+"""Of what a round takes, within which all actions come later by the same: rounding."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds that one stage takes for one micro-batch.
+
+    Attributes:
+        forward_s, backward_s: with everything that the stage waits for by itself (its collectives, recompute).
+        send_forward_s: until the next stage has this stage's outputs; 0 for the last stage.
+        send_backward_s: until the stage before has this stage's input gradients; 0 for the first stage.
+        first_forward_s: what the step's first forward takes longer.
+        schedule_s: of ``forward_s`` and ``backward_s`` together, what the schedule and its messages take of the rank.
+    """
+
+    forward_s: float
+    backward_s: float
+    send_forward_s: float = 0.0
+    send_backward_s: float = 0.0
+    first_forward_s: float = 0.0
+    schedule_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """One step without what comes after its last backward, for each pipeline rank.
+
+    Attributes:
+        finish_s: when the rank's last action ends.
+        busy_s: the sum of its actions.
+        exposed_send_s: idle time while a message to the rank was under way.
+    """
+
+    finish_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    exposed_send_s: tuple[float, ...]
+
+    @property
+    def time_s(self) -> float:
+        """When the last rank has finished."""
+        return max(self.finish_s)
+
+    @property
+    def bubble_s(self) -> tuple[float, ...]:
+        """Idle time of each rank until the last has finished, waiting for messages aside."""
+        parts = zip(self.busy_s, self.exposed_send_s, strict=True)
+        return tuple(max(self.time_s - busy - send, 0.0) for busy, send in parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """Actions of all ranks in an order in which each stands behind what it needs.
+
+    Attributes:
+        rank: of each action.
+        need: position of the action on which it depends; -1 for none.
+        duration: index into (forward, backward, first forward of stage 0, of stage 1, ...).
+        message: index into (send forward 0, send backward 0, ...) for the message it waits for, -1 for none.
+        before: position of the action before it on its rank, -1 for none.
+        last: position of each rank's last action.
+        columns: the first five as an array.
+    """
+
+    rank: tuple[int, ...]
+    need: tuple[int, ...]
+    duration: tuple[int, ...]
+    message: tuple[int, ...]
+    before: tuple[int, ...]
+    last: tuple[int, ...]
+    columns: NDArray[np.int64]
+
+
+@lru_cache(maxsize=64)
+def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> Compiled:
+    """The actions of a schedule in an order in which they can be simulated."""
+    numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
+    stages, m = pp * virtual_stages, num_micro_batches
+    # of every action what it needs
+    every = np.arange(2 * stages * m)
+    stage, rest = np.divmod(every, 2 * m)
+    is_backward = rest >= m
+    needs = np.where(is_backward, every + 2 * m, every - 2 * m)
+    last = every >= 2 * (stages - 1) * m
+    needs = np.where(is_backward & last, every - m, np.where(~is_backward & (stage == 0), -1, needs))
+    moments = schedule_moments(name, pp, virtual_stages, num_micro_batches)
+    if moments is None:
+        took = _in_turn(numbers, needs)
+    else:
+        took = numbers.reshape(-1)[np.argsort(moments, axis=None, kind="stable")]
+    positions = np.full(len(every) + 1, -1)  # one more for the actions that need nothing
+    positions[took] = every
+    made = needs // (2 * m)  # the stage before, or the one after
+    message = np.where((needs < 0) | (made % pp == stage % pp), -1, 2 * made + is_backward)
+    duration = 3 * stage + np.where(rest == 0, 2, is_backward)
+    by_rank = positions[numbers]
+    before = np.full(len(took), -1)
+    before[by_rank[:, 1:]] = by_rank[:, :-1]
+    columns = np.stack([(stage % pp)[took], positions[needs[took]], duration[took], message[took], before])
+    ranks, need, durations, messages, befores = (tuple[int, ...](column.tolist()) for column in columns)
+    return Compiled(ranks, need, durations, messages, befores, tuple(by_rank[:, -1].tolist()), columns)
+
+
+def _in_turn(numbers: NDArray[np.int64], needs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Actions of all ranks, each behind what it needs: rank by rank as far as it comes.
+
+    Args:
+        numbers: of each rank's actions [ranks, actions].
+        needs: of every action the number of that which it needs, -1 for none.
+    """
+    is_placed, needed = [False] * len(needs), needs.tolist()
+    order: list[int] = []
+    waiting: dict[int, int] = {}  # ranks by what their next action needs
+    left = [iter(own) for own in numbers.tolist()]
+    following = [next(own, -1) for own in left]
+    ready = list(range(len(left)))
+    while ready:
+        rank = ready.pop()
+        number, own = following[rank], left[rank]
+        while number >= 0:
+            need = needed[number]
+            if need >= 0 and not is_placed[need]:
+                waiting[need] = rank
+                break
+            is_placed[number] = True
+            order.append(number)
+            if number in waiting:
+                ready.append(waiting.pop(number))
+            number = next(own, -1)
+        following[rank] = number
+    return np.array(order)
+
+
+@lru_cache(maxsize=64)
+def _rounds(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[NDArray[np.intp], int]:
+    """Where the last actions stand that no rank's drain has a part in, and how many of them are a round.
+
+    Each rank runs, after its first forwards, a forward and a backward in turn: here the step of a pair is that of its forward among
+    the forwards of the rank. Forward and backward wait for ranks beside, of the same step or of up to two steps before, or at the ends of a
+    pipeline of virtual stages for a round less as many steps as there are ranks: so a round and a step for each rank are all that
+    what follows can wait for.
+
+    Returns:
+        For each rank positions of the actions of two rounds and a step for each rank [ranks, actions].
+    """
+    stages, columns = pp * virtual_stages, compiled(name, pp, virtual_stages, num_micro_batches).columns
+    own = np.argsort(columns[0], kind="stable").reshape(pp, -1)
+    fill = (columns[2][own] % 3 == 1).argmax(axis=1) - 1  # forwards before those that have a backward beside them
+    size = stages if name == "Interleaved1F1B" else 1
+    stop = virtual_stages * num_micro_batches - pp
+    first = 2 * (stop - 2 * size - pp) - fill
+    assert (first >= fill).all()
+    return np.take_along_axis(own, first[:, None] + np.arange(2 * (2 * size + pp)), axis=1), 2 * size
+
+
+def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array, Array]:
+    """When each action ends, what it takes, and how long its rank is idle while a message to it is under way."""
+    durations, sends = durations_of(stages), sends_of(stages)
+    ends = [0.0] * (len(actions.rank) + 1)  # the last one, which -1 says too, for what actions need that need nothing
+    free = [0.0] * (max(actions.rank) + 1)
+    columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
+    for i, (rank, need, duration, message) in enumerate(columns):
+        end = free[rank]
+        if (arrives := ends[need] + sends[message]) > end:
+            end = arrives
+        free[rank] = ends[i] = end + durations[duration]
+    every = np.array(ends)
+    _, needs, lengths, messages, befores = actions.columns
+    idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
+    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
+    return every[:-1], np.array(durations)[lengths], exposed
+
+
+def _continued(
+    name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...], rounds: int
+) -> PipelineTimes | None:
+    """A step by that of fewer micro-batches, where it repeats itself after so many rounds; None where it does not."""
+    by_round = pp if name == "Interleaved1F1B" else 1
+    degrees = name, pp, len(stages) // pp, rounds * pp
+    actions, (places, size) = compiled(*degrees), _rounds(*degrees)
+    ends, took, exposed = _run(actions, stages)
+    later = ends[places[:, size:]] - ends[places[:, :-size]]
+    later_s = float(later[0, 0])
+    if np.abs(later - later_s).max() > STEADY * later_s:
+        return None
+    more = (num_micro_batches - rounds * pp) // by_round
+    one = places[:, -size:]
+    ranks = actions.columns[0]
+    return PipelineTimes(
+        finish_s=tuple((ends[list(actions.last)] + more * later_s).tolist()),
+        busy_s=tuple((np.bincount(ranks, took) + more * took[one].sum(axis=1)).tolist()),
+        exposed_send_s=tuple((np.bincount(ranks, exposed) + more * exposed[one].sum(axis=1)).tolist()),
+    )
+
+
+@lru_cache(maxsize=16)
+def _simulated(name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...]) -> PipelineTimes:
+    """A step of several stages; a search asks for the same one again where a cut that is in time is the one that fits."""
+    check_schedule(name, pp, len(stages) // pp, num_micro_batches)
+    if name == "1F1B" or (name == "Interleaved1F1B" and num_micro_batches % pp == 0):
+        for rounds in ROUNDS:
+            if 3 * rounds * pp > 2 * num_micro_batches:
+                break
+            if (found := _continued(name, pp, num_micro_batches, stages, rounds)) is not None:
+                return found
+    return whole(name, pp, num_micro_batches, stages)
+
+
+def whole(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
+    """As :func:`simulate`, action by action to the end."""
+    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
+    ends, took, exposed = _run(actions, stages)
+    ranks = actions.columns[0]
+    return PipelineTimes(
+        finish_s=tuple(ends[list(actions.last)].tolist()),
+        busy_s=tuple(np.bincount(ranks, took).tolist()),
+        exposed_send_s=tuple(np.bincount(ranks, exposed).tolist()),
+    )
+
+
+def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
+    """Simulate one step.
+
+    Args:
+        name: of the schedule.
+        pp: pipeline ranks; ``len(stages)`` is a multiple of it, stage ``s`` runs on rank ``s % pp``.
+        num_micro_batches: of the step.
+        stages: in order of the model.
+
+    Raises:
+        UsageError: the schedule cannot serve these numbers.
+    """
+    if pp == 1 and len(stages) == 1:  # every schedule is the plain sum
+        busy = num_micro_batches * (stages[0].forward_s + stages[0].backward_s) + stages[0].first_forward_s
+        return PipelineTimes(finish_s=(busy,), busy_s=(busy,), exposed_send_s=(0.0,))
+    return _simulated(name, pp, num_micro_batches, tuple(stages))
+
+
+@lru_cache(maxsize=16)
+def _side_by_side(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Where actions of a later moment begin among those of :func:`compiled`, and where the last ones end; none if that is not known."""
+    moments = schedule_moments(name, pp, virtual_stages, num_micro_batches)
+    if moments is None:
+        return ()
+    ends = np.flatnonzero(np.diff(np.sort(moments, axis=None))) + 1
+    return (0, *ends.tolist(), moments.size)
+
+
+def finishes_s(name: str, pp: int, num_micro_batches: int, every: Sequence[Sequence[StageTimes]]) -> Array:
+    """When ranks have finished [pipelines, ranks], as :func:`simulate` says, of pipelines that differ in the times of their stages.
+
+    Actions of one moment (:func:`autopar.schedule.schedule_moments`) depend on none of each other: they are simulated side by side,
+    of all pipelines at once.
+    """
+    degrees = name, pp, len(every[0]) // pp, num_micro_batches
+    stops = _side_by_side(*degrees)
+    if not stops:
+        return np.array([simulate(name, pp, num_micro_batches, stages).finish_s for stages in every])
+    actions = compiled(*degrees)
+    _, needs, lengths, messages, befores = actions.columns
+    durations = np.array([durations_of(stages) for stages in every]).T[lengths]
+    sends = np.array([sends_of(stages) for stages in every]).T[messages]
+    # the last one, which -1 says too, is what actions need that need nothing
+    ends = np.zeros((len(needs) + 1, len(every)))
+    for start, stop in pairwise(stops):
+        here = ends[needs[start:stop]] + sends[start:stop]
+        ends[start:stop] = np.maximum(here, ends[befores[start:stop]]) + durations[start:stop]
+    found: Array = ends[list(actions.last)].T
+    return found
+
+
+def durations_of(stages: Sequence[StageTimes]) -> list[float]:
+    """Of the actions of each stage: forward, backward, first forward; ``Compiled.duration`` counts in it."""
+    return [
+        time
+        for stage in stages
+        for time in (stage.forward_s, stage.backward_s, stage.forward_s + stage.first_forward_s)
+    ]
+
+
+def sends_of(stages: Sequence[StageTimes]) -> list[float]:
+    """Of the messages of each stage, to the next one and back; one more for the message -1 that nobody sends."""
+    return [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]

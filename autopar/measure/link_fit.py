@@ -1,0 +1,190 @@
+"""Latency and bandwidth of links from measured collectives: what groups of other shapes are priced with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import minimize
+
+from autopar.cluster import Cluster, NodeGroup
+from autopar.cost.network.collectives import CollectiveModel, volume_factor
+from autopar.cost.network.group_shape import shapes_of
+from autopar.device import Device
+from autopar.errors import AutoparError
+from autopar.links import CollectiveLibrary, Link
+from autopar.measured import CollectiveTime
+from autopar.profile.fit import fit_pieces, residual
+from autopar.profile.groups import GroupSet
+from autopar.profile.links_file import Links
+from autopar.profile.store import MachineProfile, load_library
+
+ROBUST = 0.3
+"""Relative distance (in log space) from which a point counts less: a disturbed sample must not decide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPoint:
+    """A collective of ``num_bytes`` took ``time_s`` on ``groups`` at once; see ``CollectiveModel.time_s`` for the bytes."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    num_bytes: float
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Equal nodes of the job that measured."""
+
+    num_nodes: int
+    devices_per_node: int
+    nics_per_node: int
+
+
+def fit_link(
+    points: Sequence[LinkPoint],
+    *,
+    nodes: Nodes,
+    device: Device,
+    library: CollectiveLibrary,
+    intra_node: Link,
+    nic: Link | None = None,
+) -> tuple[Link, float]:
+    """The link whose latency and bandwidth bring the collective library's algorithms closest to the points.
+
+    Args:
+        points: all inside nodes, or all across them.
+        device: any; a cluster has one.
+        library: its algorithms; its measured collectives do not count.
+        intra_node: where the fit begins; what is fitted unless ``nic`` is given.
+        nic: where the fit of the network card begins; ``intra_node`` is known then.
+
+    Returns:
+        The link with its new latency and bandwidth (at most twice what any point reached), and the median relative distance of the points from it.
+    """
+    library = replace(library, measured=())
+    start = nic or intra_node
+    group = NodeGroup(
+        device=device, num_nodes=nodes.num_nodes, devices_per_node=nodes.devices_per_node, intra_node=intra_node,
+        nic=nic or intra_node, nics_per_node=nodes.nics_per_node,
+    )  # fmt: skip
+
+    # where no point is large enough to say, the bandwidth must not run away
+    fastest = 2 * max(p.num_bytes * volume_factor(p.kind, len(p.groups[0])) / p.time_s for p in points)
+
+    def logs(variables: np.ndarray) -> np.ndarray:
+        link = replace(
+            start, latency_s=math.exp(variables[0]), bandwidth_bytes_per_s=min(math.exp(variables[1]), fastest)
+        )
+        link = replace(link, half_bandwidth_bytes=0.0, step_fraction=1.0)
+        own = replace(group, nic=link) if nic else replace(group, intra_node=link, nic=link)
+        cluster = Cluster(name="measured", groups=(own,), library=library)
+        model = CollectiveModel(cluster)
+        shapes = {groups: shapes_of(groups, cluster) for groups in dict.fromkeys(point.groups for point in points)}
+        found = [
+            max(model.shape_time_s(point.kind, point.num_bytes, shape) for shape in shapes[point.groups]) / point.time_s
+            for point in points
+        ]
+        return np.log(found)
+
+    def distance(variables: np.ndarray) -> float:
+        return float(np.sum(np.sqrt(1.0 + (logs(variables) / ROBUST) ** 2) - 1.0))
+
+    quickest = min(point.time_s for point in points)
+    # where the bandwidth is cut off it has no effect, so the fit begins below
+    begin = np.log([quickest / 4, fastest / 2])
+    done = minimize(distance, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
+    latency, bandwidth = math.exp(done.x[0]), min(math.exp(done.x[1]), fastest)
+    link = replace(
+        start, latency_s=latency, bandwidth_bytes_per_s=bandwidth, half_bandwidth_bytes=0.0, step_fraction=1.0
+    )
+    return link, float(np.median(np.abs(np.expm1(logs(done.x)))))
+
+
+def links_of(
+    sets: Sequence[GroupSet],
+    points: Sequence[Sequence[object]],
+    *,
+    nodes: Sequence[int],
+    machine: MachineProfile,
+    library: str,
+    where: str,
+    points_name: str,
+    nics_per_node: int | None = None,
+) -> Links:
+    """The file of measured links: a fit of every kind on every shape of groups, and the links behind them.
+
+    Args:
+        sets: groups that were measured.
+        points: ``[groups, kind, bytes, seconds, spread]``, as ``autopar.profile.links.LinkPoints`` has them.
+        nodes: the node of each rank of the job.
+        machine: where the fits begin; its link stands where a tier was not measured.
+        library: name of the collective library that ran.
+        where: device, software, date: for the provenance.
+        points_name: file of the raw points.
+        nics_per_node: cards of a node; as many as the machine has for so many devices when None.
+
+    Raises:
+        AutoparError: no collective inside a node and none across nodes has two points.
+    """
+    by_name = {found.name: found for found in sets}
+    per_node = min(list(nodes).count(node) for node in nodes)
+    measured = _collectives(by_name, points, per_node, where)
+    if not measured:
+        raise AutoparError("at least two sizes of a collective are measured", value="none", remedy="allow more time")
+    cards = nics_per_node or max(1, per_node * machine.num_nics // machine.num_devices)
+    layout = Nodes(num_nodes=len(set(nodes)), devices_per_node=per_node, nics_per_node=cards)
+    shipped, links = load_library(library), {"intra_node": machine.intra_node, "nic": machine.nic}
+    for tier, name in (("node", "intra_node"), ("network", "nic")):
+        own = [
+            LinkPoint(
+                kind=str(kind), groups=by_name[str(group)].groups, num_bytes=_number(size), time_s=_number(time_s)
+            )
+            for group, kind, size, time_s, _ in points
+            if by_name[str(group)].tier == tier
+        ]
+        if len(own) < 2:
+            continue
+        fitted, distance = fit_link(
+            own, nodes=layout, device=machine.device, library=shipped, intra_node=links["intra_node"],
+            nic=links["nic"] if tier == "network" else None,
+        )  # fmt: skip
+        note = f"{where}: fitted to {len(own)} points, median distance {distance:.0%}"
+        links[name] = replace(fitted, name=f"measured {tier}", provenance=note)
+    if layout.num_nodes == 1:
+        links["nic"] = replace(links["intra_node"], provenance="one node: as inside it, nothing else was measured")
+    return Links(library=library, measured=measured, points=points_name, provenance=where, **links)
+
+
+def _collectives(
+    sets: dict[str, GroupSet], points: Sequence[Sequence[object]], per_node: int, where: str
+) -> tuple[CollectiveTime, ...]:
+    """Fits of what was measured with all siblings at once; patterns of ranks count alike."""
+    found: dict[tuple[str, int, int, int], list[tuple[float, float]]] = {}
+    for name, kind, size, time_s, _ in points:
+        group = sets[str(name)]
+        if not group.alone:
+            key = (str(kind), group.size, group.num_nodes, group.ranks_per_node)
+            found.setdefault(key, []).append((_number(size), _number(time_s)))
+    made = []
+    for (kind, size, num_nodes, ranks_per_node), own in found.items():
+        if len({num_bytes for num_bytes, _ in own}) < 2:
+            continue
+        pieces = fit_pieces(own)
+        low, high = min(own)[0], max(own)[0]
+        made.append(
+            CollectiveTime(
+                kind=kind, size=size, num_nodes=num_nodes, ranks_per_node=ranks_per_node, devices_per_node=per_node,
+                pieces=pieces, residual=residual(pieces, own),
+                provenance=f"{where}: {len(own)} points from {low:.0f} to {high:.0f} bytes, all groups at once",
+            )
+        )  # fmt: skip
+    return tuple(made)
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

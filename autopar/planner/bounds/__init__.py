@@ -1,0 +1,1 @@
+"""Relaxations: lower bounds of step time over every plan of a candidate."""

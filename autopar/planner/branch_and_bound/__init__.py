@@ -1,0 +1,1 @@
+"""The frontier of candidates, the incumbent, the certificate; several processes; samplers."""

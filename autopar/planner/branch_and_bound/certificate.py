@@ -1,0 +1,51 @@
+"""The certificate: how much faster than the best plan another plan may be.
+
+The least dual bound of all candidates says it. It is raised where that costs little: the candidate of the least bound gets the
+tightest relaxation that there is, until the least bound is near the best plan, or cannot be raised. What each step gives is a
+function of the candidate and of the goal alone, so that the certificate is the same for any number of processes and any timing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+
+from autopar.planner.space.candidates import Candidate
+
+GAP = 0.05
+"""Of a bound, up to which the best time above it is near enough."""
+
+MOST = 256
+"""Candidates whose bounds are raised at most."""
+
+
+def close_gap(
+    pool: Sequence[Candidate],
+    bounds: MutableMapping[Candidate, float],
+    best_s: float,
+    asked: Collection[int],
+    closest_s: Callable[[int, float], float],
+) -> None:
+    """Raise the least of some bounds, until none is below ``best_s / (1 + GAP)``.
+
+    Args:
+        bounds: of each candidate of the pool; raised in place.
+        best_s: of the best plan; infinite: there is none, and nothing to raise.
+        asked: positions of those that the search came to, whose bounds are of their priced layouts.
+        closest_s: the tightest bound of the candidate at a position, up to a goal.
+    """
+    if math.isinf(best_s):
+        return
+    goal_s, made = best_s / (1 + GAP), 0
+    heap = [(bounds[candidate], i) for i, candidate in enumerate(pool) if bounds[candidate] < goal_s]
+    heapq.heapify(heap)
+    while heap and made < MOST:
+        before_s, i = heapq.heappop(heap)
+        if i not in asked:
+            return
+        made += 1
+        bound_s = closest_s(i, goal_s)
+        if bound_s <= before_s:  # it is the least of all, and stays so
+            return
+        bounds[pool[i]] = bound_s

@@ -1,0 +1,194 @@
+"""Optuna's samplers over the candidates of a search: ask for one of the pool, tell what came of it.
+
+The study lies in memory and is worked out anew by every process: what it asks is a function of its seed and of what it was
+told, in that order, so that processes that tell it the same hear the same (:mod:`autopar.planner.branch_and_bound.sampling`).
+Results that are shared stand in the ledger by candidate.
+
+A sampler asks for values of each choice, most combinations of which are no candidate. Such a trial fails with that reason, and
+the nearest open candidate is enqueued in its place: the sampler learns what was evaluated, at the values that it had.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import numpy as np
+import optuna
+from numpy.typing import NDArray
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.samplers import BaseSampler, CmaEsSampler, NSGAIISampler, TPESampler
+from optuna.trial import Trial, TrialState, create_trial
+
+from autopar.errors import UsageError
+from autopar.planner.branch_and_bound.sampling import POPULATION
+from autopar.planner.space.candidates import Candidate
+from autopar.planner.space.space import SamplerName
+from autopar.planner.studies.study import KEYS, Value, params
+
+NUMERIC = ("cmaes", "tpe")
+"""Those for which numbers are numbers: with a dozen of categories a choice they would learn little from few outcomes."""
+
+STARTUP = 4
+"""Outcomes from which on TPE has a model: there are few questions, and bounds have chosen most of the others well."""
+
+NEAR = 1e-6
+"""Distance up to which values are those of a candidate."""
+
+Values = dict[str, Value | float]
+
+
+class Encoding:
+    """The candidates of a pool as values of :data:`autopar.planner.studies.study.KEYS`.
+
+    Args:
+        is_numeric: numbers as floating-point numbers of doublings; else every choice is a category, as in the studies that are
+            shared.
+    """
+
+    def __init__(self, pool: Sequence[Candidate], *, is_numeric: bool) -> None:
+        self._params = [params(candidate) for candidate in pool]
+        columns: dict[str, list[Value]] = {key: [own[key] for own in self._params] for key in KEYS}
+        self._texts = {key: any(isinstance(v, str) for v in column) for key, column in columns.items()}
+        self._columns = {
+            key: np.array(column) if self._texts[key] else doublings(column) for key, column in columns.items()
+        }
+        self._floats = {key for key in KEYS if is_numeric and not self._texts[key]}
+        self.distributions: dict[str, BaseDistribution] = {
+            key: FloatDistribution(float(self._columns[key].min()), float(self._columns[key].max()))
+            if key in self._floats
+            else CategoricalDistribution(sorted(set(column), key=str))
+            for key, column in columns.items()
+        }
+
+    def params(self, index: int) -> Values:
+        """Of a candidate, as a trial has them."""
+        own = self._params[index]
+        return {key: float(self._columns[key][index]) if key in self._floats else own[key] for key in KEYS}
+
+    def distances(self, asked: Values) -> NDArray[np.float64]:
+        """Of every candidate from values: doublings between numbers, one for each name that differs."""
+        found = np.zeros(len(self._params))
+        for key in KEYS:
+            value = asked[key]
+            if self._texts[key]:
+                found += self._columns[key] != value
+            else:
+                at = float(value) if key in self._floats else float(doublings([value])[0])
+                found += np.abs(self._columns[key] - at)
+        return found
+
+
+def doublings(numbers: Sequence[Value | float]) -> NDArray[np.float64]:
+    """Numbers from zero on a scale where twice as many is one more, about: stages of ZeRO begin with 0."""
+    found: NDArray[np.float64] = np.log2(np.array(numbers, dtype=np.float64) + 0.5)
+    return found
+
+
+class Sampler:
+    """Asks for candidates by position.
+
+    Args:
+        kind: which of Optuna's.
+        seed: of its random numbers.
+        objectives: how many values an outcome has.
+
+    Raises:
+        UsageError: the package that it needs is not installed.
+    """
+
+    def __init__(self, kind: SamplerName, pool: Sequence[Candidate], *, seed: int, objectives: int = 1) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.kind, self.objectives = kind, objectives
+        self.encoding = Encoding(pool, is_numeric=kind in NUMERIC)
+        self.study = optuna.create_study(directions=["minimize"] * objectives, sampler=made(kind, seed))
+        self._open: dict[int, Trial] = {}
+        self.asked = np.zeros(len(pool), dtype=bool)
+        """Candidates that are never asked for again."""
+
+    def enqueue(self, index: int, why: str) -> None:
+        """Ask for a candidate before all that the sampler would ask for."""
+        self.study.enqueue_trial(self.encoding.params(index), user_attrs={"why": why})
+
+    def ask(self, bounds_s: NDArray[np.float64], below_s: float) -> int | None:
+        """The next candidate: one that was not asked for, with a bound below ``below_s``; None where there is none."""
+        is_open = ~self.asked & (bounds_s < below_s)
+        while is_open.any():
+            trial = self.study.ask(self.encoding.distributions)
+            distances = self.encoding.distances(trial.params)
+            exact = int(distances.argmin())
+            index = int(np.where(is_open, distances, np.inf).argmin())
+            if distances[index] <= distances[exact] and distances[index] < NEAR:
+                self.asked[index] = True
+                self._open[index] = trial
+                return index
+            self._refuse(trial, float(bounds_s[exact]) if distances[exact] < NEAR and not self.asked[exact] else None)
+            self.enqueue(index, "nearest")
+        return None
+
+    def _refuse(self, trial: Trial, bound_s: float | None) -> None:
+        """End a trial that is evaluated by nobody; ``bound_s``: of its candidate, None where it has none that is open."""
+        if bound_s is not None and np.isfinite(bound_s) and self.objectives == 1:
+            trial.report(bound_s, 0)
+            self.study.tell(trial, state=TrialState.PRUNED)
+            return
+        trial.set_user_attr("reason", "no candidate of the pool" if bound_s is None else "fits in no layout")
+        self.study.tell(trial, state=TrialState.FAIL)
+
+    def tell(self, index: int, values: Sequence[float] | None, at_least_s: float) -> None:
+        """What came of a candidate.
+
+        Args:
+            values: None for no plan below ``at_least_s``.
+            at_least_s: infinite where there is no plan at all. CMA-ES and NSGA-II learn from finished trials alone: for them it is
+                the value, as most trials end so.
+        """
+        trial = self._open.pop(index)
+        if values is not None:
+            self.study.tell(trial, list(values))
+        elif np.isinf(at_least_s):
+            self.study.tell(trial, state=TrialState.FAIL)
+        elif self.kind == "tpe":
+            trial.report(at_least_s, 0)
+            self.study.tell(trial, state=TrialState.PRUNED)
+        else:
+            self.study.tell(trial, [at_least_s] * self.objectives)
+
+    def learn(self, index: int, time_s: float | None, at_least_s: float) -> None:
+        """What came of a candidate for which another has asked; arguments as of :meth:`tell`."""
+        if time_s is None and np.isinf(at_least_s):
+            return
+        is_whole = time_s is not None or self.kind != "tpe"
+        known_s = at_least_s if time_s is None else time_s
+        self.study.add_trial(
+            create_trial(
+                state=TrialState.COMPLETE if is_whole else TrialState.PRUNED,
+                params=self.encoding.params(index),
+                distributions=self.encoding.distributions,
+                value=known_s,
+                intermediate_values={} if is_whole else {0: known_s},
+            )
+        )
+
+
+def made(kind: SamplerName, seed: int) -> BaseSampler:
+    """One of Optuna's samplers.
+
+    Raises:
+        UsageError: the package that it needs is not installed.
+    """
+    if kind == "cmaes" and find_spec("cmaes") is None:
+        raise UsageError(
+            "CMA-ES is the package cmaes's",
+            value="no module cmaes",
+            place="sampler",
+            remedy="pip install 'autopar[cmaes]', or take tpe or nsga2",
+        )
+    with warnings.catch_warnings():  # what is used of them is marked as experimental in some versions
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        if kind == "tpe":
+            return TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP)
+        if kind == "cmaes":
+            return CmaEsSampler(seed=seed, warn_independent_sampling=False, n_startup_trials=1)
+        return NSGAIISampler(seed=seed, population_size=POPULATION)

@@ -1,0 +1,88 @@
+"""What a plan says beside its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.graph.ir import Op
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.model_stats import readable
+from autopar.planner.outcome import Outcome
+from autopar.planner.task import Task
+
+_WIDE = frozenset(
+    (
+        *("pow", "exp", "expm1", "log", "log2", "log10", "log1p", "reciprocal", "rsqrt", "cosh", "sinh", "tan"),
+        *("sum", "prod", "cumsum", "cumprod", "norm", "linalg_vector_norm", "dist", "cdist", "softplus", "erfinv"),
+    )
+)
+"""Of what torch's autocast to float16 computes in float32 (ATen, autocast_mode.h), what leaves its range by itself."""
+
+
+def interrupted_note(outcome: Outcome) -> tuple[str, ...]:
+    """The plan of a search that did not end is not the best of its candidates for sure."""
+    if not outcome.interrupted:
+        return ()
+    return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
+
+
+def host_note(best: Evaluation) -> tuple[str, ...]:
+    """What the host has to have, where its profile does not know how much that is."""
+    most = max(memory.host for memory in best.prediction.memory)
+    if not most or best.prediction.host_memory_limit_bytes:
+        return ()
+    return (f"{readable(most)} of host memory for each device: the profile does not know how much there is",)
+
+
+def mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:
+    """Why a data rank takes its samples at once."""
+    if not mixing:
+        return ()
+    first, more = mixing[0], f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
+    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
+    return (
+        f"statistics over the global batch ({first.target} of {where}{more}): exact, with one micro-batch a data rank",
+    )
+
+
+def precision_note(task: Task) -> tuple[str, ...]:
+    """Single precision on a GPU is what one device would compute, and rarely what is wanted."""
+    devices = task.cluster.devices
+    if task.precision.compute != "float32" or all(device.kind != "cuda" for device in devices):
+        return ()
+    everywhere = [{rate.dtype for rate in device.matmul} for device in devices]
+    name = "bf16" if all("bfloat16" in known for known in everywhere) else "fp16"
+    return (f"computed in float32: precision {name} (parameters at rest in float32) is several times faster here",)
+
+
+def range_note(task: Task) -> tuple[str, ...]:
+    """What may leave the range of float16, and would not under torch's autocast to it.
+
+    Operators are those of the model in that dtype, as for bf16, whose range is float32's.
+    """
+    if task.precision.compute != "float16":
+        return ()
+    graph = task.graph
+    found = [op for op in graph.ops if _name(op) in _WIDE and any(spec.dtype == torch.float16 for spec in op.outputs)]
+    if not found:
+        return ()
+    first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+    where = ", ".join(text for text in (first.module, first.source) if text) or first.name
+    said = f"computed in float16, where autocast would in float32: {first.target} of {where}{more}"
+    return (f"{said}; what may grow beyond 65504 there, or shrink to nothing, is cast by the model (x.float())",)
+
+
+def _name(op: Op) -> str:
+    return op.target.removeprefix("aten.").partition(".")[0]
+
+
+def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:
+    """Where memory asks for recompute, what the space leaves out is worth a longer search."""
+    pinned = task.pins.recompute(task.graph)
+    chosen = any(mode == "full" and index not in pinned for index, mode in enumerate(best.modes))
+    if not chosen or "selective" in task.space.recompute:
+        return ()
+    lacks = f"blocks recompute fully, as the space {task.space.name} has no selective recompute"
+    return (f"{lacks}: the space default has, and often a faster plan",)

@@ -1,0 +1,104 @@
+"""Which operators a search can ask the time of, and where those of a plan came from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autopar.cost.operators.measured import Measured, Recorder, Source, measurement_note
+from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.work import operand_specs
+from autopar.graph.ir import Op
+from autopar.planner.layouts.catalogue import Layouts
+from autopar.planner.layouts.types import layout_key_of
+
+if TYPE_CHECKING:
+    from autopar.planner.evaluate.evaluator import Evaluation
+    from autopar.planner.evaluate.families import Evaluator
+    from autopar.planner.outcome import Progress
+    from autopar.planner.planner import Planner
+
+
+def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tuple[str, ...]:
+    """Every call at every local shape that the planner can price, each once, as :func:`autopar.cost.operators.measured.encode` writes it.
+
+    The planner lays out each micro-batch size with each degree of ``cp``, ``tp`` and expert spreading of its candidates,
+    as it does in a search, while a recorder stands where measured times would: all strategies of all operators on ``tp``,
+    those of the best typing on ``cp``.
+
+    Args:
+        planner: of a task; its cost model must not be used for anything else afterwards.
+    """
+    recorder = Recorder()
+    planner.model.measured = recorder
+    task = planner.task  # layouts of its own: those that shares of samples were chosen by are known already
+    layouts = Layouts(
+        task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
+    )
+    splits = dict.fromkeys(
+        replace(layout_key_of(c), micro_batch_size=size)
+        for c in planner.pool
+        for size in c.shares or (c.micro_batch_size,)
+    )
+    for done, split in enumerate(splits):
+        if progress is not None:
+            progress("laying out", done, len(splits))
+        layouts.whole(split.whole)
+        layouts.quickest_s(split)
+    return tuple(recorder.calls.values())
+
+
+def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
+    """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
+    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    graph = layouts.local_graph(layout_key_of(best.candidate), option.kind, option.solution)
+    device, ideal = model.device, model.device.at_best()
+    lost: dict[Op, float] = {}
+    total_s = 0.0
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            operands = operand_specs(op, graph.spec)
+            own, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
+            own_s = own.forward_s + own.backward_s
+            total_s += len(members) * own_s
+            lost[op] = len(members) * (own_s - least.forward_s - least.backward_s)
+    if device is ideal or model.measured is not None or sum(lost.values()) < NOTED * total_s:
+        return ()
+    most, rate = max(lost, key=lambda op: lost[op]), device.rate(model.precision.compute)
+    kept = rate.unaligned_fraction if rate.unaligned_fraction < 1 else rate.unaligned_batched_fraction
+    source = "assumed" if "unaligned_fraction assumed" in rate.provenance else "whose source is in the profile"
+    share = (
+        f"{sum(lost.values()) / total_s:.0%} of the computation, most in {most.target} of {most.module or most.name}"
+    )
+    return (
+        f"rows that are no multiple of 16 bytes cost {share}: at {kept:g} of the rate of aligned products, {source}",
+    )
+
+
+NOTED = 0.01
+"""Of the computation, what a note is worth."""
+
+
+def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
+    """How many operators of a plan have a measured time; nothing where the device has none at all."""
+    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    measured = model.measured
+    if not isinstance(measured, Measured):
+        return ()
+    split = layout_key_of(best.candidate)
+    graph = layouts.local_graph(split, option.kind, option.solution)
+    counts: Counter[Source] = Counter()
+
+    def count(op: Op, times: int) -> None:
+        operands = operand_specs(op, graph.spec)
+        roofline = op_time(op, operands, model.device, quantized=model.quantized)
+        if roofline.forward_s + roofline.backward_s > 0:
+            counts[measured.find(op, operands, roofline)[1]] += times
+
+    for op in graph.prelude:
+        count(op, 1)
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            count(op, len(members))
+    return (measurement_note(counts),)

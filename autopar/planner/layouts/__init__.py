@@ -1,0 +1,1 @@
+"""Layouts of one micro-batch over all axes: typed, then priced."""

@@ -1,0 +1,304 @@
+"""From a graph to a plan: the story of the search.
+
+1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.context.SearchContext`).
+2. The space gives the candidates: mesh, micro-batch, ZeRO, schedule, order of devices, offload, shares.
+3. Branch and bound takes the candidate of the least dual bound, raises the bound or evaluates it, and stops when no bound is
+   below the incumbent; then the certificate closes the gap (:mod:`autopar.planner.branch_and_bound`).
+4. The best plan is polished and compared with its neighbours; one that turns out faster becomes the plan.
+5. The plan is written down with its certificate, the comparisons and notes. Where there is none, :mod:`~autopar.planner.infeasible` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from math import inf, nextafter
+from typing import TypeVar
+
+from autopar.cost.model import CostModel
+from autopar.cost.step.data_parallel import is_mixed
+from autopar.graph.ir import Graph, Op
+from autopar.graph.padding import vocabulary_sizes
+from autopar.plan import Plan
+from autopar.planner import infeasible
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAndBound
+from autopar.planner.branch_and_bound.ledger import Ledger
+from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
+from autopar.planner.branch_and_bound.sampling import Sampling, front
+from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.explain.alternatives import Alternative, compare
+from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
+from autopar.planner.outcome import Limits, Outcome, Progress, peak_bytes
+from autopar.planner.sharding.batch_axis import mixes_samples
+from autopar.planner.sharding.sequence_axis import attention_heads, attention_sequences, has_written_attention
+from autopar.planner.space.candidates import Candidate, Problem, candidates
+from autopar.planner.space.data_shares import equally_shared, shared
+from autopar.planner.space.host_offload import offloaded
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.preferences import leanness, seeds, usual
+from autopar.planner.space.rank_orders import in_orders
+from autopar.planner.studies.workers import Sharing, helpers
+from autopar.planner.task import Task, checked
+from autopar.rules.missing import complete
+from autopar.rules.spread import expert_counts
+
+__all__ = ["Planner", "Task"]
+
+Found = TypeVar("Found")
+
+
+class Planner:
+    """Plans for one task.
+
+    Args:
+        explains: False leaves out why there is no plan: without candidates there is then an empty pool, no error.
+
+    Attributes:
+        pool: the candidates.
+        mixing: operators by which samples meet.
+
+    Raises:
+        UsageError: pins that name nothing of the model; a global batch below one.
+        RuleError: an operator mixes samples.
+        InfeasibleError: constraints leave no candidate; names the smallest set that conflicts.
+    """
+
+    def __init__(self, task: Task, *, explains: bool = True) -> None:
+        self.start = time.monotonic()
+        self.task = task = checked(task)
+        self.rules_found = complete(task.graph, cache_dir=task.cache_dir)
+        self.model = CostModel(task.cluster, task.precision, task.optimizer)
+        self.evaluator = self._evaluator(task.pins, task.global_batch_size)
+        folded = self.evaluator.layouts.compact.graph  # equal blocks have equal attention
+        self.mixing = mixes_samples(folded, self.evaluator.layouts.batch)
+        self.problem = problem_of(task, folded, self.mixing, unaligned_fraction=self.model.unaligned_fraction)
+        self.pool = self._candidates(self.problem, task.pins)
+        if not self.pool and explains:
+            raise infeasible.conflicting(self.problem, task.pins)
+
+    def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
+        graph, space = self.task.graph, self.task.space
+        return Evaluator.of(graph, self.model, global_batch_size=global_batch_size, pins=pins, space=space)
+
+    def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
+        task = self.task
+        pool = equally_shared(in_orders(candidates(problem, pins), task.cluster, pins), pins)
+        pool = offloaded(pool, task.cluster, pins, task.space.offload, task.optimizer)
+        where = self.mixing[0].name if self.mixing else ""
+        return [*pool, *shared(problem, pins, task.cluster, self.evaluator.shares.seconds, mixing=where)]
+
+    # --- verbs
+
+    def search(
+        self,
+        *,
+        limits: Limits,
+        sharing: Sharing | None = None,
+        progress: Progress | None = None,
+        processes: int = 1,
+    ) -> Plan:
+        """The fastest plan that fits.
+
+        Args:
+            sharing: with other processes or earlier searches; None: neither.
+            processes: of this search where it does not share, this one included.
+
+        Raises:
+            InfeasibleError: there is none; names the smallest set of constraints that conflict.
+            UsageError: the storage cannot be opened, or its study is of something else.
+            KeyboardInterrupt: before any plan was found; later it ends the search with the best so far.
+        """
+
+        def search(group: ProcessGroup) -> Plan:
+            outcome = self._outcome(limits, sharing=sharing, progress=progress, group=group)
+            if outcome.best is None:
+                group.dissolve()
+                raise infeasible.unfound(
+                    self.task, self.problem, self.pool, self.evaluator, outcome, limits, self._may_fit
+                )
+            return self._improved(outcome.best, outcome, group)
+
+        return _together(1 if sharing is not None else processes, search)
+
+    def fastest(self, limits: Limits, *, progress: Progress | None = None, processes: int = 1) -> Plan | None:
+        """As :meth:`search`, but None instead of a reason where there is no plan."""
+
+        def search(group: ProcessGroup) -> Plan | None:
+            outcome = self._outcome(limits, progress=progress, group=group)
+            return None if outcome.best is None else self._improved(outcome.best, outcome, group)
+
+        return _together(processes, search)
+
+    def front(self, limits: Limits) -> list[Plan]:
+        """Plans of which none is better in time and memory, of those that NSGA-II asks for; the first one is :meth:`fastest`'s.
+
+        Each with the certificate of that one: no plan of the space is faster.
+        """
+        outcome, space = self._outcome(limits), self.task.space
+        if outcome.best is None:
+            return []
+        may_fit = [bound_s < inf for bound_s in self.evaluator.bounds_s(0, self.pool)]
+        first = {self.pool.index(outcome.best.candidate): "fastest"}
+        first |= seeds(self.pool, self.task.cluster.devices_per_node, may_fit.__getitem__)
+        most_s = inf if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, inf)
+        trials = limits.trials or space.trials
+        found = front(self.evaluator, self.pool, first, trials=trials, seed=self.task.seed, max_s=most_s)
+        least = peak_bytes(outcome.best.prediction)
+        rest = [evaluation for evaluation in found if peak_bytes(evaluation.prediction) < least]
+        plans = [self._compared(self.evaluator.polished(evaluation), outcome) for evaluation in rest]
+        return [self._improved(outcome.best, outcome, ProcessGroup()), *plans]
+
+    def estimate(self) -> Plan:
+        """The plan that the pins describe; what they leave open is as usual (:func:`usual`), as far as it fits.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        misfits: list[Misfit] = []
+        for candidate in sorted(self.pool, key=usual):
+            found = self.evaluator.evaluate(candidate)
+            if isinstance(found, Evaluation):
+                outcome = Outcome(
+                    best=found,
+                    candidates=1,
+                    evaluated=len(misfits) + 1,
+                    lower_bound_s=self.evaluator.bounds_s(LEVELS - 1, [candidate])[0],
+                    misfits=tuple(misfits),
+                    finished=True,
+                )
+                return self._compared(found, outcome)
+            misfits.append(found)
+        raise infeasible.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
+
+    # --- the search
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether there are too many candidates to be searched to the end, and a sampler asks for a part of these."""
+        return self.task.space.sampler != "none" and self._is_large
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether there are too many candidates; those with something on the host count where there are no others."""
+        num_on_device = sum(not candidate.on_host for candidate in self.pool)
+        return (num_on_device or len(self.pool)) > self.task.space.exhaustive
+
+    def branch_and_bound(
+        self,
+        limits: Limits,
+        *,
+        ledger: Ledger | None = None,
+        progress: Progress | None = None,
+        group: ProcessGroup | None = None,
+    ) -> BranchAndBound:
+        """The search over this planner's candidates."""
+        task = self.task
+        sampling = Sampling(
+            kind=task.space.sampler if self._is_large else "none",
+            seed=task.seed,
+            devices_per_node=task.cluster.devices_per_node,
+        )
+        if limits.trials is None and self._is_large:
+            limits = replace(limits, trials=task.space.trials)
+        return BranchAndBound(
+            self.evaluator, self.pool, limits=limits, sampling=sampling, ledger=ledger, group=group, progress=progress
+        )  # fmt: skip
+
+    def _outcome(
+        self,
+        limits: Limits,
+        *,
+        sharing: Sharing | None = None,
+        progress: Progress | None = None,
+        group: ProcessGroup | None = None,
+    ) -> Outcome:
+        with ExitStack() as stack:
+            ledger = stack.enter_context(helpers(self.task, self.pool, sharing, limits)) if sharing else None
+            return self.branch_and_bound(limits, ledger=ledger, progress=progress, group=group).run()
+
+    def _may_fit(self, pins: Pins, problem: Problem) -> bool:
+        """Whether something fits under other pins or for another problem, of the candidates that are likely to be leanest."""
+        pool = sorted(self._candidates(problem, pins), key=leanness)
+        evaluator = self._evaluator(pins, problem.global_batch_size)
+        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[: infeasible.MAX_CONFLICT_TRIALS])
+
+    # --- the plan
+
+    def _improved(self, best: Evaluation, outcome: Outcome, group: ProcessGroup) -> Plan:
+        """The plan of the best evaluation, polished; an alternative that is faster takes its place, until none is.
+
+        The certificate holds for each of them: it bounds all candidates.
+        """
+        steps: list[str] = []
+        best = group.broadcast(partial(self.evaluator.polished, best))
+        while True:
+            alternatives = compare(self.evaluator, self.pool, best, group)
+            faster = _fastest(alternatives, best.prediction.step_time_s * (1 - ROUNDING))
+            if faster is None:
+                return self._written(best, outcome, (*steps, *map(str, alternatives)))
+            before, best = best, group.broadcast(partial(self.evaluator.polished, faster))
+            less = 1 - best.prediction.step_time_s / before.prediction.step_time_s
+            steps.append(
+                f"compared with the best plan of the search ({before.candidate}) this one was {less:.1%} faster and took its place"
+            )
+
+    def _compared(self, best: Evaluation, outcome: Outcome) -> Plan:
+        """The plan of an evaluation, with its alternatives, however fast these are."""
+        return self._written(best, outcome, map(str, compare(self.evaluator, self.pool, best)))
+
+    def _written(self, best: Evaluation, outcome: Outcome, reasons: Iterable[str]) -> Plan:
+        notes = notes_of(self.task, self.evaluator, best, outcome, self.rules_found, self.mixing)
+        record = record_of(best, outcome, tuple(reasons), time.monotonic() - self.start)
+        return plan_of(self.task, self.evaluator, best, record, notes)
+
+
+def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], *, unaligned_fraction: float) -> Problem:
+    """What the candidates of a task depend on.
+
+    Args:
+        graph: of the model, with equal blocks folded.
+        mixing: operators by which samples meet.
+        unaligned_fraction: of the rate of a product that unaligned rows leave on the devices (the least of them).
+    """
+    repeats = Counter(block.hash for block in task.graph.blocks)
+    return Problem(
+        world_size=task.cluster.world_size,
+        devices_per_node=task.cluster.devices_per_node,
+        global_batch_size=task.global_batch_size,
+        num_blocks=len(task.graph.blocks),
+        heads=attention_heads(graph),
+        key_heads=attention_heads(graph, operand=1),
+        sequences=attention_sequences(graph),
+        has_written_attention=has_written_attention(graph),
+        space=task.space,
+        mixes_samples=bool(mixing),
+        experts=expert_counts(task.graph),
+        casts=is_mixed(task.precision),
+        num_layers=sum(n for n in repeats.values() if n > 1),
+        vocabularies=vocabulary_sizes(task.graph),
+        unaligned_fraction=unaligned_fraction,
+    )
+
+
+def _fastest(alternatives: Iterable[Alternative], below_s: float) -> Evaluation | None:
+    """Of the alternatives' plans that take less than ``below_s`` the fastest; of equals the first."""
+    evaluated = [alternative.evaluation for alternative in alternatives if alternative.evaluation is not None]
+    faster = [evaluation for evaluation in evaluated if evaluation.prediction.step_time_s < below_s]
+    return min(faster, key=lambda evaluation: evaluation.prediction.step_time_s, default=None)
+
+
+def _together(processes: int, search: Callable[[ProcessGroup], Found]) -> Found:
+    """A search by several processes; by one where another is lost."""
+    try:
+        with ProcessGroup(processes) as group:
+            return search(group)
+    except LostProcessError as error:
+        logging.getLogger("autopar").warning("a process of the search ended early, one alone searches again: %s", error)
+        return search(ProcessGroup())

@@ -1,0 +1,1 @@
+"""Typings of one graph on one mesh axis: exact minima of an energy."""

@@ -1,0 +1,397 @@
+"""The typing on axis ``batch``: samples are independent up to the loss, which is a sum over them.
+
+Nothing may change its type, except that a value of the prelude without gradient may be totalled before the step (a
+count of tokens). So the answer is nearly forced; what is left free (an operator on constants) is chosen by least work.
+
+Where that has no answer, sums over samples may be totalled inside of the step, at the price of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import product
+from math import prod
+from operator import contains
+from typing import Literal
+
+from autopar import rules
+from autopar.errors import RuleError, TraceError
+from autopar.graph.compact import Compact, compact
+from autopar.graph.counts import CountError
+from autopar.graph.failures import EXPORTS
+from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
+from autopar.graph.opaque import reason_of
+from autopar.layout import I, P, R, S, Type
+from autopar.opaque_ops import region_of
+from autopar.planner.sharding.strategy_energy import Problem
+from autopar.planner.sharding.tables import FREE, Cost, Weights
+from autopar.rules.conversions import conversion
+from autopar.rules.missing import complete
+from autopar.rules.types import Strategy, Typing
+
+BATCH = "batch"
+TOTAL_ELEMENTS = 1e6
+"""What a total over samples inside of a step counts, in elements made: there are as few and as small ones as can be."""
+MAX_TRIED = 16
+"""Choices of all operators that are tried one by one, which is quicker than to solve for them where they are few."""
+_MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
+
+
+Changes = Literal["none", "totals", "any"]
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchCosts:
+    """Work in elements made.
+
+    ``changes``: ``none`` but totals of the prelude; ``totals``, as few and small as can be, between P and whole values;
+    ``any``, as among the ranks of any other axis, at twice the elements that they move.
+    """
+
+    size: Fraction
+    changes: Changes
+
+    def saves(self, op: Op) -> Sequence[Ref]:
+        return ()
+
+    def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
+        elements = sum(spec.numel for spec in op.outputs)
+        return [Cost(time_s=self.made_s(s, elements)) for s in strategies]
+
+    def made_s(self, strategy: Strategy, elements: int) -> float:
+        """Of an operator that makes so many elements."""
+        return float(strategy.work) * elements + 0.5 * [kind.kind for kind in strategy.inputs].count("P")
+
+    def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+        if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
+            return FREE
+        change = conversion(source, target, requires_grad=spec.requires_grad) if self.changes != "none" else None
+        if change is None or (source.is_split and target.is_split):
+            return None
+        moves = sum(name is not None for name in (change.forward, change.backward))
+        if self.changes == "any":
+            return Cost(time_s=0.1 + 2.0 * moves * spec.numel)
+        if source.is_split or target.is_split or P not in (source, target):
+            return None
+        return Cost(time_s=TOTAL_ELEMENTS + max(1.0, 1e3 * moves) * spec.numel)
+
+    def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
+        same = wanted == R or (wanted == I and not parameter.spec.requires_grad)
+        return FREE if same else None
+
+    def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
+        return FREE
+
+
+class _BatchProblem(Problem):
+    """A problem in which values of the prelude may be totalled."""
+
+    def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
+        total = _total(self.graph, ref, source, target)
+        return total or super()._change(ref, source, target)
+
+
+def _total(graph: Graph, ref: Ref, source: Type, target: Type) -> Cost | None:
+    """A value of the prelude that is totalled before the step; None where it is not."""
+    spec = graph.spec(ref)
+    if source == P and target in (I, R) and graph.is_prelude(ref) and not spec.requires_grad:
+        return Cost(time_s=float(spec.numel))
+    return None
+
+
+def _changed(graph: Graph, costs: _BatchCosts, ref: Ref, source: Type, target: Type) -> Cost | None:
+    return _total(graph, ref, source, target) or costs.change(graph.spec(ref), source, target)
+
+
+def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
+    """The typing that cuts the batch into single samples; its strategies hold for every micro-batch size.
+
+    Args:
+        compact: of the traced graph.
+        parts: into how many parts the traced batch is cut; the traced batch size where None.
+
+    Where samples are not independent up to the loss, but meet in sums alone (an auxiliary loss of a router, a mean
+    that is squared), these are totalled inside of the step: see :func:`mixes_samples`. Where they meet otherwise
+    (``Graph.mixing``), values change their type over the data ranks as on any other axis.
+
+    Raises:
+        RuleError: an operator mixes samples otherwise, or the loss is no sum over them; names it.
+    """
+    key = solve_batch, parts, compact.alike, rules.default_table().version
+    if key not in compact.graph.passes:
+        compact.graph.passes[key] = _solved(compact, Fraction(parts or compact.graph.batch_size))
+    found: Typing = compact.graph.passes[key]
+    return found
+
+
+def _solved(compact: Compact, size: Fraction) -> Typing:
+    if compact.graph.mixing:
+        return _solve(compact, size, changes="any")
+    try:
+        return _solve(compact, size, changes="none")
+    except RuleError as error:
+        try:
+            return _solve(compact, size, changes="totals")
+        except RuleError:
+            raise error from None
+
+
+def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
+    graph = compact.graph
+    offered = {op.name: _summing_up(graph, op, size) for op in (*graph.prelude, *graph.ops)}
+    for op in (*graph.prelude, *graph.ops):
+        if not offered[op.name] and op.target == "autopar.opaque":
+            raise _opaque(graph, op)
+    if changes != "any":
+        offered = _reachable(graph, offered, changes == "totals")
+    costs = _BatchCosts(size, changes)
+    inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
+    if changes == "none" and (least := _forced(compact, offered, costs)) is not None:
+        return Typing(axis=BATCH, size=size, strategies=least, parameters=_whole(graph), inputs=inputs)
+    problem = _BatchProblem(graph, costs, offered=lambda op: offered[op.name], at_rest=lambda _: (I,))
+    for leaf in graph.inputs:
+        problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
+    for buffer in graph.buffers:
+        problem.arrival(Ref(buffer.name), (R,))
+    for op in (*graph.prelude, *graph.ops):
+        problem.operator(op)
+    problem.close()
+    for a, b in compact.alike:
+        problem.same_type(a, b)
+    loss = graph.spec(graph.loss)
+    problem.end(graph.loss, lambda kind: problem.costs.change(loss, kind, P))
+    for mutation in graph.mutations:
+        if mutation.value.name in problem.ops:
+            ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
+            problem.end(mutation.value, partial(_ends_as, ends))
+    best = problem.solve_all((), [Weights()])[0]
+    value = float(best.table)
+    if value == float("inf"):
+        raise _mixes(graph, graph.producer(graph.loss), "no choice of strategies fits together")
+    found = problem.choice(best.decode(()), value)
+    return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
+
+
+def _whole(graph: Graph) -> dict[str, Type]:
+    """Every parameter that an operator reads, I at rest."""
+    return {ref.name: I for op in graph.ops for ref in op.operands if graph.is_parameter(ref)}
+
+
+def _forced(
+    compact: Compact, offered: Mapping[str, Sequence[Strategy]], costs: _BatchCosts
+) -> dict[str, Strategy] | None:
+    """The strategies that a problem of all operators would choose, where few are free; None where that cannot be told here.
+
+    Free ones are tried all together: each choice costs the work of the operators, and the totals of the prelude, one for each
+    value and type that it is read in.
+    """
+    graph = compact.graph
+    free = [name for name, found in offered.items() if len(found) > 1]
+    if graph.mutations or prod(len(offered[name]) for name in free) > MAX_TRIED:
+        return None
+    known: dict[float, list[dict[str, Strategy]]] = {}
+    for chosen in product(*(offered[name] for name in free)):
+        strategies = {name: found[0] for name, found in offered.items()} | dict(zip(free, chosen, strict=True))
+        cost = _cost(compact, strategies, costs)
+        if cost is not None:
+            known.setdefault(cost, []).append(strategies)
+    best = known[min(known)] if known else []
+    return best[0] if len(best) == 1 else None  # among equal ones the problem chooses
+
+
+def _cost(compact: Compact, strategies: Mapping[str, Strategy], costs: _BatchCosts) -> float | None:
+    """Of a choice for all operators; None where it does not fit together."""
+    graph, total = compact.graph, 0.0
+    types: dict[str, tuple[Type, ...]] = {
+        leaf.name: (R if leaf.batch_dim is None else S(leaf.batch_dim),) for leaf in graph.inputs
+    }
+    types |= {buffer.name: (R,) for buffer in graph.buffers}
+    read = set[tuple[Ref, Type]]()
+    for op in (*graph.prelude, *graph.ops):
+        strategy = strategies[op.name]
+        total += costs.made_s(strategy, sum([spec.numel for spec in op.outputs]))
+        for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
+            own = types.get(ref.name)
+            if wanted is R if own is None else own[ref.index] is wanted:
+                continue  # as most are
+            if own is None:
+                found = costs.use(graph.parameter(ref.name), I, wanted)
+            elif own[ref.index] == wanted or (ref, wanted) in read:
+                continue
+            else:
+                read.add((ref, wanted))
+                found = _changed(graph, costs, ref, own[ref.index], wanted)
+            if found is None:
+                return None
+            total += found.time_s
+        types[op.name] = strategy.outputs
+    fits = all(types[a.name][a.index] == types[b.name][b.index] for a, b in compact.alike)
+    end = types[graph.loss.name][graph.loss.index]
+    return total if fits and costs.change(graph.spec(graph.loss), end, P) is not None else None
+
+
+def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
+    """Strategies that read no trained parameter as I: data ranks sum its gradient, which would be whole on each of them."""
+    operands = tuple([graph.spec(ref) for ref in op.operands])
+    offered = rules.strategies(op, operands, axis=BATCH, size=size, fallback=True)
+    trained = [i for i, ref in enumerate(op.operands) if graph.is_parameter(ref) and operands[i].requires_grad]
+    return tuple([s for s in offered if I not in [s.inputs[i] for i in trained]]) if trained else offered
+
+
+def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
+    return FREE if kind in ends else None
+
+
+def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A traced model, whether its samples are apart or not.
+
+    Args:
+        trace_at: traces it: at the given number of samples, exactly, or at any (None).
+        global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
+            such as B - 1 hold for one batch size alone.
+
+    Raises:
+        TraceError: of ``trace_at``.
+    """
+    try:
+        graph = _at_any_size(trace_at, global_batch_size)
+        complete(graph)
+        solve_batch(compact(graph))
+    except (CountError, RuleError):
+        if global_batch_size == 1:
+            raise
+    else:
+        return graph
+    graph = trace_at(global_batch_size)
+    complete(graph)
+    try:
+        solve_batch(compact(graph))
+    except RuleError as error:
+        note = (
+            f"samples meet in {error.place}: each data rank takes all its samples in one micro-batch, and where they "
+            "meet they are gathered from all data ranks"
+        )
+        return replace(graph, mixing=error.place, notes=(*graph.notes, note))
+    return graph
+
+
+def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
+    """A trace at two samples; at the global batch where operators do not run on as few (the ten largest losses, say).
+
+    Raises:
+        TraceError: of the first one, where no batch can be traced.
+    """
+    try:
+        return trace_at(None)
+    except TraceError as error:
+        if global_batch_size <= 2 or EXPORTS not in error.law:
+            raise
+        try:
+            return trace_at(global_batch_size)
+        except TraceError:
+            raise error from None
+
+
+def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
+    """Operators that look at the samples of all data ranks: then none may be left for a later micro-batch.
+
+    Args:
+        graph: as traced, or compact.
+        typing: of it, on axis ``batch``.
+    """
+    types = {Ref(name, i): t for name, s in typing.strategies.items() for i, t in enumerate(s.outputs)}
+    types |= {Ref(name): kind for name, kind in typing.inputs.items()}
+
+    def changes(ref: Ref, wanted: Type) -> bool:
+        found = types.get(ref, R)
+        if found == wanted:
+            return False
+        total = found == P and not wanted.is_split and graph.is_prelude(ref)
+        return not total and ((found == P) != (wanted == P) or found.is_split != wanted.is_split)
+
+    found = [
+        op
+        for op in (*graph.prelude, *graph.ops)
+        if op.target in _MIXING or any(map(changes, op.operands, typing.strategies[op.name].inputs))
+    ]
+    if graph.loss.name in typing.strategies and types[graph.loss] != P:
+        found += [op for op in graph.ops if op.name == graph.loss.name]
+    return tuple(found)
+
+
+def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]], totals: bool) -> dict[str, tuple[Strategy, ...]]:
+    """Keep the strategies whose operands can arrive as they want them; the first operator without any is named."""
+    types: dict[str, list[set[Type]]] = {b.name: [{R, I}] for b in graph.buffers}
+    types |= {i.name: [{R, I} if i.batch_dim is None else {S(i.batch_dim)}] for i in graph.inputs}
+    types |= {p.name: [{R} if p.spec.requires_grad else {R, I}] for p in graph.parameters}
+    if totals:
+        types |= {b.name: [{R, I, P}] for b in graph.buffers}
+    kept: dict[str, tuple[Strategy, ...]] = {}
+    for op in (*graph.prelude, *graph.ops):
+        arriving = [types[ref.name][ref.index] for ref in op.operands]
+        kept[op.name] = tuple([s for s in offered[op.name] if all(map(contains, arriving, s.inputs))])
+        if not kept[op.name]:
+            raise _mixes(graph, op, f"operands of types {[sorted(map(str, a)) for a in arriving]}")
+        found = types[op.name] = []
+        for i, spec in enumerate(op.outputs):
+            made = {s.outputs[i] for s in kept[op.name]}
+            if not spec.requires_grad and made & {I, R}:
+                made |= {I, R}
+            if P in made and not spec.requires_grad and graph.is_prelude(Ref(op.name, i)):
+                made |= {I, R}
+            if totals and made & {I, R, P}:
+                made |= {P} if graph.is_prelude(Ref(op.name, i)) else {I, R, P}
+            found.append(made)
+    for mutation in graph.mutations:
+        ends = types[mutation.value.name][mutation.value.index]
+        if not ends & {R, I}:
+            raise _changes(graph, mutation, ends)
+    loss = types[graph.loss.name][graph.loss.index]
+    if P not in loss:
+        raise _mixes(graph, graph.producer(graph.loss), f"a loss of type {sorted(map(str, loss))}")
+    return kept
+
+
+def _changes(graph: Graph, mutation: Mutation, found: set[Type]) -> RuleError:
+    op = graph.producer(mutation.value)
+    fqn = next(b.fqn for b in graph.buffers if b.name == mutation.buffer)
+    where = f"{op.name} ({op.target}){f', {op.source}' if op.source else ''}" if op else str(mutation.value)
+    return RuleError(
+        "the new value of a buffer is the same for all samples of a batch, so that a batch can be split",
+        value=f"one of type {sorted(map(str, found))}",
+        place=f"{fqn}: {where}",
+        remedy="keep sums or means over the batch in buffers, not values of single samples",
+    )
+
+
+def _opaque(graph: Graph, op: Op) -> RuleError:
+    """An operator that nothing is offered for: a region of unknown code whose backward is not linear, or not known to be."""
+    region = region_of(str(op.args[0]))
+    reason = reason_of(graph.notes, region.name)
+    return RuleError(
+        "of an opaque region it is known that its samples are apart, or that its gradients add up",
+        value=f"neither: {region.why or 'its backward is not linear'}",
+        place=f"{op.module or op.name}, {op.source}" if op.source else op.module or op.name,
+        remedy=(f"it is opaque: {reason}; mend that line" if reason else "write it so that it can be traced")
+        + ", or name a smaller module around it with opaque=",
+    )
+
+
+def _mixes(graph: Graph, op: Op | None, value: str) -> RuleError:
+    where = f"{op.name} ({op.target}), {op.module or 'no module'}" if op else str(graph.loss)
+    if op is not None and not rules.has_rule(op.target):
+        return RuleError(
+            "every operator on samples has a sharding rule, or nobody knows whether it mixes them",
+            value=f"{op.target} without one",
+            place=f"{where}, {op.source}" if op.source else where,
+            remedy=f'declare one: register_rule("{op.target}", "b... -> b..."), or write it with other operators',
+        )
+    return RuleError(
+        "samples are independent up to the loss, so that a batch can be split",
+        value=value,
+        place=f"{where}, {op.source}" if op and op.source else where,
+        remedy="keep operators that mix samples (losses over all pairs of a batch, say) out of the model",
+    )

@@ -1,0 +1,105 @@
+"""What a typing costs in parts that are weighted later, and tables of such costs.
+
+Every cost has four parts, so that one problem serves a whole sweep of memory prices: seconds a micro-batch, seconds a step
+(gradient sums), bytes of saved activations, bytes of state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.frozen import quickly
+from autopar.planner.sharding.elimination import Prepared, Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What one unit of each part of a cost is worth, in seconds of a micro-batch."""
+
+    per_step_s: float = 0.0
+    """For a second of once a step: one over the number of micro-batches."""
+    saved_byte: float = 0.0
+    state_byte: float = 0.0
+
+
+@quickly
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Parts of a cost; see :class:`Weights`. ``forward_s``: of ``time_s`` the forward's, which no table has."""
+
+    time_s: float = 0.0
+    step_s: float = 0.0
+    saved_bytes: float = 0.0
+    state_bytes: float = 0.0
+    forward_s: float = 0.0
+
+
+FREE = Cost()
+
+
+@quickly
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """A factor whose table is weighted later."""
+
+    scope: tuple[int, ...]
+    parts: tuple[Table, ...]
+    """Seconds, seconds a step, saved bytes, state bytes; later ones may be missing."""
+
+    def weighed(self, weights: Sequence[Weights]) -> Table:
+        """Under each of these, side by side; once where they are all the same."""
+        table = self.parts[0][None]
+        if len(self.parts) == 1:
+            return table
+        scales = [(1.0, w.per_step_s, w.saved_byte, w.state_byte) for w in weights]
+        for i, part in enumerate(self.parts[1:], 1):
+            factors = np.array([scale[i] for scale in scales])
+            if np.count_nonzero(factors) and np.count_nonzero(part):
+                table = table + factors.reshape(-1, *(1,) * part.ndim) * part
+        return table
+
+    def within(self, prepared: Prepared) -> Parted:
+        """Over the states alone that are left."""
+        return Parted(self.scope, tuple([prepared.restrict(self.scope, part) for part in self.parts]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """A table whose entries are sums of a few costs, whatever these are.
+
+    Attributes:
+        terms: for the first, second, ... term of each entry its place among the costs; 0: none.
+    """
+
+    terms: tuple[NDArray[np.intp], ...]
+
+    def parts(self, costs: Sequence[Cost | None]) -> tuple[Table, ...]:
+        """The parts of the table; empty where all is free.
+
+        Args:
+            costs: the first one free; None forbids.
+        """
+        columns = columns_of(costs)
+        if not self.terms:
+            return ()
+        found = [column[self.terms[0]] for column in columns]
+        for term in self.terms[1:]:
+            found = [part + column[term] for part, column in zip(found, columns, strict=True)]
+        return tuple(found)
+
+
+def columns_of(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:
+    """The parts of costs in a row, None where it forbids; those that all costs lack at the end are left out."""
+    if not any(c is not None and (c.step_s or c.saved_bytes or c.state_bytes) for c in costs):
+        times = np.array([np.inf if c is None else c.time_s for c in costs], dtype=np.float64)
+        return [times] if np.count_nonzero(times) else []
+    table = np.array(
+        [(np.inf, 0, 0, 0) if c is None else (c.time_s, c.step_s, c.saved_bytes, c.state_bytes) for c in costs],
+        dtype=np.float64,
+    ).reshape(-1, 4)
+    used = table.any(axis=0)
+    return [table[:, i] for i in range(1 + int(np.flatnonzero(used)[-1]))]

@@ -1,0 +1,228 @@
+"""What branch and bound chooses from: mesh degrees, ZeRO, micro-batch and schedule, under named constraints.
+
+Every constraint (:mod:`autopar.planner.space.constraints`) is a predicate over the columns of one table of combinations. Those
+that keep all of them are the candidates; where there are none, :mod:`autopar.planner.space.conflict` finds which conflict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+
+import numpy as np
+
+from autopar.mesh import Mesh
+from autopar.plan import Offload, ScheduleName
+from autopar.planner.space.constraints import (
+    Column,
+    Constraint,
+    Problem,
+    Table,
+    is_pinned,
+    laws,
+    pin_constraints,
+    practice,
+    sequence_laws,
+)
+from autopar.planner.space.pins import ChoicePin, NumberPin, Pins
+from autopar.schedule import SCHEDULES
+
+__all__ = ["Candidate", "Problem", "candidates", "divisors"]
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Candidate:
+    """One choice of the outer search.
+
+    Attributes:
+        order: of the node groups along the ranks, empty: as the cluster has them.
+        offload: what lives on the host.
+        shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
+            the largest. Empty: all take as many.
+        moves: blocks may keep there what their backward needs.
+        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.padding`).
+    """
+
+    mesh: Mesh
+    micro_batch_size: int
+    num_micro_batches: int
+    zero_stage: int
+    schedule: ScheduleName
+    virtual_stages: int
+    order: tuple[int, ...] = ()
+    offload: tuple[Offload, ...] = ()
+    shares: tuple[int, ...] = ()
+    moves: bool = False
+    vocab_multiple: int = 1
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """What lives or may live on the host, in words."""
+        return (*self.offload, *(("activations",) if self.moves else ()))
+
+    def __hash__(self) -> int:
+        """Of what tells candidates of one pool apart, in one tuple: they are looked up again and again."""
+        mesh = self.mesh
+        degrees = (mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep_data, self.micro_batch_size, self.zero_stage)
+        return hash((*degrees, self.schedule, self.virtual_stages, self.order, self.offload, self.vocab_multiple))
+
+    def __str__(self) -> str:
+        samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)
+        parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={samples}"]
+        if self.mesh.pp > 1:
+            parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        if self.vocab_multiple > 1:
+            parts.append(f"vocab_multiple={self.vocab_multiple}")
+        if self.order:
+            parts.append(f"node groups {'-'.join(map(str, self.order))}")
+        if self.on_host:
+            parts.append(f"{', '.join(self.on_host)} on the host")
+        return ", ".join(parts)
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def num_micro_batches(table: Table, global_batch_size: int) -> Column:
+    """The column that follows from three others."""
+    return global_batch_size // (table["micro_batch"] * table["dp_replicate"] * table["dp_shard"])
+
+
+def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
+    """All candidates that keep every constraint, in a fixed order."""
+    constraints = (*strict(problem, pins), *practice(problem, pins))
+    table = _table(problem, pins, constraints)
+    keep = np.ones(len(table["pp"]), dtype=bool)
+    if not keep.any():
+        return []
+    for constraint in constraints:
+        keep &= constraint.holds(table)
+    meshes: dict[tuple[int, ...], Mesh] = {}
+    kept: dict[str, list[int]] = {key: column[keep].tolist() for key, column in table.items()}
+    return [_candidate(kept, row, meshes) for row in range(len(kept["pp"]))]
+
+
+def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+    """Laws and pins: what a space may not lift."""
+    return (*laws(problem), *sequence_laws(problem, pins), *pin_constraints(pins, problem.global_batch_size))
+
+
+def values_of(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
+    """The usual values and those that pins name, with their neighbours for inequalities."""
+    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == key]
+    return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
+
+
+def _table(problem: Problem, pins: Pins, early: Sequence[Constraint]) -> Table:
+    """All combinations whose degrees multiply to the world size, as columns.
+
+    Args:
+        early: what breaks one of these in the degrees alone, or in the other columns alone, is left out.
+    """
+    degrees = degrees_of(problem, pins)
+    values = other_values(problem, pins, degrees)
+    left = _kept(columns(DEGREES, degrees), early)
+    rest = _kept(columns(tuple(values), product(*values.values())), early)
+    rows, times = len(left["pp"]), len(rest["zero"])
+    table = {key: np.repeat(column, times) for key, column in left.items()}
+    table |= {key: np.tile(column, rows) for key, column in rest.items()}
+    table["num_micro_batches"] = num_micro_batches(table, problem.global_batch_size)
+    return table
+
+
+def cp_degrees(problem: Problem, pins: Pins) -> tuple[int, ...]:
+    """Degrees of ``cp``."""
+    found, space = divisors(problem.world_size), problem.space
+    long = any(n >= space.cp_from for n in problem.sequences)
+    return found if is_pinned(pins, "cp") else tuple(d for d in found if d <= space.max_cp) if long else (1,)
+
+
+def degrees_of(problem: Problem, pins: Pins) -> list[tuple[int, ...]]:
+    """All that multiply to the world size."""
+    world, found = problem.world_size, divisors(problem.world_size)
+    return [
+        (pp, world // (pp * tp * cp * shard), shard, cp, tp)
+        for pp in found
+        for tp in found
+        for cp in cp_degrees(problem, pins)
+        if world % (pp * tp * cp) == 0
+        for shard in divisors(world // (pp * tp * cp))
+    ]
+
+
+def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The values of what is chosen beside the degrees."""
+    space, batch = problem.space, problem.global_batch_size
+    micro = values_of(pins, "micro_batch", [m for m in space.micro_batches if m <= batch])
+    data = sorted({d[1] * d[2] for d in degrees})
+    if problem.mixes_samples:
+        micro = sorted({*micro, *(s for s in {batch // d for d in data} if s)})
+    for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch
+        if isinstance(pin, NumberPin) and pin.key == "num_micro_batches" and pin.value:
+            sizes = {batch // (pin.value * d) for d in data}
+            micro = sorted({*micro, *(s for s in sizes if s)})
+    named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
+    return {
+        "zero": values_of(pins, "zero", space.zero_stages),
+        "micro_batch": micro,
+        "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
+        "virtual_stages": values_of(pins, "virtual_stages", (1, *space.virtual_stages)),
+        "ep_data": _expert_ranks(problem, pins),
+        "vocab_multiple": vocab_multiples(problem, pins),
+    }
+
+
+def columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:
+    found = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
+    return {name: found[:, i] for i, name in enumerate(names)}
+
+
+def _kept(part: dict[str, Column], constraints: Iterable[Constraint]) -> dict[str, Column]:
+    """The rows that keep the constraints on these columns alone; those that read other columns wait for the whole table."""
+    for constraint in constraints:
+        try:
+            keep = constraint.holds(part)
+        except KeyError:
+            continue
+        part = {key: column[keep] for key, column in part.items()}
+        if not keep.any():
+            break
+    return part
+
+
+def vocab_multiples(problem: Problem, pins: Pins) -> list[int]:
+    """Those of the space and of pins, as far as they make some vocabulary another length than 1 does."""
+    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == "vocab_multiple" and p.value]
+    usual = problem.space.vocab_multiples if problem.vocabularies else (1,)
+    return sorted({*usual, *named})
+
+
+def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
+    """Numbers of data ranks that experts may borrow."""
+    most = gcd(*problem.experts) if problem.experts else 1
+    return values_of(pins, "ep_data", divisors(gcd(most, problem.world_size)))
+
+
+def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
+    """Equal meshes are one object: they are compared again and again."""
+    spread, degrees = t["ep_data"][row], tuple([t[key][row] for key in DEGREES])
+    if (mesh := meshes.get((*degrees, spread))) is None:
+        mesh = Mesh(**dict(zip(DEGREES, degrees, strict=True)), ep=spread, ep_data=spread)
+        meshes[*degrees, spread] = mesh
+    schedule: ScheduleName = SCHEDULES[t["schedule"][row]]  # type: ignore[assignment]
+    return Candidate(
+        mesh=mesh,
+        micro_batch_size=t["micro_batch"][row],
+        num_micro_batches=t["num_micro_batches"][row],
+        zero_stage=t["zero"][row],
+        schedule=schedule,
+        virtual_stages=t["virtual_stages"][row],
+        vocab_multiple=t["vocab_multiple"][row],
+    )

@@ -1,0 +1,220 @@
+"""Pins: constraints that a person puts on the plan, respected exactly.
+
+| pin                                             | holds                                              |
+|-------------------------------------------------|----------------------------------------------------|
+| ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
+| ``ep=4``, ``ep_data=2``                         | experts split over 4 ranks, 2 of the data axes     |
+| ``vocab_multiple=128``, ``vocab_multiple=1``    | of each rank's rows of a vocabulary, padded to it  |
+| ``bucket_bytes=1048576``, ``bucket_bytes<=999`` | bytes of gradients that are summed together        |
+| ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
+| ``precision=bf16``                              | the precision                                      |
+| ``offload=optimizer``, ``offload=none``          | what lives on the host                             |
+| ``offload=activations``, ``offload=activations@layers.0-11`` | likewise what blocks keep for backward |
+| ``groups=1-0``                                  | the order of the node groups of a mixed cluster    |
+| ``data_shares=3-1``, ``data_shares=equal``      | samples that a rank of each node group takes at once |
+| ``cp_attention=ring``                           | how attention runs under cp: gather, ulysses, ring |
+| ``recompute=full``, ``recompute=full@layers.0-11`` | of every block, or of the blocks of a selector  |
+| ``stage@layers.0-7=0``                          | the pipeline stage of the selected blocks          |
+| ``model.layers.*.mlp.up_proj.weight=tp:S(0)``   | the type at rest of parameters, by a name pattern  |
+| ``opaque=encoder.router``                       | a module runs as it is written (path, pattern, class) |
+
+Pins stand in options, in a file (``--pin @FILE``, one in a line, ``#`` before a remark) and at modules of the model
+(:mod:`autopar.marks`); where two speak of one block, options win over modules, and later ones over earlier ones.
+
+A selector is a dotted path whose parts may be ``*`` or a range: it selects the blocks whose label contains it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from autopar.errors import UsageError
+from autopar.graph.ir import Graph
+from autopar.graph.padding import vocabulary_sizes
+from autopar.plan import BUCKET_BYTES, Recompute
+from autopar.planner.space.pin_syntax import (
+    BUCKET,
+    EQUAL,
+    ActivationPin,
+    ChoicePin,
+    NumberPin,
+    OpaquePin,
+    ParameterPin,
+    Pin,
+    RecomputePin,
+    StagePin,
+    parse_pin,
+)
+from autopar.table import closest
+
+__all__ = [
+    "BUCKET",
+    "EQUAL",
+    "ActivationPin",
+    "ChoicePin",
+    "NumberPin",
+    "OpaquePin",
+    "ParameterPin",
+    "Pin",
+    "Pins",
+    "RecomputePin",
+    "StagePin",
+    "parse_pin",
+    "select_blocks",
+]
+
+
+def select_blocks(graph: Graph, selector: str, *, pin: str) -> tuple[int, ...]:
+    """Indices of the blocks that a selector names.
+
+    Raises:
+        UsageError: it names none; says which labels there are.
+    """
+    found = tuple(b.index for b in graph.blocks if not selector or _label_matches(b.label, selector))
+    if not found:
+        labels = list(dict.fromkeys(b.label for b in graph.blocks if b.label))
+        raise UsageError(
+            "a selector names blocks of the model", value=repr(selector), place=f"pin '{pin}'",
+            remedy=f"blocks: {', '.join(labels if len(labels) <= 6 else [*labels[:3], '...', *labels[-2:]])}",
+        )  # fmt: skip
+    return found
+
+
+def _label_matches(label: str, selector: str) -> bool:
+    parts, wanted = label.split("."), selector.split(".")
+    return any(
+        all(_part_matches(part, want) for part, want in zip(parts[i : i + len(wanted)], wanted, strict=True))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def _part_matches(part: str, wanted: str) -> bool:
+    span = re.fullmatch(r"(\d+)-(\d+)", wanted)
+    if span:
+        return part.isdecimal() and int(span[1]) <= int(part) <= int(span[2])
+    return fnmatchcase(part, wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """All pins of one search."""
+
+    pins: tuple[Pin, ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> Pins:
+        return cls(pins=tuple(parse_pin(text) for text in texts))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(pin.text for pin in self.pins)
+
+    def without(self, text: str) -> Pins:
+        """All pins but one; for finding those that conflict."""
+        return Pins(pins=tuple(pin for pin in self.pins if pin.text != text))
+
+    def allows(self, key: str, value: int | str) -> bool:
+        """Whether every pin on ``key`` holds for ``value``."""
+        for pin in self.pins:
+            if isinstance(pin, NumberPin) and pin.key == key and not pin.holds(int(value)):
+                return False
+            if isinstance(pin, ChoicePin) and pin.key == key and not pin.holds(str(value)):
+                return False
+        return True
+
+    def equal_to(self, key: str) -> int | None:
+        """The value that an ``=`` pin fixes, if there is one."""
+        for pin in self.pins:
+            if isinstance(pin, NumberPin) and pin.key == key and pin.relation in ("=", "=="):
+                return pin.value
+        return None
+
+    def buckets(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of buckets to choose from: those of ``sizes`` and of the pins that all pins allow; the usual one first.
+
+        Raises:
+            UsageError: there is none.
+        """
+        own = [pin for pin in self.pins if isinstance(pin, NumberPin) and pin.key == BUCKET]
+        named = [pin.value + {"<": -1, ">": 1}.get(pin.relation, 0) for pin in own]
+        found = [size for size in dict.fromkeys((*sizes, *named)) if size > 0 and self.allows(BUCKET, size)]
+        if not found:
+            raise UsageError(
+                "some size of a bucket, from one byte on, holds for all pins",
+                value=", ".join(pin.text for pin in own),
+                remedy="write for example bucket_bytes=26214400",
+            )
+        return tuple(sorted(found, key=lambda size: (size != BUCKET_BYTES, size)))
+
+    @property
+    def parameters(self) -> tuple[ParameterPin, ...]:
+        return tuple(pin for pin in self.pins if isinstance(pin, ParameterPin))
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Names of the modules that run as they are written."""
+        return tuple(pin.name for pin in self.pins if isinstance(pin, OpaquePin))
+
+    def recompute(self, graph: Graph) -> dict[int, Recompute]:
+        """The pinned recompute by block index; later pins win over earlier ones."""
+        found: dict[int, Recompute] = {}
+        for pin in self.pins:
+            if isinstance(pin, RecomputePin):
+                found |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.mode)
+        return found
+
+    def moved(self, graph: Graph) -> frozenset[int]:
+        """Blocks whose activations live on the host."""
+        found = [pin for pin in self.pins if isinstance(pin, ActivationPin)]
+        return frozenset(i for pin in found for i in select_blocks(graph, pin.selector, pin=pin.text))
+
+    def stages(self, graph: Graph) -> dict[int, int]:
+        """The pinned stage by block index."""
+        found: dict[int, int] = {}
+        for pin in self.pins:
+            if isinstance(pin, StagePin):
+                found |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.stage)
+        return found
+
+    def check(self, graph: Graph) -> None:
+        """Refuse pins that name blocks or parameters which the model does not have.
+
+        Raises:
+            UsageError: names the pin, with suggestions.
+        """
+        modes, moved = self.recompute(graph), self.moved(graph)
+        self.stages(graph)
+        if both := [i for i in moved if modes.get(i) == "selective"]:
+            raise UsageError(
+                "a block whose activations live on the host recomputes nothing or all",
+                value="selective", place=f"block {graph.blocks[min(both)].label or min(both)}",
+                remedy="pin recompute=none or full there, or leave the block on the device",
+            )  # fmt: skip
+        if not (self.allows("ep", 1) and self.allows("ep_data", 1)) and not any(
+            op.target == "autopar.experts" for op in graph.ops
+        ):
+            raise UsageError(
+                "ep splits the experts of a model", value="none that trace as one operator", place=graph.name,
+                remedy="drop the pin of ep, or write the experts with autopar.nn.Experts",
+            )  # fmt: skip
+        if not self.allows("vocab_multiple", 1) and not vocabulary_sizes(graph):
+            raise UsageError(
+                "vocab_multiple pads the vocabularies of a model that every operator can take longer",
+                value="none such", place=graph.name, remedy="drop the pin of vocab_multiple",
+            )  # fmt: skip
+        if self.opaque and not any(op.target == "autopar.opaque" for op in (*graph.prelude, *graph.ops)):
+            raise UsageError(
+                "a pin of opaque holds for a model that is traced with it", value=repr(self.opaque[0]), place=graph.name,
+                remedy="give the model instead of its graph, or trace it with opaque=[...]",
+            )  # fmt: skip
+        pinned = self.parameters
+        names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)] if pinned else []
+        for pin in pinned:
+            if not pin.matches(names):
+                raise UsageError(
+                    "a pin names parameters of the model", value=repr(pin.pattern), place=f"pin '{pin.text}'",
+                    remedy=closest(pin.pattern, names[:50]) if len(names) <= 50 else f"for example {names[0]}",
+                )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Blocks to stages and recompute under memory."""

@@ -1,0 +1,1 @@
+"""Searches shared in an Optuna storage by workers on many machines."""

@@ -1,0 +1,158 @@
+"""Further processes for one search: each makes the same candidates and works on the same study."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.errors import UsageError
+from autopar.planner.branch_and_bound.process_group import available
+from autopar.planner.outcome import Limits
+from autopar.planner.space.candidates import Candidate
+from autopar.planner.task import Task
+from autopar.rules.missing import OwnRule, own_rules
+
+if TYPE_CHECKING:
+    from autopar.planner.studies.study import Study
+
+GRACE_S = 5.0
+"""For a worker that is told to stop to say in the study that it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """With whom a search shares what it finds.
+
+    Attributes:
+        storage: URL of an Optuna storage; None for a file that is deleted with the search.
+        study_name: of the study in it; None for one that says what it is of.
+        workers: processes, this one included.
+    """
+
+    storage: str | None = None
+    study_name: str | None = None
+    workers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a worker is given.
+
+    Attributes:
+        rules: of the task's operators that a new process does not know.
+        durable: see :func:`autopar.planner.studies.storage.open_storage`.
+        parent: the process without which the worker stops.
+    """
+
+    task: Task
+    rules: tuple[OwnRule, ...]
+    limits: Limits
+    storage: str
+    study_name: str
+    identity: Mapping[str, str]
+    durable: bool
+    parent: int
+
+    def study(self, pool: Sequence[Candidate]) -> Study:
+        """The study of these candidates; see there for errors."""
+        from autopar.planner.studies.study import Study  # optuna is slow to import
+
+        return Study(pool, storage=self.storage, name=self.study_name, identity=self.identity, durable=self.durable)
+
+
+def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing | None:
+    """How a search shares what it finds by way of a storage; None for one that need not, whose workers are its own copies.
+
+    Raises:
+        UsageError: these do not go together.
+    """
+    if workers < 1:
+        raise UsageError("a search has at least one worker", value=workers, place="--workers")
+    if study_name is not None and storage is None:
+        raise UsageError("a study that has a name lies in a storage", value=f"{study_name!r} in none",
+                         place="--study-name", remedy="say which with --storage")  # fmt: skip
+    if storage is None and (workers == 1 or available()):
+        return None
+    if workers > 1 and storage in ("sqlite://", "sqlite:///:memory:"):
+        raise UsageError("workers share a storage outside of their memory", value=repr(storage), place="--storage",
+                         remedy="leave it out for a temporary file, or write sqlite:///study.db")  # fmt: skip
+    return Sharing(storage=storage, study_name=study_name, workers=workers)
+
+
+@contextmanager
+def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Limits) -> Iterator[Study]:
+    """A search's study, with the other workers at work on it until the body ends.
+
+    Raises:
+        UsageError: the storage cannot be opened, or its study is of something else.
+    """
+    from autopar.planner.studies.study_identity import identity, study_name
+
+    with tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as folder:
+        job = Job(
+            task=replace(task, graph=replace(task.graph)),  # without what the graph has looked up
+            rules=own_rules(task.graph),
+            limits=limits,
+            storage=sharing.storage or f"sqlite:///{Path(folder) / 'study.db'}",
+            study_name=sharing.study_name or study_name(task),
+            identity=identity(task),
+            durable=sharing.storage is not None,
+            parent=os.getpid(),
+        )
+        study = job.study(pool)
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            if sharing.workers > 1:
+                path = Path(folder) / "job"
+                path.write_bytes(pickle.dumps(job))
+                workers.extend(_start(path, number) for number in range(1, sharing.workers))
+            yield study
+        finally:
+            _stop(workers, Path(folder))
+            study.close()
+
+
+def _start(job: Path, number: int) -> subprocess.Popen[bytes]:
+    # the package may lie in a checkout that is not installed
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    with _log(job.parent, number).open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "autopar.planner.studies.worker_main", str(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=environment,
+        )
+
+
+def _stop(workers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """End the workers; one that failed before is told of, for the search went on without it."""
+    for number, worker in enumerate(workers, 1):
+        code = worker.poll()
+        if code is None:
+            worker.terminate()
+        elif code != 0:
+            said = _log(folder, number).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            logging.getLogger("autopar").warning(
+                "worker %d of the search ended early with code %d: %s", number, code, said[-1] if said else "no message"
+            )
+    for worker in workers:
+        try:
+            worker.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def _log(folder: Path, number: int) -> Path:
+    return folder / f"worker{number}.log"

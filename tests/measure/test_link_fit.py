@@ -1,0 +1,111 @@
+"""Links from measured collectives: known links are found again, and what was measured is what is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from autopar.cluster import Cluster
+from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.network.group_shape import shapes_of
+from autopar.errors import AutoparError, UsageError
+from autopar.measure.link_fit import links_of
+from autopar.mesh import Mesh
+from autopar.profile.groups import GroupSet, group_sets
+from autopar.profile.store import load_profile
+
+TRUE = """
+name = "true"
+[[group]]
+device = "cpu"
+num_nodes = 2
+devices_per_node = 2
+[group.intra_node]
+name = "inside"
+bandwidth_bytes_per_s = 3e9
+latency_s = 2e-5
+provenance = "example"
+[group.nic]
+name = "outside"
+bandwidth_bytes_per_s = 1e8
+latency_s = 5e-4
+provenance = "example"
+"""
+NODES = (0, 0, 1, 1)
+SIZES = [1024 * 4**i for i in range(9)]
+KINDS = ("all_reduce", "all_gather", "all_to_all", "broadcast")
+
+
+@pytest.fixture(scope="module")
+def true(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    path = tmp_path_factory.mktemp("true") / "true.toml"
+    path.write_text(TRUE, encoding="utf-8")
+    return Cluster.load(path)
+
+
+def points_on(cluster: Cluster, sets: tuple[GroupSet, ...]) -> list[list[object]]:
+    model = CollectiveModel(cluster)
+    return [
+        [s.name, kind, n, max(model.shape_time_s(kind, n, shape) for shape in shapes_of(s.groups, cluster)), 0.0]
+        for s in sets
+        for kind in KINDS
+        for n in SIZES
+    ]
+
+
+def test_known_links_are_found_again_and_survive_their_file(true: Cluster, tmp_path: Path) -> None:
+    sets = group_sets(NODES)
+    links = links_of(
+        sets, points_on(true, sets), nodes=NODES, machine=load_profile("cpu"), library="gloo", where="example",
+        points_name="points.json",
+    )  # fmt: skip
+    group = true.groups[0]
+    for found, known in ((links.intra_node, group.intra_node), (links.nic, group.nic)):
+        assert found.latency_s == pytest.approx(known.latency_s, rel=0.02)
+        assert found.bandwidth_bytes_per_s == pytest.approx(known.bandwidth_bytes_per_s, rel=0.02)
+    (tmp_path / "links.toml").write_text(tomli_w.dumps(links.to_dict()), encoding="utf-8")
+    by_option = Cluster.parse(f"cpu:2x2?links={tmp_path}/links.toml")
+    (tmp_path / "cluster.toml").write_text(
+        'links = "links.toml"\n[[group]]\ndevice = "cpu"\nnum_nodes = 2\ndevices_per_node = 2\n', encoding="utf-8"
+    )
+    by_file = Cluster.load(tmp_path / "cluster.toml")
+    assert by_file.library == by_option.library
+    assert by_file.library.measured == links.measured
+    assert Cluster.from_dict(by_file.to_dict()) == by_file
+    for mesh, axis in ((Mesh(dp_shard=2, tp=2), "tp"), (Mesh(dp_shard=2, tp=2), "dp_shard"), (Mesh(tp=4), "tp")):
+        for num_bytes in (*SIZES, 3000, 5e8):
+            times = [CollectiveModel(c).time_s("all_gather", num_bytes, mesh, (axis,)) for c in (by_file, true)]
+            assert times[0] == pytest.approx(times[1], rel=0.02)
+    # twice as many nodes: not measured, priced by the fitted links
+    wide = replace(true, groups=(replace(true.groups[0], num_nodes=4),))
+    times = [
+        CollectiveModel(c).time_s("all_gather", 1e8, Mesh(dp_shard=4, tp=2), ("dp_shard",))
+        for c in (Cluster.parse(f"cpu:4x2?links={tmp_path}/links.toml"), wide)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=0.05)
+
+
+def test_measured_times_go_before_the_algorithms(true: Cluster, tmp_path: Path) -> None:
+    sets = tuple(s for s in group_sets((0, 0)) if not s.alone)
+    points = [[sets[0].name, "all_reduce", n, 1e-3 + n * 1e-8, 0.0] for n in SIZES]
+    links = links_of(
+        sets, points, nodes=(0, 0), machine=load_profile("cpu"), library="gloo", where="e", points_name="p"
+    )
+    (tmp_path / "links.toml").write_text(tomli_w.dumps(links.to_dict()), encoding="utf-8")
+    two = CollectiveModel(Cluster.parse(f"cpu:1x2?links={tmp_path}/links.toml"))
+    assert two.time_s("all_reduce", 12345, Mesh(tp=2), ("tp",)) == pytest.approx(1e-3 + 12345e-8)
+    four = CollectiveModel(Cluster.parse(f"cpu:1x4?links={tmp_path}/links.toml"))  # other siblings on the node
+    shape = four.time_s("all_reduce", 12345, Mesh(dp_shard=2, tp=2), ("tp",))
+    assert shape != pytest.approx(1e-3 + 12345e-8, rel=1e-6)
+    assert links.nic.provenance.startswith("one node")
+
+
+def test_no_measurement_and_a_damaged_file_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(AutoparError, match="at least two sizes"):
+        links_of((), [], nodes=(0, 0), machine=load_profile("cpu"), library="gloo", where="e", points_name="p")
+    (tmp_path / "links.toml").write_text('library = "gloo"\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"links\.toml, key 'intra_node'"):
+        Cluster.parse(f"cpu:1x2?links={tmp_path}/links.toml")

@@ -1,0 +1,157 @@
+"""The typing that splits samples: found, applied, and refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from autopar.errors import RuleError
+from autopar.graph.compact import compact
+from autopar.graph.ir import Block, Graph, Op, Ref
+from autopar.graph.trace import trace
+from autopar.layout import I, P, R, S
+from autopar.models import resolve_model
+from autopar.planner.sharding import batch_axis as batch
+from autopar.planner.sharding.batch_axis import solve_batch
+from autopar.planner.sharding.tables import Cost
+from autopar.rules import default_table
+from autopar.rules.apply import shard
+from autopar.rules.table import Rule
+from autopar.rules.types import Strategy
+
+from .graphs import llama_block, mlp, op
+
+
+def test_samples_are_split_and_the_loss_is_partial() -> None:
+    small = compact(mlp(layers=6))
+    typing = solve_batch(small)
+    assert typing.inputs == {"x": S(0)}
+    assert all(typing.strategies[o.name].outputs == (S(0),) for o in small.graph.ops[:-1])
+    assert typing.strategies["loss"].outputs == (P,)
+
+
+FORCED = {
+    "mlp": lambda: mlp(layers=6),
+    "llama": lambda: llama_block(batch=2, layers=5),
+    "gpt": lambda: resolve_model("gpt:layers=2,hidden=16,heads=2,vocab=30", sequence_length=8).trace(),
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_what_is_forced_is_what_a_problem_would_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = compact(FORCED[name]())
+    given: list[object] = []
+    found = batch._forced
+    monkeypatch.setattr(batch, "_forced", lambda *args: given.append(found(*args)) or given[-1])
+    typing = solve_batch(small)
+    assert given and given[0] is not None
+    monkeypatch.setattr(batch, "_forced", lambda *args: None)
+    assert solve_batch(small) == typing
+
+
+def test_what_does_not_fit_together_is_left_to_the_problem() -> None:
+    small = compact(mlp(layers=2))
+    costs = batch._BatchCosts(Fraction(4), "none")
+    split = solve_batch(small).strategies
+    assert batch._forced(small, {name: (own,) for name, own in split.items()}, costs) == split
+    whole = replace(split["a1"], inputs=(R, R), outputs=(R,))  # reads what is split
+    assert batch._forced(small, {name: (whole if name == "a1" else own,) for name, own in split.items()}, costs) is None
+    twice = {name: (own, replace(own, name="same")) if name == "a1" else (own,) for name, own in split.items()}
+    assert batch._forced(small, twice, costs) is None  # neither is better
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_one_typing_serves_every_micro_batch(micro_batch: int) -> None:
+    small = compact(mlp(layers=2, batch=2))
+    typing = solve_batch(small)
+    local = shard(
+        small.graph,
+        replace(typing, size=Fraction(2, micro_batch)),
+        global_batch_size=16,
+        micro_batch_size=micro_batch,
+    )
+    assert local.batch_size == micro_batch
+    assert local.spec(Ref("r1")).shape[0] == micro_batch
+
+
+def test_a_count_of_tokens_is_totalled_before_the_step() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 4)
+            self.head = torch.nn.Linear(4, 8)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.table(ids))
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    graph = trace(Model(), (), {"ids": ids, "labels": ids})
+    typing = solve_batch(compact(graph))
+    local = shard(graph, replace(typing, size=Fraction(2)), global_batch_size=8, micro_batch_size=1)
+    assert local.sums
+    assert all(typing.strategies[graph.producer(ref).name].outputs == (P,) for ref in local.sums)  # type: ignore[union-attr]
+
+
+def test_an_operator_that_mixes_samples_is_named() -> None:
+    graph = mlp(layers=1)
+    ops = list(graph.ops)
+    mixing = replace(op("mixed", "aten.softmax.int", (Ref("start"), 0), 4, 8), source="model.py:7", module="gate")
+    ops[1:1] = [mixing]
+    ops[2] = ops[2].with_operands((Ref("mixed"), Ref("up0")))
+    mixed: Graph = replace(
+        graph, ops=tuple(ops), blocks=(Block(index=0, start=0, stop=len(ops), hash="all", label="all"),)
+    )
+    with pytest.raises(RuleError) as caught:
+        solve_batch(compact(mixed))
+    assert "samples are independent" in str(caught.value)
+    assert "mixed (aten.softmax.int)" in str(caught.value)
+    assert "model.py:7" in str(caught.value)
+
+
+def test_parameters_stay_whole() -> None:
+    typing = solve_batch(compact(mlp()))
+    assert all(s.inputs[1] == R for name, s in typing.strategies.items() if name in ("start", "a0", "b0"))
+
+
+def test_where_samples_meet_no_trained_parameter_is_read_as_if_its_gradient_were_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ordered(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.linear = torch.nn.Parameter(torch.ones(8, 4)), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order = torch.sort(x[:, 0])[1]
+            return (self.linear(x)[order] + self.bias[order]).sin().sum()
+
+    graph = replace(trace(Ordered(), (torch.zeros(8, 4),), exact=True), mixing="sort")
+    usual = batch._BatchCosts.operators
+
+    def operators(self: batch._BatchCosts, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
+        found = zip(strategies, usual(self, op, strategies, saved), strict=True)
+        return [Cost() if strategy.name == "invariant" else cost for strategy, cost in found]
+
+    monkeypatch.setattr(batch._BatchCosts, "operators", operators)
+    typing = solve_batch(compact(graph), parts=2)
+    for one in graph.ops:
+        for ref, kind in zip(one.operands, typing.strategies[one.name].inputs, strict=True):
+            assert kind != I or not graph.is_parameter(ref), f"{one.name} reads {ref}"
+
+
+def test_rules_that_change_are_asked_for_again() -> None:
+    graph = mlp(layers=2)
+    typing = solve_batch(compact(graph))
+    assert compact(graph) is compact(graph) and solve_batch(compact(graph)) is typing
+    table = default_table()
+    table.put("mylib.unused.default", Rule(line="b... -> b..."))
+    try:
+        assert solve_batch(compact(graph)) is not typing
+        assert solve_batch(compact(graph)) == typing
+    finally:
+        del table.rules["mylib.unused.default"]

@@ -1,0 +1,177 @@
+"""Candidates of the outer search, and why there are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.planner.space.candidates import Candidate, Problem, candidates, num_micro_batches, strict
+from autopar.planner.space.conflict import _open, conflict, remedies
+from autopar.planner.space.constraints import practice
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+from autopar.schedule import check_schedule
+
+PROBLEM = Problem(
+    world_size=64, devices_per_node=8, global_batch_size=512, num_blocks=82, heads=(64,), space=load_space("default")
+)
+
+
+def check(problem: Problem, one: Candidate) -> None:
+    mesh = one.mesh
+    assert mesh.world_size == problem.world_size
+    assert problem.global_batch_size == one.micro_batch_size * one.num_micro_batches * mesh.data
+    assert (one.zero_stage == 0) == (mesh.dp_shard == 1)
+    assert one.zero_stage != 2 or mesh.pp == 1
+    assert mesh.pp * one.virtual_stages <= problem.num_blocks
+    check_schedule(one.schedule, mesh.pp, one.virtual_stages, one.num_micro_batches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(world=st.integers(1, 48), per_node=st.integers(1, 8), batch=st.integers(1, 96), blocks=st.integers(1, 12))
+def test_every_candidate_can_run(world: int, per_node: int, batch: int, blocks: int) -> None:
+    problem = replace(PROBLEM, world_size=world, devices_per_node=per_node, global_batch_size=batch, num_blocks=blocks)
+    for one in candidates(problem, Pins()):
+        check(problem, one)
+
+
+def test_practice_is_among_them() -> None:
+    found = candidates(PROBLEM, Pins())
+    assert len(found) < 5000
+    assert any(c.mesh.tp == 8 and c.mesh.pp == 4 and c.zero_stage == 1 for c in found)
+    assert any(c.mesh.dp_shard == 8 and c.mesh.dp_replicate == 8 and c.zero_stage == 3 for c in found)
+    assert all(c.mesh.tp <= 8 for c in found)
+
+
+def test_pins_are_kept() -> None:
+    pins = Pins.parse(["tp=4", "pp=2", "zero=1", "micro_batch=4", "schedule=Interleaved1F1B", "virtual_stages=5"])
+    found = candidates(PROBLEM, pins)
+    assert found
+    for one in found:
+        assert (one.mesh.tp, one.mesh.pp, one.zero_stage) == (4, 2, 1)
+        assert (one.micro_batch_size, one.schedule, one.virtual_stages) == (4, "Interleaved1F1B", 5)
+    assert {c.num_micro_batches for c in candidates(PROBLEM, Pins.parse(["num_micro_batches=128"]))} == {128}
+
+
+@pytest.mark.parametrize(
+    ("pins", "world", "expected"),
+    [
+        (["tp=3"], 24, {"tp=3", "tp divides 64 attention heads"}),
+        (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * cp * tp"}),
+        (["zero=2", "pp=2"], 8, {"zero=2", "pp=2", "zero=2 has pp=1"}),
+        (["tp<=2", "tp>=4", "pp=1"], 8, {"tp<=2", "tp>=4"}),
+        (
+            ["schedule=1F1B", "pp=1"],
+            8,
+            {"schedule=1F1B", "pp=1", "a pipeline (pp > 1) has a schedule, and one stage has none"},
+        ),
+    ],
+)
+def test_the_smallest_conflict_is_named(pins: list[str], world: int, expected: set[str]) -> None:
+    problem = replace(PROBLEM, world_size=world, global_batch_size=96)
+    assert candidates(problem, Pins.parse(pins)) == []
+    assert set(conflict(problem, Pins.parse(pins))) == expected
+
+
+@pytest.mark.parametrize("world", [8, 24, 128, 1024])
+def test_each_space_holds_the_smaller_one(world: int) -> None:
+    shape = {"experts": (8,), "sequences": (32768,), "key_heads": (8,), "world_size": world}
+    quick, default, wide, most = (
+        set(candidates(replace(PROBLEM, space=load_space(name), **shape), Pins()))  # type: ignore[arg-type]
+        for name in ("quick", "default", "wide", "exhaustive")
+    )
+    assert quick < default == wide < most  # optimizers on the host are added to a pool where profiles have the link
+
+
+def test_virtual_stages_divide_the_layers_of_a_rank_unless_pinned() -> None:
+    known = replace(PROBLEM, num_layers=14)  # 4 ranks have 4 layers at most, 2 have 7
+    found = {(c.mesh.pp, c.virtual_stages) for c in candidates(known, Pins()) if c.virtual_stages > 1}
+    assert {v for pp, v in found if pp == 4} == {2, 4}
+    assert {v for pp, v in found if pp == 2} <= {7}
+    pinned = candidates(known, Pins.parse(["virtual_stages=3"]))
+    assert any(c.mesh.pp == 4 and c.virtual_stages == 3 for c in pinned)
+
+
+def test_groups_of_tp_may_span_nodes_where_the_space_says_so() -> None:
+    found = {c.mesh.tp for c in candidates(replace(PROBLEM, space=load_space("exhaustive")), Pins())}
+    assert found == {1, 2, 4, 8, 16}
+    assert max(c.mesh.tp for c in candidates(PROBLEM, Pins())) == 8
+
+
+def test_what_pins_exclude_altogether_has_no_candidate() -> None:
+    assert candidates(PROBLEM, Pins.parse(["tp=3"])) == []
+    assert candidates(PROBLEM, Pins.parse(["zero=7"])) == []
+    assert {c.zero_stage for c in candidates(PROBLEM, Pins.parse(["zero>=2"]))} == {2, 3}
+    assert set(conflict(PROBLEM, Pins.parse(["zero=7"]))) == {"zero=7", "zero is 0, 1, 2 or 3"}
+
+
+def test_what_a_space_leaves_out_is_named_where_laws_and_pins_leave_something() -> None:
+    """It said that there was no candidate in the space."""
+    small, pins = replace(PROBLEM, world_size=2, num_blocks=4, num_layers=2), Pins.parse(["schedule=Interleaved1F1B"])
+    assert candidates(small, pins) == []
+    names = conflict(small, pins)
+    usual = "virtual_stages divides the layers of a pipeline rank, 2 / pp rounded up (the space default)"
+    assert {usual, "schedule=Interleaved1F1B"} <= set(names)
+    (remedy,) = remedies(small, pins, names)
+    assert remedy.startswith("pin virtual_stages, which lifts")
+    assert candidates(small, Pins.parse(["schedule=Interleaved1F1B", "virtual_stages=2"]))
+
+
+DRAWN = [
+    "tp=3",
+    "tp>=2",
+    "tp<=2",
+    "pp=2",
+    "pp>=3",
+    "dp=2",
+    "dp_shard=4",
+    "zero=2",
+    "zero>=2",
+    "zero=0",
+    "micro_batch=3",
+]
+DRAWN += [
+    "num_micro_batches=5",
+    "num_micro_batches<=2",
+    "virtual_stages=3",
+    "ep=2",
+    "ep_data=3",
+    "cp=2",
+    "schedule=1F1B",
+]
+DRAWN += ["schedule=Interleaved1F1B", "schedule!=1F1B"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    world=st.sampled_from([1, 2, 4]),
+    batch=st.integers(1, 24),
+    blocks=st.integers(1, 6),
+    texts=st.lists(st.sampled_from(DRAWN), max_size=3, unique=True),
+    more=st.sampled_from([{}, {"experts": (4,)}, {"sequences": (32768,), "key_heads": (8,)}, {"mixes_samples": True}]),
+)
+def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
+    world: int, batch: int, blocks: int, texts: list[str], more: dict[str, Any]
+) -> None:
+    """Beside a table of all of them."""
+    problem = replace(PROBLEM, world_size=world, global_batch_size=batch, num_blocks=blocks, num_layers=blocks, **more)
+    pins = Pins.parse(texts)
+    names = conflict(problem, pins)
+    assert bool(names) == (not candidates(problem, pins))
+    values, _ = _open(problem, pins)
+    columns = np.array(list(product(*values.values())), dtype=np.int64).T
+    table = dict(zip(values, columns, strict=True))
+    table["num_micro_batches"] = num_micro_batches(table, batch)
+    known = {c.name: c.holds(table) for c in (*strict(problem, pins), *practice(problem, pins))}
+    for left_out in ((), *((name,) for name in names)):
+        keep = np.ones(columns.shape[1], dtype=bool)
+        for name in names:
+            if name not in left_out:
+                keep &= known[name]
+        assert keep.any() == (bool(left_out) or not names), (names, left_out)

@@ -1,0 +1,271 @@
+"""Layouts of blocks: exact against brute force, and what they are for a Llama layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar import rules
+from autopar.graph import trace
+from autopar.graph.compact import compact
+from autopar.graph.ir import Graph, Op, Ref
+from autopar.layout import I, P, R, S, Type
+from autopar.planner.sharding import block_chain as chain
+from autopar.planner.sharding import block_table as intra
+from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
+from autopar.planner.sharding.block_table import AxisCosts, repeated
+from autopar.planner.sharding.strategy_energy import Problem, rests_of
+from autopar.planner.sharding.tables import Weights
+from autopar.rules.apply import shard
+from autopar.rules.conversions import conversion
+from autopar.rules.types import Strategy
+
+from .graphs import attention, llama_block, mlp
+from .toy import ToyPricing
+
+
+def solver(graph: Graph, size: int, pricing: ToyPricing | None = None) -> AxisSolver:
+    return AxisSolver(compact(graph), axis="tp", size=size, pricing=pricing or ToyPricing(size=size))
+
+
+@lru_cache(maxsize=8)
+def known_costs(graph: Graph, size: int) -> AxisCosts:
+    return AxisCosts(graph=graph, axis="tp", size=size, pricing=ToyPricing(size=size))
+
+
+def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str, Type], weights: Weights) -> float:
+    """The cost of one typing, written anew: changes shared inside a block, saved values charged once."""
+    costs = known_costs(graph, size)
+    total = 0.0
+
+    def pay(cost: object) -> None:
+        nonlocal total
+        total += float("inf") if cost is None else (
+            cost.time_s + weights.per_step_s * cost.step_s  # type: ignore[attr-defined]
+            + weights.saved_byte * cost.saved_bytes + weights.state_byte * cost.state_bytes  # type: ignore[attr-defined]
+        )  # fmt: skip
+
+    for name, rest in rests.items():
+        pay(costs.at_rest(graph.parameter(name), rest))
+    for block in graph.blocks:
+        changed: set[tuple[Ref, Type]] = set()
+        saved: set[Ref] = set()
+        for one in graph.block_ops(block):
+            strategy = chosen[one.name]
+            new = [r for r in costs.saves(one) if r not in saved]
+            saved.update(new)
+            pay(costs.operators(one, [strategy], new)[0])
+            for ref, wanted in zip(one.operands, strategy.inputs, strict=True):
+                if (ref, wanted) in changed or graph.is_prelude(ref):
+                    continue
+                changed.add((ref, wanted))
+                if graph.is_parameter(ref):
+                    pay(costs.use(graph.parameter(ref.name), rests[ref.name], wanted))
+                else:
+                    made = chosen[ref.name].outputs[ref.index]
+                    if made != wanted:
+                        pay(costs.change(graph.spec(ref), made, wanted))
+    pay(costs.change(graph.spec(graph.loss), chosen[graph.loss.name].outputs[0], I))
+    return total
+
+
+def brute_force(graph: Graph, size: int, weights: Weights) -> float:
+    offered = {
+        o.name: rules.strategies(o, tuple(graph.spec(r) for r in o.operands), axis="tp", size=Fraction(size))
+        for o in graph.ops
+    }
+
+    def typings(chosen: dict[str, Strategy], left: tuple[Op, ...]) -> Iterator[dict[str, Strategy]]:
+        if not left:
+            yield chosen
+            return
+        for strategy in offered[left[0].name]:
+            if _possible(graph, left[0].operands, strategy, chosen):
+                yield from typings({**chosen, left[0].name: strategy}, left[1:])
+
+    return min(_best_rests(graph, size, chosen, weights) for chosen in typings({}, graph.ops))
+
+
+def _possible(graph: Graph, operands: tuple[Ref, ...], strategy: Strategy, chosen: dict[str, Strategy]) -> bool:
+    return all(
+        graph.is_prelude(r) or graph.is_parameter(r)
+        or conversion(chosen[r.name].outputs[r.index], w, requires_grad=graph.spec(r).requires_grad) is not None
+        for r, w in zip(operands, strategy.inputs, strict=True)
+    )  # fmt: skip
+
+
+def _best_rests(graph: Graph, size: int, chosen: dict[str, Strategy], weights: Weights) -> float:
+    """Parameters do not touch each other: each takes its best type at rest by itself."""
+    rests: dict[str, Type] = dict.fromkeys((p.name for p in graph.parameters), I)
+    start = energy(graph, size, chosen, rests, weights)
+    best = start
+    for p in graph.parameters:
+        options = (energy(graph, size, chosen, {**rests, p.name: rest}, weights) for rest in rests_of(p.spec, size)[1:])
+        best += min(0.0, min(options, default=start) - start)
+    return best
+
+
+@pytest.mark.parametrize(("price", "width", "hidden"), [(0.0, 4, 3), (1e-7, 3, 6)])
+def test_a_small_mlp_is_solved_exactly(price: float, width: int, hidden: int) -> None:
+    graph = mlp(layers=1, batch=3, hidden=hidden, width=width)
+    weights = Weights(per_step_s=0.25, saved_byte=price, state_byte=price)
+    assert solver(graph, 2).solve(weights).value == pytest.approx(brute_force(graph, 2, weights), rel=1e-12)
+
+
+def test_the_value_is_the_energy_of_the_typing_that_is_returned() -> None:
+    graph = attention()
+    weights = Weights(per_step_s=0.5, saved_byte=1e-8, state_byte=1e-9)
+    found = solver(graph, 2).solve(weights)
+    written = energy(graph, 2, dict(found.typing.strategies), dict(found.typing.parameters), weights)
+    assert found.value == pytest.approx(written, rel=1e-12)
+
+
+def test_solutions_can_be_applied_and_end_in_an_invariant_loss() -> None:
+    for graph in (mlp(layers=5), attention(), llama_block()):
+        small = compact(graph)
+        for price in (0.0, 1e-12):
+            found = solver(graph, 2).solve(Weights(per_step_s=0.1, saved_byte=price, state_byte=price))
+            local = shard(small.graph, found.typing)
+            assert local.producer(local.loss).layouts[-1] == (("tp", I),)  # type: ignore[union-attr]
+
+
+def test_inner_layers_of_a_run_are_solved_as_one() -> None:
+    graph = mlp(layers=40)
+    small = compact(graph)
+    assert [len(m) for m in small.members] == [1, 1, 38, 1, 1]
+    assert small.class_of == (0, 1, *([2] * 38), 3, 4)
+    assert len(solver(graph, 2).problems) == 3
+
+
+def types(found: AxisSolution, name: str) -> tuple[tuple[Type, ...], tuple[Type, ...]]:
+    return found.typing.strategies[name].inputs, found.typing.strategies[name].outputs
+
+
+PRICE = 1e-12  # seconds a byte: 80 GB are worth 80 ms
+
+
+def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> None:
+    found = solver(llama_block(), 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
+    assert types(found, "norm1") == ((S(1), R), (S(1),))
+    for name in ("q1", "k1", "v1", "gate1", "up1"):
+        assert types(found, name) == ((R, S(0)), (S(2),)), name
+    assert types(found, "core1") == ((S(1),) * 3, (S(1),))
+    for name in ("o1", "down1"):
+        assert types(found, name) == ((S(2), S(1)), (P,)), name
+    assert types(found, "out1") == ((S(1), S(1)), (S(1),))
+
+
+def test_without_a_price_the_batch_is_split_where_it_divides_and_heads_in_attention_where_not() -> None:
+    free = Weights(per_step_s=0.0)
+    by_batch = solver(llama_block(batch=8, seq=1024), 8).solve(free)
+    assert types(by_batch, "core1")[1] == (S(0),)
+    assert types(by_batch, "gate1") == ((S(0), R), (S(0),))
+    ulysses = solver(llama_block(), 8).solve(free)
+    assert types(ulysses, "gate1") == ((S(1), R), (S(1),))
+    assert types(ulysses, "core1") == ((S(1),) * 3, (S(1),))
+
+
+def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
+    graph = llama_block(seq=4095)
+    found = solver(graph, 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
+    assert types(found, "gate1")[0][1] == S(0)
+    assert all(t != S(1) for t in types(found, "out1")[1])
+
+
+def test_a_pinned_parameter_is_respected() -> None:
+    graph = mlp(layers=1)
+    pinned = AxisSolver(
+        compact(graph), axis="tp", size=2, pricing=ToyPricing(size=2), rests={"up0": (S(1),), "down0": (I,)}
+    ).solve(Weights())
+    assert pinned.typing.parameters["up0"] == S(1)
+    assert pinned.typing.parameters["down0"] == I
+
+
+def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a boundary has too many states, its values are narrowed; the block on their other side has to follow."""
+    graph = mlp(layers=2)
+    free = solver(graph, 2).solve(Weights())
+    monkeypatch.setattr(intra, "MAX_BOUNDARY_STATES", 10)  # more than one value's types, fewer than those of two
+    narrow = solver(graph, 2)
+    assert all(t.is_split or t == I for types in narrow.types.values() for t in types)
+    found = narrow.solve(Weights())
+    assert free.value <= found.value < float("inf")
+    shard(graph, found.typing)
+
+
+def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = attention(seq=4, heads=2)
+    free = solver(graph, 2).solve(Weights())
+    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: self.max_extras > 1)
+    found = solver(graph, 2)
+    assert all(problem.problem.max_extras == 1 for problem in found.problems.values())
+    assert found.solve(Weights()).value >= free.value
+
+
+class Scan(nn.Module):
+    """A recurrence over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drive, state, states = self.inside(x), torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = torch.tanh(0.5 * state + drive[:, t])
+            states.append(state)
+        return self.outside(torch.stack(states, 1)).square().sum()
+
+
+def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = trace(Scan(), (torch.zeros(4, 6, 8),))
+    free = solver(graph, 2).solve(Weights())
+    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.alike)
+    found = solver(graph, 2).solve(Weights())
+    keys = {name: key for block in graph.blocks for name, key in repeated(graph, block).items()}
+    steps = [o for o in graph.ops if o.target == "aten.tanh.default"]
+    assert len(steps) == 6
+    assert len({keys[o.name] for o in steps}) <= 3, "the first steps begin from zeros"
+    for same in set(keys.values()):
+        assert len({found.typing.strategies[name] for name, key in keys.items() if key == same}) == 1
+    assert free.value <= found.value < float("inf")
+    shard(graph, found.typing)
+
+
+class Again(nn.Module):
+    """One layer, called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for _ in range(3):
+            x = x + self.layer(x)
+        return self.after(x).square().sum()
+
+
+def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = trace(Again(), (torch.zeros(4, 8),))
+    dear = Weights(state_byte=1e-3)
+    free = solver(graph, 2)
+    assert not free.twins
+    best = free.solve(dear)
+    monkeypatch.setattr(chain, "MAX_BOUNDARY_STATES", 100)
+    tied = solver(graph, 2)
+    assert tied.twins
+    assert not any(boundary.shared for boundary in tied.boundaries)
+    found = tied.solve(dear)
+    layers = {i for pair in tied.twins for i in pair}
+    assert len(layers) == 3
+    assert len({(found.blocks[i].strategies, found.blocks[i].parameters) for i in layers}) == 1
+    assert any(kind.is_split for kind in found.typing.parameters.values())
+    assert best.value * (1 - 1e-9) <= found.value < float("inf")
+    shard(graph, found.typing)

@@ -1,0 +1,78 @@
+"""Layouts of one micro-batch: bounds of typed layouts beside the costs of priced ones, and what searches keep with a graph."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.graph.ir import Graph
+from autopar.models import resolve_model
+from autopar.plan import BF16
+from autopar.planner.layouts.catalogue import Layouts
+from autopar.planner.layouts.types import LayoutKey, Load
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner, Task
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+
+ROUNDING = 1e-9
+CLUSTER = "h100-sxm5-80gb:1x8"
+MODELS = {
+    "gpt": ("gpt:layers=2,hidden=256,heads=4,vocab=1024", 64),
+    "llama": (
+        "hf:llama?hidden_size=256&intermediate_size=512&num_hidden_layers=2&num_attention_heads=8&num_key_value_heads=4&vocab_size=512",
+        128,
+    ),
+    "gpt2": ("hf:gpt2?n_embd=128&n_layer=2&n_head=4&vocab_size=512&n_positions=64", 64),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_block(name: str) -> None:
+    text, length = MODELS[name]
+    source = resolve_model(text, sequence_length=length, batch_size=2)
+    graph = api.trace_model(source.model, source.example_inputs, BF16, name=name)
+    model = CostModel(Cluster.parse(CLUSTER), BF16, "adamw")
+    layouts = Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
+    share = compared = 0.0
+    for size, tp, cp in ((1, 2, 1), (4, 4, 1), (4, 2, 2)):
+        key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp)
+        least_s, quickest_s = layouts.least_s(key), layouts.quickest_s(key)
+        for typed in layouts.drafts(key, Load(num_micro_batches=8, in_flight=2)):
+            total_s = 0.0
+            for members, cost, least in zip(layouts.compact.members, layouts.option(typed).costs, least_s, strict=True):
+                block_s = (
+                    cost.forward_s + cost.backward_s + cost.communication_forward_s + cost.communication_backward_s
+                )
+                assert least <= block_s * (1 + ROUNDING)
+                total_s += len(members) * block_s
+            assert max(quickest_s, typed.time_s) <= total_s * (1 + ROUNDING)
+            share, compared = share + typed.time_s / total_s, compared + 1
+    assert share > 0.8 * compared  # it says something
+
+
+def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
+    """Searches of another space and batch before it, and a copy of the graph, which has nothing of them."""
+    graph = resolve_model("gpt:layers=5,hidden=64,heads=8,vocab=250", sequence_length=32).trace()
+
+    def planner(graph: Graph, batch: int, space: str) -> Planner:
+        task = Task(
+            graph=graph, cluster=Cluster.parse(CLUSTER), global_batch_size=batch, precision=BF16,
+            optimizer="adamw", pins=Pins.parse(()), space=load_space(space),
+        )  # fmt: skip
+        return Planner(task)
+
+    new = pickle.loads(pickle.dumps(graph))
+    planner(graph, 24, "default").search(limits=Limits())
+    copied = pickle.loads(pickle.dumps(graph))
+    assert graph.passes and not copied.passes and not new.passes
+    assert copied._index.made == graph._index.made and copied._index.users == graph._index.users
+    assert not copied._index.named
+    plans = [planner(traced, 48, "quick").search(limits=Limits()) for traced in (graph, graph, new)]
+    timeless = [replace(plan, search=replace(plan.search, wall_time_s=0.0)) for plan in plans]
+    assert timeless[0] == timeless[1] == timeless[2]

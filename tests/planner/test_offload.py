@@ -1,0 +1,257 @@
+"""What lives on the host in the search: chosen where it pays, bounded from below, refused where there is no link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar import api, resources
+from autopar.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph.ir import Graph
+from autopar.host import HostLink
+from autopar.plan import FP32, Plan
+from autopar.plan_io import plan_from_dict, plan_to_dict
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.outcome import Limits
+from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.space.host_offload import offloaded
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import Hosted, load_space
+from autopar.planner.stages.activation_modes import MOVED, BlockOption
+from autopar.planner.stages.stage_cut import CutBlock, StageCutter
+from autopar.planner.studies.study import params
+
+from .graphs import mlp
+
+HOST = HostLink(
+    to_host_bytes_per_s=4e10,
+    to_device_bytes_per_s=4e10,
+    latency_s=1e-6,
+    memory_bandwidth_bytes_per_s=4e10,
+    launch_s=1e-6,
+    provenance="made up for tests",
+)
+ROOM_FOR_SOME, NEEDS_HOST = "440MB", "430MB"
+
+
+@cache
+def graph() -> Graph:
+    return mlp(layers=6, batch=2, width=256, hidden=1024)
+
+
+def cluster(memory: str, host: HostLink | None = HOST) -> Cluster:
+    found = Cluster.parse(f"cpu:1x4?memory={memory}")
+    (group,) = found.groups
+    return replace(found, groups=(replace(group, device=replace(group.device, host=host)),))
+
+
+def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), batch: int = 64) -> BranchAndBound:
+    here, pins = cluster(memory), Pins.parse(texts)
+    space = replace(load_space("quick"), offload=tried)
+    model = CostModel(here, FP32, "adamw")
+    evaluator = Evaluator.of(graph(), model, global_batch_size=batch, pins=pins, space=space)
+    problem = Problem(
+        world_size=4, devices_per_node=4, global_batch_size=batch, num_blocks=len(graph().blocks), heads=(), space=space
+    )
+    pool = offloaded(candidates(problem, pins), here, pins, space.offload, "adamw")
+    return BranchAndBound(evaluator, pool, limits=Limits())
+
+
+@pytest.mark.parametrize(("memory", "is_offloaded"), [("16GB", False), (ROOM_FOR_SOME, None), (NEEDS_HOST, True)])
+def test_the_best_of_all_is_found_and_no_bound_is_above(memory: str, is_offloaded: bool | None) -> None:
+    search = outer(memory)
+    found = search.run()
+    alone = outer(memory).evaluator
+    times = {}
+    for candidate in search.pool:
+        plan = alone.evaluate(candidate)
+        if isinstance(plan, Evaluation):
+            times[candidate] = plan.prediction.step_time_s
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[candidate] * (1 + 1e-9)
+    assert any(c.offload for c in times)
+    assert found.best is not None
+    assert found.best.prediction.step_time_s == min(times.values())
+    assert found.lower_bound_s <= min(times.values())
+    if is_offloaded is not None:
+        assert bool(found.best.candidate.offload) == is_offloaded
+        assert all(bool(c.offload) for c in times) == is_offloaded
+    if not is_offloaded and memory == "16GB":  # at equal choices the device is never slower
+        for candidate, time_s in times.items():
+            assert not candidate.offload or time_s > times[replace(candidate, offload=())]
+
+
+@pytest.mark.parametrize("memory", ["16GB", "434MB"])
+def test_no_bound_is_above_a_plan_whose_blocks_keep_on_the_host(memory: str) -> None:
+    search = outer(memory, "offload=activations@layers.1-4", "micro_batch>=2")
+    found = search.run()
+    alone = outer(memory, "offload=activations@layers.1-4", "micro_batch>=2").evaluator
+    times = []
+    for candidate in search.pool:
+        plan = alone.evaluate(candidate)
+        if isinstance(plan, Evaluation):
+            times.append(plan.prediction.step_time_s)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
+    assert found.best is not None
+    assert found.best.prediction.step_time_s == min(times)
+    assert found.best.prediction.breakdown.offload_s > 0
+
+
+@pytest.mark.parametrize(("memory", "moved"), [("16GB", 0), ("560MB", 5), ("500MB", 6)])
+def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, moved: int) -> None:
+    """Of all candidates the best is found, and no bound is above a plan."""
+    pins = ("micro_batch=2048", "pp<=2", "tp=1")
+    search = outer(memory, *pins, tried=("activations",), batch=8192)
+    found = search.run()
+    alone = outer(memory, *pins, tried=("activations",), batch=8192).evaluator
+    times = {}
+    for candidate in search.pool:
+        plan = alone.evaluate(candidate)
+        if isinstance(plan, Evaluation):
+            times[candidate] = plan.prediction.step_time_s
+            assert candidate.moves or MOVED not in plan.modes
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[candidate] * (1 + 1e-9)
+    assert found.best is not None
+    assert found.best.prediction.step_time_s == min(times.values())
+    assert found.lower_bound_s <= min(times.values())
+    assert any(c.moves for c in times)
+    assert found.best.modes.count(MOVED) == moved
+
+
+def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
+    file = tmp_path / "moving.toml"
+    file.write_text(resources.files("search")["quick"].read_text() + 'offload = ["activations"]\n')
+    pins = ["micro_batch=2048", "pp=1", "tp=1", "zero=0"]
+    plan = api.search(graph(), cluster=cluster("560MB"), global_batch_size=8192, space=str(file), pins=pins)
+    assert sum(block.offload for block in plan.blocks) == 5
+    assert {block.recompute for block in plan.blocks} == {"none"}
+    assert plan.predicted.memory[0].host > 0
+    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
+def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
+    """So that each has others' forwards to copy beside; copies that are longer than all of them are waited for."""
+    plain = BlockOption(mode="none", time_s=3.0, held_bytes=10.0, transient_bytes=0.0, forward_s=1.0)
+    moved = BlockOption(
+        mode=MOVED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
+    )
+    block = CutBlock(key=0, options=(plain, moved), static_bytes=0.0)
+    cutter = StageCutter([block] * 8)
+    half = cutter.cut(1, in_flight=[1], limit_bytes=[40.0], num_micro_batches=1)
+    assert half is not None
+    assert half.modes == ("none", MOVED) * 4
+    assert half.time_s == 8 * 3.0 + 2.0  # the last one up
+    most = cutter.cut(1, in_flight=[1], limit_bytes=[20.0], num_micro_batches=1)
+    assert most is not None
+    assert most.modes.count(MOVED) == 6
+    assert most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0
+
+
+def test_blocks_that_keep_on_the_host_hold_less_on_the_device() -> None:
+    here, there, some = (
+        planned(f"dp_shard=4 zero=2 recompute=none {more}")
+        for more in (
+            "offload=none",
+            "offload=activations offload!=optimizer",
+            "offload=activations@layers.2-3 offload!=optimizer",
+        )
+    )
+    assert [block.offload for block in some.blocks] == [False, False, False, True, True, False, False, False]
+    assert plan_from_dict(plan_to_dict(some)) == some
+    (one,), (all_,), (part,) = (plan.predicted.memory for plan in (here, there, some))
+    assert (all_.activations, one.host) == (4 * 256 * 4, 0)  # the batch stays
+    assert all_.host + all_.activations == part.host + part.activations == one.activations
+    assert 0 < part.host < all_.host
+    assert all_.transient > one.transient
+    assert here.predicted.step_time_s < some.predicted.step_time_s <= there.predicted.step_time_s
+    assert "what 2 of 8 blocks keep for backward lives there" in str(some)
+
+
+def planned(pins: str, *, memory: str = "16GB", **changes: Any) -> Plan:
+    host = replace(HOST, **changes) if changes else HOST
+    wish = [*pins.split(), "tp=1", "pp=1", "micro_batch=4"]
+    return api.estimate(graph(), cluster=cluster(memory, host), global_batch_size=64, pins=wish)
+
+
+def test_pins_choose_and_plans_say_so() -> None:
+    here, there = (planned(f"zero=2 dp_shard=4 offload={where}") for where in ("none", "optimizer"))
+    assert (here.offload, there.offload) == ((), ("optimizer",))
+    assert plan_from_dict(plan_to_dict(there)) == there
+    assert "offload" not in plan_to_dict(here)
+    one, other = here.predicted.memory[0], there.predicted.memory[0]
+    assert (other.optimizer, one.host) == (0, 0)
+    assert other.host == one.optimizer + 2 * one.optimizer // 2  # a copy and a gradient beside the two states
+    assert any("host memory for each device: the profile does not know" in note for note in there.notes)
+    text = str(there)
+    assert "offload     the optimizer steps on the host" in text
+    assert "copies to and from the host" in text
+
+
+def test_time_on_the_host_is_copies_both_down_and_parameters_up_beside_the_step() -> None:
+    here, there = (planned(f"zero=2 dp_shard=4 offload={where}").predicted for where in ("none", "optimizer"))
+    size = here.memory[0].optimizer // 2  # adamw has two states
+    count = sum(1 for _ in graph().parameters)
+    assert there.breakdown.offload_s == pytest.approx(3 * size / 4e10 + 3 * count * 1e-6)
+    assert there.breakdown.optimizer_s == pytest.approx(21 * size / 4e10 + 9 * count * 1e-6)
+    parts = [name for name in here.breakdown.__slots__ if name not in ("optimizer_s", "offload_s")]
+    assert [getattr(there.breakdown, n) for n in parts] == [getattr(here.breakdown, n) for n in parts]
+    assert there.step_time_s == pytest.approx(there.breakdown.total_s)
+
+
+def test_the_host_has_its_own_limit() -> None:
+    plan = planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10**9)
+    assert plan.predicted.host_memory_limit_bytes == 10**9
+    assert plan.predicted.fits
+    with pytest.raises(InfeasibleError, match=r"memory of the host: needs .* of 9\.5 MiB a device"):
+        planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10_000_000)
+
+
+def test_without_a_link_there_is_no_offload_and_a_pin_says_so() -> None:
+    def search(pins: list[str], **options: Any) -> Plan:
+        return api.search(graph(), cluster=cluster("16GB", None), global_batch_size=64, pins=pins, **options)
+
+    assert search(["offload!=optimizer", "tp=1"]).offload == ()
+    with pytest.raises(
+        UsageError, match=r"pin 'offload=optimizer'.*link to it, but found none of cpu; add \[device.host\]"
+    ):
+        search(["offload=optimizer"])
+    with pytest.raises(UsageError, match=r"pin 'offload=activations@layers.0'.*found none of cpu; add \[device.host\]"):
+        search(["offload=activations@layers.0"])
+    with pytest.raises(UsageError, match="pins of offload agree, but found offload=activations, offload=none"):
+        search(["offload=activations", "offload=none"])
+    with pytest.raises(UsageError, match="a selector names blocks of the model, but found 'head'"):
+        search(["offload=activations@head"])
+    with pytest.raises(UsageError, match="pins of offload allow something"):
+        search(["offload=optimizer", "offload=none"])
+    with pytest.raises(UsageError, match="element by element, but found adafactor; take one of adamw, adam"):
+        api.estimate(
+            graph(), cluster=cluster("16GB"), global_batch_size=64, optimizer="adafactor", pins=["offload=optimizer"]
+        )
+
+
+def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:
+    def search(space: str) -> Plan:
+        return api.search(graph(), cluster=cluster(NEEDS_HOST), global_batch_size=64, space=space)
+
+    with pytest.raises(InfeasibleError, match="or search --space wide, where optimizers may live on the host"):
+        search("default")
+    assert search("wide").offload == ("optimizer",)
+
+
+def test_no_two_candidates_are_the_same_trial_of_a_study() -> None:
+    """Of twins that differ in what lives on the host each has its own outcome."""
+    pool = outer("16GB").pool
+    assert any(candidate.offload for candidate in pool)
+    assert len({tuple(params(candidate).values()) for candidate in pool}) == len(pool)

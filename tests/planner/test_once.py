@@ -1,0 +1,83 @@
+"""What blocks add to a step once: never more than the cost model says of any rank that has them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
+from autopar.cost.model import CostModel, Step
+from autopar.cost.step.memory import StageCost
+from autopar.mesh import Mesh
+from autopar.plan import BF16
+from autopar.planner.bounds.once import at_both_ends, least_sums_s, tie_s
+
+MODEL = CostModel(Cluster.parse("h100-sxm5-80gb:2x8"), BF16, "adamw")
+
+
+def parameter(chance: random.Random, name: str) -> ParameterCost:
+    shape = (chance.choice([64, 1024]), chance.choice([512, 65536]))
+    return ParameterCost(
+        name=name, shape=shape, num_bytes=2 * shape[0] * shape[1], spread=chance.random() < 0.5,
+        gradient_sum_axes=chance.choice([(), ("tp",), ("cp",), ("tp", "cp")]),
+    )  # fmt: skip
+
+
+def block(chance: random.Random, name: str) -> BlockCost:
+    times = [chance.choice([0.0, 1e-4, 1e-2]) for _ in range(2)]
+    return BlockCost(
+        key=name, forward_s=times[0], backward_s=times[1], communication_forward_s=0.0, communication_backward_s=0.0,
+        saved_bytes=0, input_bytes=0, saved_input_bytes=0, prelude=(), forward_transient_bytes=0,
+        backward_transient_bytes=0, sends=(), send_gradients=(), flops=0.0, backward_flops=0.0, messages=(),
+        parameters=tuple(parameter(chance, f"{name}.{i}") for i in range(chance.randrange(3))),
+    )  # fmt: skip
+
+
+def step(mesh: Mesh) -> Step:
+    return Step(
+        mesh=mesh, schedule="1F1B", num_micro_batches=4, zero_stage=1, global_batch_size=16, flops_per_sample=1.0,
+        tokens_per_sample=1, adds_gradients=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_rank_sums_its_gradients_in_less(seed: int) -> None:
+    chance = random.Random(seed)
+    mesh = (
+        Mesh(pp=2, dp_shard=2, cp=2, tp=2, ep_data=2)
+        if seed % 2
+        else Mesh(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep_data=2)
+    )
+    kinds = [block(chance, name) for name in ("first", "group", "last")]
+    counts = [1, chance.randrange(1, 12), 1]
+    least = least_sums_s(MODEL, kinds, counts, step(mesh), others=False)
+    order = [k for k, n in enumerate(counts) for _ in range(n)]
+    for _ in range(10):
+        edges = sorted(chance.randrange(len(order) + 1) for _ in range(4))
+        turns = [order[edges[0] : edges[1]], order[edges[2] : edges[3]]]
+        again = chance.random() < 0.5
+        stages = [StageCost(blocks=tuple(kinds[k] for k in own), recompute=(again,) * len(own)) for own in turns if own]
+        found = MODEL.of(step(mesh)).gradients_s(stages, tuple(one.runs for one in stages))
+        assert sum(least[k] for own in turns for k in own) <= sum(found.values()) * (1 + 1e-9)
+    if seed % 2 == 0 and any(p.spread for kind in kinds for p in kind.parameters):
+        alone = least_sums_s(MODEL, kinds, counts, step(mesh), others=True)
+        assert min(alone) >= 0 and max(alone) > 0
+
+
+def test_the_ends_of_a_pipeline_sum_what_they_share() -> None:
+    chance = random.Random(0)
+    blocks = [block(chance, name) for name in ("first", "inner", "last")]
+    tied = ParameterCost(name="tied", shape=(512, 512), num_bytes=2 * 512**2, shared=True)
+    ends = [replace(blocks[0], parameters=(tied,)), blocks[1], replace(blocks[2], parameters=(tied,))]
+    mesh = Mesh(pp=4, dp_shard=2, tp=2)
+    assert at_both_ends(ends) == (tied,)
+    assert at_both_ends(blocks) == ()
+    assert (
+        at_both_ends([ends[0], replace(blocks[1], parameters=(tied,)), ends[2]]) == ()
+    )  # a rank may have it before the last block
+    half = 512 * 512 * 4 // 2  # fp32 at rest, shards of two ranks
+    assert tie_s(MODEL, (tied,), step(mesh)) == MODEL.collectives.pair_time_s("all_reduce", half, mesh) > 0
+    assert tie_s(MODEL, (replace(tied, trained=False),), step(mesh)) == 0

@@ -1,0 +1,275 @@
+"""Searches that share a ledger choose what one search alone chooses, however they interleave and whichever die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import UsageError
+from autopar.mesh import Mesh
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, BranchAndBound
+from autopar.planner.branch_and_bound.ledger import Result
+from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.outcome import Limits
+from autopar.planner.space.candidates import Candidate
+from tests.planner.interleaved import Turns
+
+
+def candidate(index: int) -> Candidate:
+    """Of one of three splits, so that bounds are asked for in groups."""
+    return Candidate(
+        mesh=Mesh(tp=1 + index % 3, dp_shard=1 + index),
+        micro_batch_size=1,
+        num_micro_batches=1,
+        zero_stage=1,
+        schedule="none",
+        virtual_stages=1,
+    )
+
+
+@dataclass
+class Known:
+    """An evaluator of candidates whose bounds and times are given; infinite: it has no plan."""
+
+    bounds: Sequence[float]
+    times: Sequence[float]
+    asked: list[int] = field(default_factory=list)
+    pause: Callable[[], None] = lambda: None
+    layouts: Any = field(default_factory=lambda: SimpleNamespace(wholes={}, know=lambda wholes: None))
+    model: Any = field(default_factory=lambda: SimpleNamespace(is_mixed=False))
+
+    def _index(self, found: Candidate) -> int:
+        return found.mesh.dp_shard - 1
+
+    def bounds_s(self, level: int, pool: Sequence[Candidate], goal_s: float = float("inf")) -> list[float]:
+        """The last one is worked out to the end below ``goal_s`` alone."""
+        part = (level + 2) / (LEVELS + 1)
+        found = [self.bounds[self._index(c)] for c in pool]
+        return [
+            part * bound_s if level < LEVELS - 1 else min(bound_s, max(0.75 * bound_s, goal_s)) for bound_s in found
+        ]
+
+    def closest_s(self, found: Candidate, goal_s: float) -> float:
+        return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], goal_s)
+
+    def hopeless(self, found: Candidate) -> None:
+        return None
+
+    def evaluate(self, found: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
+        index = self._index(found)
+        self.asked.append(index)
+        self.pause()
+        if self.times[index] == float("inf"):
+            return Misfit(candidate=found, reason="memory", needs_bytes=8)
+        if self.times[index] * (1 + 2e-9) >= at_most_s:  # by a bound inside, which is above it by rounding
+            return Misfit(candidate=found, reason=SLOW)
+        prediction = SimpleNamespace(step_time_s=self.times[index], peak_memory_bytes=1)
+        return Evaluation(candidate=found, option=None, stops=(), modes=(), prediction=prediction)  # type: ignore[arg-type]
+
+
+@dataclass
+class Board:
+    """What all searches have written."""
+
+    results: list[tuple[int, Result]] = field(default_factory=list)
+    claimed: dict[int, int] = field(default_factory=dict)
+
+
+class View:
+    """The ledger of one search: it knows of the others what it has read."""
+
+    is_shared = True
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.results: dict[int, Result] = {}
+        self.incumbent_s = float("inf")
+        self.pause: Callable[[], None] = lambda: None
+        self.claimed: Mapping[int, int] = {}
+
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Nobody looks."""
+
+    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
+        """Nothing waits."""
+
+    def read(self) -> None:
+        self.pause()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        self.claimed = dict(self.board.claimed)
+        for index, result in self.board.results:
+            before = self.results.get(index)
+            if before is None or before.at_least_s is not None:
+                self.results[index] = result
+        times = [result.time_s for result in self.results.values() if result.time_s is not None]
+        self.incumbent_s = min(times, default=float("inf"))
+
+    def is_claimed(self, index: int) -> bool:
+        return index in self.claimed
+
+    def claim(self, index: int, bound_s: float) -> None:
+        self.board.claimed[index] = 1
+        self.pause()
+
+    def release(self, index: int) -> None:
+        self.board.claimed.pop(index, None)
+
+    def record(self, index: int, result: Result) -> None:
+        self.board.results.append((index, result))
+        self.board.claimed.pop(index, None)
+        self._take_in()
+
+
+def search(known: Known, ledger: View | None = None, **limits: Any) -> BranchAndBound:
+    pool = [candidate(i) for i in range(len(known.bounds))]
+    return BranchAndBound(cast("Evaluator", known), pool, limits=Limits(**limits), ledger=ledger)
+
+
+def in_turns(known: Known, make: Callable[[Known], BranchAndBound]) -> tuple[BranchAndBound, Turns]:
+    """A search that stops before it reads the ledger, after it has claimed a candidate, and while it evaluates one."""
+    known = replace(known)
+    made = make(known)
+    turns = Turns(made.work)
+    known.pause = made.ledger.pause = turns.pause  # type: ignore[attr-defined]
+    return made, turns
+
+
+def interleave(turns: Sequence[tuple[int, int]], running: dict[int, Turns], last: Turns, deadly: int) -> None:
+    """Give turns to searches until the last one has come to its end; where a number is ``deadly``, kill the search."""
+    for worker, chance in turns:
+        if worker in running:
+            if chance == deadly:
+                running.pop(worker).kill()
+            elif not running[worker].go_on():
+                del running[worker]
+        if not worker or chance % 2:
+            last.go_on()
+    last.finish()
+    for left in running.values():
+        left.kill()
+
+
+def chosen(found: BranchAndBound) -> int | None:
+    best = found.run().best
+    return None if best is None else best.candidate.mesh.dp_shard - 1
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Known:
+    """Few different numbers, so that bounds and times tie; some bounds are above their times by rounding."""
+    n = draw(st.integers(1, 24))
+    bounds = draw(st.lists(st.integers(1, 6).map(float), min_size=n, max_size=n))
+    above = draw(st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, -1e-9, 1e-9, float("inf")]), min_size=n, max_size=n))
+    times = [b * (1 + a) for b, a in zip(bounds, above, strict=True)]
+    return Known(bounds=bounds, times=times)
+
+
+@given(
+    known=problems(),
+    workers=st.integers(1, 4),
+    turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120),
+    trials=st.none() | st.integers(1, 10),
+)
+def test_any_interleaving_with_deaths_gives_the_choice_of_one(
+    known: Known, workers: int, turns: list[tuple[int, int]], trials: int | None
+) -> None:
+    """A turn is a worker's next step; one in forty kills it, wherever it stands, with its claim left behind."""
+    alone = chosen(search(Known(known.bounds, known.times), View(Board()), trials=trials))
+    if trials is None:  # else a search without a study spends some of them out of order
+        assert chosen(search(Known(known.bounds, known.times))) == alone
+    board = Board()
+
+    def make(known: Known) -> BranchAndBound:
+        return search(known, View(board), trials=trials)
+
+    running = {w: in_turns(known, make)[1] for w in range(1, workers)}
+    last, last_turns = in_turns(known, make)
+    interleave(turns, running, last_turns, deadly=40)
+    index = last._best_index()
+    assert index == alone
+
+
+def test_ties_go_to_the_first_of_the_pool_though_others_come_first() -> None:
+    known = Known(bounds=[3.0, 2.0, 2.0], times=[3.0, 3.0, 3.0])
+    board = Board()
+    board.results.append((1, Result(time_s=3.0)))
+    assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 0
+
+
+@pytest.mark.parametrize("first", [1.0, 2.0 - 1e-9])
+def test_a_time_below_its_bound_by_rounding_is_found_by_one_search_as_by_several(first: float) -> None:
+    """A bound of 2.0 does not end a search that has found 2.0: there is a little less behind it."""
+    known = Known(bounds=[first, 2.0], times=[2.0, 2.0 - 2e-9])
+    board = Board(results=[(1, Result(time_s=known.times[1]))])
+    assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 1
+
+
+def test_a_time_just_below_the_best_is_found_by_one_search_as_by_several() -> None:
+    known = Known(bounds=[1.0, 1.5], times=[2.0, 2.0 - 1e-9])
+    board = Board(results=[(1, Result(time_s=known.times[1]))])
+    assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 1
+
+
+def test_what_others_found_is_not_evaluated_again() -> None:
+    known = Known(bounds=[1.0, 1.0, 1.0, 5.0], times=[2.0, 3.0, float("inf"), 6.0])
+    board = Board()
+    first = search(known, View(board))
+    assert chosen(first) == 0
+    again = search(Known(known.bounds, known.times), View(board))
+    outcome = again.run()
+    assert outcome.best is not None
+    assert outcome.evaluated == 3
+    assert [m.reason for m in outcome.misfits] == [SLOW, "memory"]
+    assert again.evaluator.asked == [0]  # type: ignore[attr-defined]  the winner, for its plan
+
+
+def test_a_slow_candidate_of_a_stricter_search_is_evaluated_by_a_laxer_one() -> None:
+    known = Known(bounds=[1.0, 1.5], times=[2.0, 3.0])
+    board = Board()
+    strict = search(known, View(board), max_step_time_s=1.75)
+    assert chosen(strict) is None
+    assert chosen(search(known, View(board))) == 0
+
+
+def test_claims_of_the_dead_are_taken_over_after_a_while() -> None:
+    """The best candidate is claimed and never told: few of the worse ones are evaluated before it."""
+    known = Known(bounds=[1.0] + [1.5] * 100, times=[1.25] + [9.0] * 100)
+    board = Board(claimed={0: 1})
+    found = search(known, View(board))
+    assert chosen(found) == 0
+    assert len(set(known.asked)) == 1 + PATIENCE
+
+
+def test_an_interrupt_gives_the_best_so_far_and_gives_back_its_claim() -> None:
+    class Interrupted(Known):
+        def evaluate(self, found: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
+            if self._index(found) == 2:
+                raise KeyboardInterrupt
+            return super().evaluate(found, at_most_s=at_most_s)
+
+    known = Interrupted(bounds=[1.0, 1.5, 2.0, 2.5], times=[4.0, 3.0, 2.5, 2.75])
+    board = Board()
+    outcome = search(known, View(board)).run()
+    assert outcome.best is not None
+    assert outcome.best.prediction.step_time_s == 3.0
+    assert outcome.interrupted
+    assert not outcome.finished
+    assert not board.claimed
+    with pytest.raises(KeyboardInterrupt):
+        search(Interrupted(bounds=[3.0, 3.0, 1.0], times=[float("inf"), 4.0, 4.0])).run()
+
+
+def test_times_of_another_evaluator_are_refused() -> None:
+    board = Board(results=[(0, Result(time_s=1.5))])
+    with pytest.raises(UsageError, match=r"found 1\.5 s, here 2\.0; take another study name"):
+        search(Known(bounds=[1.0], times=[2.0]), View(board)).run()

@@ -1,0 +1,106 @@
+"""Pins: what they say, what they select, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.layout import S
+from autopar.plan import BUCKET_BYTES
+from autopar.planner.space.pins import NumberPin, ParameterPin, Pins, RecomputePin, StagePin, parse_pin
+
+from .graphs import mlp
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "good", "bad"),
+    [
+        ("tp=4", "tp", 4, 2),
+        ("cp<=2", "cp", 2, 3),
+        ("pp!=8", "pp", 4, 8),
+        ("micro_batch>=2", "micro_batch", 2, 1),
+        ("zero=1", "zero", 1, 3),
+        ("zero_stage=1", "zero", 1, 3),
+        ("virtual_stages<3", "virtual_stages", 2, 3),
+        ("dp>2", "dp", 3, 2),
+    ],
+)
+def test_numbers(text: str, key: str, good: int, bad: int) -> None:
+    pins = Pins.parse([text])
+    assert isinstance(pins.pins[0], NumberPin)
+    assert pins.allows(key, good)
+    assert not pins.allows(key, bad)
+    assert pins.allows("other", bad)
+
+
+def test_names() -> None:
+    pins = Pins.parse(["schedule=1f1b", "precision=bf16"])
+    assert pins.allows("schedule", "1F1B")
+    assert not pins.allows("schedule", "GPipe")
+    assert not pins.allows("precision", "fp32")
+    assert Pins.parse(["precision=fp8"]).allows("precision", "fp8"), "planned, if not run"
+    assert Pins.parse(["schedule!=GPipe"]).allows("schedule", "1F1B")
+
+
+def test_blocks_are_selected_by_ranges_and_patterns() -> None:
+    graph = mlp(layers=6)
+    pins = Pins.parse(["recompute=full@layers.0-2", "stage@layers.*=0", "recompute=none@layers.1"])
+    assert isinstance(pins.pins[0], RecomputePin)
+    assert isinstance(pins.pins[1], StagePin)
+    assert pins.recompute(graph) == {1: "full", 2: "none", 3: "full"}
+    assert pins.stages(graph) == dict.fromkeys(range(1, 7), 0)
+    assert set(Pins.parse(["recompute=full"]).recompute(graph)) == set(range(8))
+
+
+def test_parameters_are_matched_by_pattern() -> None:
+    pin = parse_pin("model.layers.*.mlp.up_proj.weight=tp:S(0)")
+    assert isinstance(pin, ParameterPin)
+    assert (pin.axis, pin.type) == ("tp", S(0))
+    assert pin.matches(["model.layers.11.mlp.up_proj.weight"])
+    assert not pin.matches(["model.layers.11.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tq=4", "did you mean 'tp'"),
+        ("TP=4", "did you mean 'tp'"),
+        ("offload=host", "activations@BLOCKS, none, optimizer"),
+        ("tp", "NAME=VALUE"),
+        ("tp=four", "whole number"),
+        ("bucket_bytes=1MB", "whole number"),
+        ("offload=optimiser", "did you mean 'optimizer'"),
+        ("offload=activations@", "followed by @BLOCKS"),
+        ("offload!=activations", "offloaded by ="),
+        ("schedule=1F2B", "did you mean '1F1B'"),
+        ("schedule<=1F1B", "= or !="),
+        ("recompute=half", "none, selective or full"),
+        ("recompute=full@", "none, selective or full"),
+        ("stage@layers.0=x", "counted from 0"),
+        ("w=tq:S(0)", "did you mean 'tp'"),
+        ("w=tp:P", "I or S(d)"),
+        ("w=tp:Q", "I, R, P, S(d)"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_pin(text)
+    assert said in str(caught.value)
+
+
+def test_sizes_of_buckets() -> None:
+    usual = (2**20, BUCKET_BYTES)
+    assert Pins().buckets(usual) == (BUCKET_BYTES, 2**20)
+    assert Pins.parse(["bucket_bytes=1000"]).buckets(usual) == (1000,)
+    assert Pins.parse(["bucket_bytes<1048576"]).buckets(usual) == (2**20 - 1,)
+    assert Pins.parse(["bucket_bytes!=26214400"]).buckets(usual) == (2**20,)
+    with pytest.raises(UsageError, match=r"holds for all pins, but found bucket_bytes=0; write"):
+        Pins.parse(["bucket_bytes=0"]).buckets(usual)
+
+
+def test_unknown_blocks_and_parameters_are_refused() -> None:
+    graph = mlp(layers=2)
+    for text, said in (("recompute=full@layer.0-3", "layers.1"), ("layers.*.upp=tp:S(0)", "layers.0.up")):
+        with pytest.raises(UsageError) as caught:
+            Pins.parse([text]).check(graph)
+        assert said in str(caught.value)

@@ -1,0 +1,298 @@
+"""The whole search on a small model: best of all, deterministic, within memory, refused by the smallest conflict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph.ir import Graph
+from autopar.layout import S
+from autopar.models import resolve_model
+from autopar.plan import FP32, FP64, Plan, SearchRecord
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
+from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.layouts.types import LayoutKey
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner
+from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import Space, load_space
+from autopar.planner.task import Task
+from autopar.runtime.verify import in_dtype
+
+from .graphs import llama_block, mlp
+
+CLUSTER = "cpu:1x4"
+RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return mlp(layers=6, batch=2, width=64, hidden=256)
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return load_space("quick")
+
+
+def outer(graph: Graph, space: Space, *, trials: int | None = None) -> BranchAndBound:
+    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
+    evaluator = Evaluator.of(graph, model, global_batch_size=16, pins=Pins(), space=space)
+    problem = Problem(
+        world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
+    )
+    pool = candidates(problem, Pins())
+    return BranchAndBound(evaluator, pool, limits=Limits(trials=trials))
+
+
+@pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
+def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
+    """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
+    source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
+    model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
+    evaluator = Evaluator.of(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
+    most = evaluator.pipelines.rows.most_blocks(evaluator.layouts.whole(LayoutKey(micro_batch_size=2)), 4)
+    assert (most == 2) == is_even
+    assert most >= 2
+
+
+def test_branch_and_bound_finds_the_best_of_all(graph: Graph, space: Space) -> None:
+    search = outer(graph, space)
+    found = search.run()
+    assert found.best is not None
+    alone = Evaluator.of(graph, search.evaluator.model, global_batch_size=16, pins=Pins(), space=space)
+    times = [e.prediction.step_time_s for c in search.pool if isinstance(e := alone.evaluate(c), Evaluation)]
+    assert found.best.prediction.step_time_s == min(times)
+    assert found.lower_bound_s <= min(times)
+    assert found.finished
+
+
+def test_bounds_hold(graph: Graph, space: Space) -> None:
+    search = outer(graph, space)
+    for candidate in search.pool:
+        found = search.evaluator.evaluate(candidate)
+        if isinstance(found, Evaluation):
+            for level in range(LEVELS):
+                bound_s = search.evaluator.bounds_s(level, [candidate])[0]
+                assert bound_s <= found.prediction.step_time_s * (1 + 1e-9)
+
+
+def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph, space: Space) -> None:
+    sizes = (2**10, 2**14, 2**18, 2**25)
+    for zero in (0, 3):
+        search = outer(graph, replace(space, bucket_bytes=sizes))
+        candidate = next(c for c in search.pool if c.mesh.dp_replicate * c.mesh.dp_shard == 4 and c.zero_stage == zero)
+        some = search.evaluator.evaluate(candidate)
+        each = [outer(graph, replace(space, bucket_bytes=(size,))) for size in sizes]
+        found = [one.evaluator.evaluate(candidate) for one in each]
+        times = [one.prediction.step_time_s for one in found if isinstance(one, Evaluation)]
+        assert isinstance(some, Evaluation)
+        assert len(times) == len(sizes)
+        assert (len(set(times)) > 1) == (zero == 0)
+        assert some.prediction.step_time_s == min(times)
+        assert times[sizes.index(some.bucket_bytes)] == min(times)
+
+
+@pytest.mark.parametrize(("layers", "virtual_stages"), [(8, 2), (10, 3), (9, 3)])
+def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, virtual_stages: int) -> None:
+    """No stage has more equal blocks than an even split of the time, rounded up; the law gives way to pins."""
+    stages = 2 * virtual_stages
+    big = mlp(layers=layers, batch=2, width=64, hidden=256)
+    pins = ["pp=2", f"virtual_stages={virtual_stages}", "tp=1", "micro_batch=1"]
+    plan = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pins)
+    assert max(min(s.stop, layers + 1) - max(s.start, 1) for s in plan.stages) <= layers // stages + 1
+    pinned = ["stage@layers.0-3=0", *pins]
+    uneven = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pinned)
+    assert uneven.stages[0].stop >= 5
+    assert uneven.search.lower_bound_s <= uneven.predicted.step_time_s
+
+
+def test_what_is_too_large_needs_more_than_there_is() -> None:
+    """The head alone needs more in passing than an equal share of a rank that runs four stages."""
+    graph = resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=20000", sequence_length=64).trace()
+    planner = Planner(
+        Task(
+            graph=graph, cluster=Cluster.parse("cpu:1x2?memory=600MB"), global_batch_size=32, precision=FP32, optimizer="adamw",
+            pins=Pins.parse(["pp=2", "schedule=Interleaved1F1B"]), space=load_space("default"),
+        )
+    )  # fmt: skip
+    found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
+    misfits = [one for one in found if isinstance(one, Misfit)]
+    assert {c.virtual_stages for c in planner.pool} >= {2, 4}
+    assert [m for m in misfits if not m.needs_bytes > planner.evaluator.model.fitting_bytes] == []
+
+
+def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:
+    whole, part = outer(graph, space), outer(graph, space, trials=12)
+    whole.run()
+    found = part.run()
+    assert part.order == whole.order[:12]
+    assert found.best is not None
+    assert found.finished == (len(whole.order) <= 12)
+
+
+def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Path) -> None:
+    import optuna
+
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    pins = ["tp=1", "micro_batch=4"]
+    plan = api.search(graph, cluster=f"{CLUSTER}?memory=500MB", global_batch_size=16, pins=pins, trials=4, storage=url)
+    (summary,) = optuna.get_all_study_summaries(url)
+    trials = optuna.load_study(study_name=summary.study_name, storage=url).trials
+    trials = [trial for trial in trials if trial.state != optuna.trial.TrialState.WAITING]  # experts' choices
+    assert len(trials) == plan.search.evaluated
+    values = [t.value for t in trials if t.value is not None]
+    assert min(values) == pytest.approx(plan.predicted.step_time_s)
+    assert all(t.user_attrs.get("reason") for t in trials if t.value is None)
+
+
+def test_the_package_is_the_verb(graph: Graph) -> None:
+    plan = autopar.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick")
+    assert isinstance(plan, Plan)
+    assert plan.mesh.world_size == 4
+    assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
+    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
+    assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
+    assert plan.search.reasons
+    assert [s.start for s in plan.stages] + [len(graph.blocks)] == [0, *(s.stop for s in plan.stages)]
+
+
+def test_equal_arguments_give_equal_plans(graph: Graph) -> None:
+    first, second = (api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick") for _ in range(2))
+    assert replace(first, search=RECORD) == replace(second, search=RECORD)
+    assert first.search.reasons == second.search.reasons
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        ["tp=2", "pp=2", "dp_replicate=1", "dp_shard=1", "zero=0", "micro_batch=2", "schedule=1F1B"],
+        ["tp=1", "pp=1", "dp_replicate=2", "dp_shard=2", "zero=3", "micro_batch=4"],
+        ["pp=2", "virtual_stages=3", "tp=1", "zero=1", "micro_batch=1"],
+    ],
+)
+def test_an_estimate_has_exactly_the_degrees_pinned(graph: Graph, pins: list[str]) -> None:
+    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
+    values = {key: getattr(plan.mesh, key) for key in ("pp", "tp", "dp_replicate", "dp_shard")}
+    values |= {"zero": plan.zero_stage, "micro_batch": plan.micro_batch_size, "virtual_stages": plan.virtual_stages}
+    for pin in pins:
+        key, value = pin.split("=")
+        assert str(values.get(key, plan.schedule)) == value
+    assert plan.pins == tuple(pins)
+
+
+def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> None:
+    pins = ["recompute=full@layers.1-2", "stage@layers.0-4=0", "layers.*.up=tp:S(1)", "tp=2", "pp=2"]
+    plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
+    assert [b.recompute for b in plan.blocks] == ["none", "none", "full", "full", "none", "none", "none", "none"]
+    assert plan.stages[0].stop >= 6
+    for block in plan.blocks[1:7]:
+        (tp,) = (t for t in plan.layouts[block.layout].typings if t.axis == "tp")
+        assert tp.parameters[tp.parameter_names.index("up")] == S(1)
+
+
+def test_memory_is_respected_and_recompute_bought_where_it_must_be(graph: Graph) -> None:
+    pins = ["tp=1", "pp=2", "zero=1", "micro_batch=4", "schedule=1F1B"]
+    big = mlp(layers=12, batch=2, width=256, hidden=4096)
+    roomy = api.estimate(big, cluster=CLUSTER, global_batch_size=4096, pins=["micro_batch=512", *pins[:3], pins[4]])
+    assert roomy.recompute == "none"
+    limit = roomy.predicted.peak_memory_bytes - 20_000_000
+    tight = api.estimate(
+        big, cluster=f"{CLUSTER}?memory={limit}", global_batch_size=4096, pins=["micro_batch=512", *pins[:3], pins[4]]
+    )
+    assert tight.recompute != "none"
+    assert tight.predicted.peak_memory_bytes <= limit
+    assert tight.predicted.step_time_s > roomy.predicted.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "said", "unsaid"),
+    [
+        ("cpu:1x4", ["tp=2", "pp=4", "zero!=2"], ["tp=2", "pp=4", "4 devices"], ["zero"]),
+        ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 devices"], ["micro_batch"]),
+        ("cpu:1x2", ["stage@layers.0=1", "stage@layers.1=0", "pp=2"], ["stage@layers.0=1", "stage@layers.1=0"], []),
+        ("cpu:1x2", ["layers.*.up=tp:S(1)", "precision=bf16"], ["precision=bf16"], []),
+    ],
+)
+def test_what_cannot_be_names_the_conflict(
+    graph: Graph, cluster: str, pins: list[str], said: list[str], unsaid: list[str]
+) -> None:
+    for verb in (api.search, api.estimate):
+        with pytest.raises(InfeasibleError) as caught:
+            verb(graph, cluster=cluster, global_batch_size=16, pins=pins)
+        assert caught.value.exit_code == 3
+        assert all(text in str(caught.value) for text in said), str(caught.value)
+        assert not any(text in str(caught.value) for text in unsaid), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"space": "defualt"}, "did you mean 'default'"),
+        ({"precision": "fp31"}, "fp32"),
+        ({"pins": ["layer.0.up=tp:S(0)"]}, "layers.0.up"),
+        ({"global_batch_size": 0}, "whole number of samples"),
+        ({"global_batch_size": 4.5}, "whole number of samples"),
+    ],
+)
+def test_malformed_wishes_are_refused(graph: Graph, options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        api.search(graph, **{"cluster": CLUSTER, "global_batch_size": 16, **options})  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+def test_limits_stop_a_search(graph: Graph) -> None:
+    plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, trials=3)
+    assert plan.search.evaluated == 3
+    with pytest.raises(InfeasibleError, match="timeout_s"):
+        api.search(graph, cluster=CLUSTER, global_batch_size=16, timeout_s=0.0)
+
+
+def test_progress_is_told(graph: Graph) -> None:
+    told: list[tuple[str, int, int]] = []
+    api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick", progress=lambda *event: told.append(event))
+    assert told[-1][1] >= 3
+    assert any("best" in what for what, _, _ in told)
+
+
+def test_a_70b_model_on_64_devices_is_planned_in_seconds() -> None:
+    import time
+
+    big = llama_block(layers=80, batch=2)
+    start = time.thread_time()
+    plan = api.search(big, cluster="h100-sxm5-80gb:8x8", global_batch_size=512, precision="bf16")
+    assert time.thread_time() - start < 30
+    assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
+    assert plan.mesh.pp * plan.mesh.tp * plan.mesh.dp_shard >= 16  # its states alone take 16 devices
+    assert 0.3 < plan.predicted.mfu < 0.8
+
+
+def test_too_little_memory_names_the_batch_only_where_it_matters() -> None:
+    big = llama_block(layers=80, batch=2)
+    with pytest.raises(InfeasibleError) as caught:
+        api.search(big, cluster="h100-sxm5-80gb:1x8", global_batch_size=64, precision="bf16", pins=["tp<=8"])
+    assert "8 devices" in str(caught.value)
+    assert "tp<=8" not in str(caught.value)
+    assert "global batch" not in str(caught.value)
+
+
+def test_float64_is_planned_where_the_profile_has_its_rate(graph: Graph) -> None:
+    pins = ["dp_replicate=4"]
+    doubled = in_dtype(graph, torch.float32, torch.float64)
+    plan = api.search(doubled, cluster="cpu:1x4", global_batch_size=16, precision="fp64", pins=pins)
+    single = api.search(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
+    assert plan.precision == FP64
+    assert plan.predicted.memory[0].parameters == 2 * single.predicted.memory[0].parameters
+    with pytest.raises(UsageError, match=r"found float64; choose another precision, or add \[device.matmul.float64\]"):
+        api.search(doubled, cluster="h100-sxm5-80gb:1x4", global_batch_size=16, precision="fp64")

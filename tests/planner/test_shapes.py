@@ -1,0 +1,96 @@
+"""Operators are collected for measuring exactly where the planner prices them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.cost.operators.measured import Recorder, decode, key_of
+from autopar.graph.ir import Graph
+from autopar.measured import OperatorTable, OperatorTime
+from autopar.models import resolve_model
+from autopar.plan import FP32
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.explain.operator_shapes import operator_calls
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner, Task
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+from tests.mixed_clusters import two_kinds
+
+CLUSTER = Cluster.parse("cpu:1x4")
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    source = resolve_model("gpt:layers=4,hidden=32,heads=4,vocab=64", sequence_length=16)
+    return api.trace_model(source.model, source.example_inputs, FP32, name=source.name)
+
+
+def planner(graph: Graph, cluster: Cluster = CLUSTER, pins: tuple[str, ...] = ()) -> Planner:
+    return Planner(
+        Task(
+            graph=graph, cluster=cluster, global_batch_size=8, precision=FP32, optimizer="adamw",
+            pins=Pins.parse(pins), space=load_space("quick"),
+        )
+    )  # fmt: skip
+
+
+def test_what_is_collected_is_what_planning_every_candidate_asks_for(graph: Graph) -> None:
+    collected = {key_of(*decode(call)) for call in operator_calls(planner(graph))}
+    asking = planner(graph)
+    recorder = asking.model.measured = Recorder()
+    for candidate in asking.pool:
+        asking.evaluator.evaluate(candidate)
+    degrees = {c.mesh.tp for c in asking.pool}
+    assert degrees == {1, 2, 4}
+    assert set(recorder.calls) == collected
+
+
+def test_every_share_of_a_batch_is_collected(graph: Graph) -> None:
+    made = planner(graph, two_kinds(1, 1), ("data_shares!=equal",))
+    sizes = {share for candidate in made.pool for share in candidate.shares}
+    assert {2, 3, 5} <= sizes  # 2 is one by which shares are chosen, before operators are collected
+    calls = operator_calls(made)
+    counts = {sum(f"[{size},16,32]" in call for call in calls) for size in sizes - {1}}
+    assert len(counts) == 1
+    assert min(counts) > 5  # one sample has the shape of positions, too
+
+
+def test_a_plan_on_measured_operators_says_so_and_costs_what_they_take(graph: Graph) -> None:
+    calls = operator_calls(planner(graph, pins=("tp=1",)))
+    times = tuple(OperatorTime(call=call, forward_s=1e-3, backward_s=2e-3) for call in calls)
+    group = CLUSTER.groups[0]
+    device = replace(group.device, operators=OperatorTable(times=times, provenance="example"))
+    cluster = replace(CLUSTER, groups=(replace(group, device=device),))
+    plan = planner(graph, cluster, ("tp=1", "pp=1", "micro_batch=2")).estimate()
+    (note,) = [n for n in plan.notes if "measured" in n]
+    said, of = note.split(" of ")[0].split()[-1], note.split(" of ")[1].split()[0]
+    assert said == of
+    compute_s = plan.predicted.breakdown.compute_s
+    assert compute_s / plan.num_micro_batches == pytest.approx(int(of) * 3e-3, rel=0.05)
+    split = planner(graph, cluster, ("tp=4", "pp=1")).estimate()
+    (note,) = [n for n in split.notes if "measured" in n]
+    assert "interpolated" in note or "scaled" in note
+    assert not [n for n in planner(graph, pins=("tp=4", "pp=1")).estimate().notes if "measured" in n]
+
+
+@pytest.mark.parametrize("quicker", [2, 4])
+def test_the_best_of_a_search_is_the_best_of_all_when_parts_are_quicker_than_their_share(
+    graph: Graph, quicker: int
+) -> None:
+    """Whole operators take long, parts of one degree a tenth, of the other a thousandth: no bound may count on shares."""
+    keys = {tp: {key_of(*decode(c)): c for c in operator_calls(planner(graph, pins=(f"tp={tp}",)))} for tp in (1, 2, 4)}
+    seconds = {2: 1e-4, 4: 1e-4, quicker: 1e-6, 1: 1e-1}
+    times = {c: seconds[tp] for tp in (4, 2, 1) for c in keys[tp].values()}  # unsplit ones are those of tp=1
+    entries = tuple(OperatorTime(call=call, forward_s=s, backward_s=s) for call, s in times.items())
+    group = CLUSTER.groups[0]
+    device = replace(group.device, operators=OperatorTable(times=entries, provenance="example"))
+    cluster = replace(CLUSTER, groups=(replace(group, device=device),))
+    best = planner(graph, cluster).search(limits=Limits()).predicted.step_time_s
+    every = planner(graph, cluster)
+    found = [every.evaluator.evaluate(candidate) for candidate in every.pool]
+    assert best == pytest.approx(min(f.prediction.step_time_s for f in found if isinstance(f, Evaluation)))

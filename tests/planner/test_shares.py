@@ -1,0 +1,182 @@
+"""Shares by speed: dealt out against every way to do so, the search against every plan with every shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.graph.ir import Graph
+from autopar.plan import FP32, Plan
+from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.planner import Planner
+from autopar.planner.space.candidates import divisors
+from autopar.planner.space.data_shares import nearest
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+from autopar.planner.studies.study import params
+from autopar.planner.task import Task
+from tests.mixed_clusters import of_one, slow_group, two_kinds
+
+from .graphs import mlp
+
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return mlp(layers=3, batch=2, width=128, hidden=512)
+
+
+def every(total: int, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every way to deal out samples, one at least for each rank."""
+    for some in product(*(range(1, total // n + 1) for n in ranks)):
+        if sum(n * share for n, share in zip(ranks, some, strict=True)) == total and len(set(some)) > 1:
+            yield some
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(2, 40),
+    st.lists(st.tuples(st.integers(1, 5), st.floats(0.0, 5.0), st.floats(0.1, 4.0)), min_size=2, max_size=3),
+)
+def test_the_nearest_shares_are_the_quickest_of_all(total: int, groups: list[tuple[int, float, float]]) -> None:
+    ranks, lines = [n for n, _, _ in groups], [(a, b) for _, a, b in groups]
+
+    def time_s(shares: Sequence[int]) -> float:
+        return max(a + b * share for (a, b), share in zip(lines, shares, strict=True))
+
+    found, ways = nearest(total, ranks, lines), list(every(total, ranks))
+    assert [time_s(shares) for shares in found] == sorted(map(time_s, ways))[:3]
+    assert set(found) <= set(ways)
+
+
+def three_kinds() -> Cluster:
+    cluster = two_kinds(1, 1, factor=2.0)
+    return replace(cluster, groups=(*cluster.groups, slow_group(cluster.groups[0], 5.0, name="cpu-slower")))
+
+
+def planner(graph: Graph, cluster: Cluster, *pins: str, batch: int = BATCH, space: str = "default") -> Planner:
+    return Planner(
+        Task(
+            graph=graph,
+            cluster=cluster,
+            global_batch_size=batch,
+            precision=FP32,
+            optimizer="adamw",
+            pins=Pins.parse(pins),
+            space=load_space(space),
+        )
+    )
+
+
+def search(graph: Graph, cluster: Cluster, *pins: str, space: str = "default") -> Plan:
+    return api.search(graph, cluster=cluster, global_batch_size=BATCH, pins=pins, space=space)
+
+
+CLUSTERS = {
+    "1 and 1": two_kinds(1, 1, factor=3.0),
+    "1 and 2, little memory": two_kinds(1, 2, factor=3.0, slow_memory=400 * 2**20 + 12_000_000),
+    "three": three_kinds(),
+}
+
+
+@pytest.mark.parametrize("kinds", CLUSTERS)
+def test_the_search_finds_the_best_of_all_shares(graph: Graph, kinds: str) -> None:
+    cluster, times = CLUSTERS[kinds], list[float]()
+    ranks = [group.num_devices for group in cluster.groups]
+    made = planner(graph, cluster, "data_shares!=equal")
+    for zero, mesh in {(c.zero_stage, c.mesh): None for c in made.pool}:
+        for count in divisors(BATCH):
+            for shares in every(BATCH // count, ranks):
+                one = replace(made.pool[0], zero_stage=zero, mesh=mesh, num_micro_batches=count)
+                found = made.evaluator.evaluate(replace(one, shares=shares, micro_batch_size=max(shares)))
+                times += [found.prediction.step_time_s] if isinstance(found, Evaluation) else []
+    plan = search(graph, cluster, "pp=1", "tp=1", "data_shares!=equal")
+    assert plan.predicted.step_time_s == pytest.approx(min(times), rel=1e-12)
+    assert plan.search.lower_bound_s <= min(times)
+    assert len(times) > 20
+
+
+def test_unequal_shares_win_where_devices_differ_and_bounds_hold(graph: Graph) -> None:
+    cluster = two_kinds(1, 1, factor=3.0)
+    found = search(graph, cluster, "pp=1", "tp=1")
+    equal = search(graph, cluster, "pp=1", "tp=1", "data_shares=equal")
+    fast, slow = found.data_shares
+    assert fast > slow
+    assert not equal.data_shares
+    assert any("slowest device sets the pace" in note for note in equal.notes)
+    assert found.predicted.step_time_s < equal.predicted.step_time_s
+    made = planner(graph, cluster, "pp=1")
+    assert len({tuple(params(c).values()) for c in made.pool}) == len(made.pool)
+    for candidate in made.pool:
+        one = made.evaluator.evaluate(candidate)
+        assert isinstance(one, Evaluation)
+        most_s = one.prediction.step_time_s * (1 + 1e-9)
+        for level in range(LEVELS):
+            assert made.evaluator.bounds_s(level, [candidate])[0] <= most_s
+        assert made.evaluator.closest_s(candidate, most_s) <= most_s
+
+
+def test_blocks_recompute_for_the_group_that_has_to(graph: Graph) -> None:
+    pins = ("data_shares=200-40", "num_micro_batches=1", "zero=0")
+    roomy = planner(graph, two_kinds(1, 1), *pins, batch=240).estimate()
+    needs = roomy.predicted.peak_memory_bytes
+    cluster = two_kinds(1, 1, fast_memory=needs - 1000)
+    plan = planner(graph, cluster, *pins, batch=240).estimate()
+    assert roomy.recompute == "none"
+    assert plan.recompute != "none"
+    assert plan.predicted.fits
+    assert plan.predicted.step_time_s > roomy.predicted.step_time_s
+
+
+def test_the_order_of_the_groups_goes_with_their_shares(graph: Graph) -> None:
+    plan = search(graph, two_kinds(1, 2, factor=3.0), "data_shares=4-1", "groups=1-0")
+    assert [group.device for group in plan.groups] == ["cpu-slow", "cpu"]
+    assert plan.data_shares == (1, 4)
+    assert [plan.micro_batch_of(rank) for rank in range(3)] == [1, 1, 4]
+
+
+def test_spaces_say_whether_shares_are_tried(graph: Graph, checkout: Path, tmp_path: Path) -> None:
+    path, shipped = tmp_path / "own.toml", (checkout / "search" / "quick.toml").read_text(encoding="utf-8")
+    path.write_text("\n".join(line for line in shipped.splitlines() if not line.startswith("data_shares")))
+    cluster = two_kinds(1, 1, factor=3.0)
+    assert not any(c.shares for c in planner(graph, cluster, space=str(path)).pool)
+    assert any(c.shares for c in planner(graph, cluster, "data_shares=5-1", space=str(path)).pool)
+    assert not any(c.shares for c in planner(graph, of_one(cluster, 0)).pool)
+    assert all(c.shares for c in planner(graph, cluster, "data_shares!=equal").pool)
+    most = [max(c.shares) for c in planner(graph, cluster, "micro_batch<=3", "data_shares!=equal").pool]
+    assert most
+    assert max(most) <= 3
+
+
+BAD = {
+    "there is a share for each of 2 node groups, but found 3-1-1": ["data_shares=3-1-1"],
+    "every data rank takes at least one sample at once, but found 3-0": ["data_shares=3-0"],
+    "shares of node groups differ, but found 2-2": ["data_shares=2-2"],
+    "divides by the samples that all ranks take at once, but found 1 x 3 + 1 x 2 = 5": ["data_shares=3-2"],
+    "or 'equal', but found 'data_shares=fast'": ["data_shares=fast"],
+    "these conflict: data_shares=3-1; ": ["data_shares=3-1", "pp=2"],
+    "these conflict: data_shares=5-1; micro_batch=2": ["data_shares=5-1", "micro_batch=2"],
+}
+
+
+@pytest.mark.parametrize(("message", "pins"), BAD.items(), ids=[" ".join(pins) for pins in BAD.values()])
+def test_bad_pins_are_named(graph: Graph, message: str, pins: list[str]) -> None:
+    with pytest.raises(AutoparError) as caught:
+        search(graph, two_kinds(1, 1, factor=3.0), *pins)
+    assert message in str(caught.value)
+
+
+def test_equal_nodes_have_no_shares(graph: Graph) -> None:
+    with pytest.raises(AutoparError, match="there are node groups that differ, but found 3-1"):
+        search(graph, of_one(two_kinds(1, 1), 0), "data_shares=3-1")

@@ -1,0 +1,505 @@
+"""Studies: in any storage, resumed by name, shared by processes; nothing of other tasks in them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.pool import NullPool
+
+from autopar import api
+from autopar.cluster import Cluster
+from autopar.errors import UsageError
+from autopar.graph.ir import Graph
+from autopar.plan import FP32, Plan, SearchRecord
+from autopar.planner.branch_and_bound.ledger import Result
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner, Task
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space, with_sampler
+from autopar.planner.studies import workers
+from autopar.planner.studies.study import Study
+from autopar.planner.studies.study_identity import identity, study_name
+from autopar.planner.studies.workers import Job
+from tests.cli_runner import Run, run_fixture
+
+from .graphs import mlp
+from .interleaved import Turns
+
+run = run_fixture
+
+CLUSTER = "cpu:1x4"
+LIMIT_S = 250
+SAMPLED = 9
+"""Trials of a search with a sampler."""
+RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=0.0, gap=0.0)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return mlp(layers=2, batch=2, width=64, hidden=256)
+
+
+def task_of(graph: Graph, **changes: Any) -> Task:
+    given: dict[str, Any] = {
+        "graph": graph,
+        "cluster": Cluster.parse(CLUSTER),
+        "global_batch_size": 16,
+        "precision": FP32,
+        "optimizer": "adamw",
+        "pins": Pins.parse(()),
+        "space": load_space("quick"),
+    }
+    return Task(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def planner(graph: Graph) -> Planner:
+    return Planner(task_of(graph))
+
+
+@pytest.fixture(scope="module")
+def alone(graph: Graph) -> Plan:
+    """The plan of one search without a storage."""
+    return search(graph)
+
+
+def search(graph: Graph, **options: Any) -> Plan:
+    return api.search(graph, cluster=CLUSTER, global_batch_size=16, space="quick", **options)
+
+
+def same(one: Plan, other: Plan) -> bool:
+    """Equal but for the record of how it was found."""
+    return replace(one, search=RECORD) == replace(other, search=RECORD) and one.search.gap == other.search.gap
+
+
+def study_of(planner: Planner, url: str) -> Study:
+    task = planner.task
+    return Study(planner.pool, storage=url, name=study_name(task), identity=identity(task))
+
+
+def trials_of(url: str) -> list[FrozenTrial]:
+    storage = optuna.storages.RDBStorage(url, engine_kwargs={"poolclass": NullPool})
+    (summary,) = optuna.get_all_study_summaries(storage)
+    return optuna.load_study(study_name=summary.study_name, storage=storage).trials
+
+
+@pytest.fixture(params=["sqlite", "journal"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}:///{tmp_path / 'study'}"
+
+
+def test_outcomes_come_back_as_they_were_told(planner: Planner, url: str) -> None:
+    told = [
+        Result(time_s=0.1 + 0.2, peak_memory_bytes=7),
+        Result(at_least_s=1 / 3),
+        Result(reason="memory: needs 2 GiB", needs_bytes=2**31),
+    ]
+    one, other = study_of(planner, url), study_of(planner, url)
+    for index, outcome in enumerate(told):
+        one.claim(index, 0.25)
+        other.read()
+        assert other.is_claimed(index)
+        one.record(index, outcome)
+    one.claim(3, 0.25)
+    one.release(3)
+    other.read()
+    assert other.results == dict(enumerate(told))
+    assert other.incumbent_s == told[0].time_s
+    assert not any(other.is_claimed(index) for index in range(5))
+
+
+def test_a_trial_says_what_it_is_and_why(planner: Planner, url: str) -> None:
+    one, other = study_of(planner, url), study_of(planner, url)
+    one.claim(0, 0.25)
+    other.read()
+    other.claim(0, 0.25)  # one was slow: both end the same trial
+    other.record(0, Result(time_s=0.5))
+    one.record(0, Result(time_s=0.5))
+    (trial,) = one.storage.get_all_trials(one.id)
+    assert trial.state == TrialState.COMPLETE
+    assert trial.value == 0.5
+    assert trial.params["tp"] == planner.pool[0].mesh.tp
+    assert trial.user_attrs["candidate"] == str(planner.pool[0])
+    assert trial.intermediate_values == {0: 0.25}
+
+
+def test_what_experts_would_try_waits_until_a_search_comes_to_it(planner: Planner, url: str) -> None:
+    one, other = study_of(planner, url), study_of(planner, url)
+    one.expect({3: "rule", 5: "another", 7: "third"})
+    other.expect({3: "rule", 5: "another", 7: "third"})
+    trials = one.storage.get_all_trials(one.id)
+    assert [trial.state for trial in trials] == [TrialState.WAITING] * 3
+    assert [trial.user_attrs["rule"] for trial in trials] == ["rule", "another", "third"]
+    assert trials[0].params == trials[0].system_attrs["fixed_params"]
+    one.read()
+    one.claim(3, 0.25)
+    other.claim(3, 0.25)  # it was not yet seen that one had
+    one.record(3, Result(time_s=0.5))
+    other.record(3, Result(time_s=0.5))
+    other.finish({5: 0.75, 7: float("inf")}.get)
+    trials = one.storage.get_all_trials(one.id)
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL]
+    assert [trial.value for trial in trials] == [0.5, 0.75, None]
+    assert trials[0].intermediate_values == {0: 0.25}
+    assert trials[2].user_attrs["reason"] == "memory: fits in no layout, by a bound"
+
+
+def test_a_trial_of_the_dead_is_ended_where_others_have_told_of_its_candidate(planner: Planner, url: str) -> None:
+    dead, one = study_of(planner, url), study_of(planner, url)
+    dead.claim(0, 0.25)
+    one.claim(0, 0.25)  # before it could read that it was claimed
+    one.record(0, Result(time_s=0.5))
+    one.finish({}.get)
+    assert [(t.state, t.value) for t in one.storage.get_all_trials(one.id)] == [(TrialState.COMPLETE, 0.5)] * 2
+
+
+def test_a_search_leaves_nothing_waiting_that_it_decided(graph: Graph, alone: Plan, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    first = search(graph, storage=url, trials=1)
+    waiting = [trial for trial in trials_of(url) if trial.state == TrialState.WAITING]
+    assert first.search.evaluated == 1
+    assert len(waiting) >= 2
+    assert same(search(graph, storage=url), alone)
+    ended = {trial.number: trial for trial in trials_of(url)}
+    for trial in waiting:
+        own = ended[trial.number]
+        assert own.state.is_finished()
+        assert own.value is None or own.value >= alone.predicted.step_time_s
+    assert len({trial.user_attrs["candidate"] for trial in ended.values()}) == len(ended)
+
+
+def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Planner, url: str) -> None:
+    one, other = study_of(planner, url), study_of(planner, url)
+    one.claim(0, 0.25)
+    other.read()
+    other.claim(0, 0.25)
+    one.release(0)
+    other.record(0, Result(time_s=0.5))
+    one.read()
+    assert one.results == {0: Result(time_s=0.5)}
+
+
+def test_a_search_goes_on_from_what_a_study_holds(graph: Graph, alone: Plan, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    first = search(graph, storage=url, trials=2)
+    assert first.search.evaluated == 2
+    assert same(search(graph, storage=url), alone)
+    trials = trials_of(url)
+    texts = [trial.user_attrs["candidate"] for trial in trials]
+    assert len(set(texts)) == len(texts) > 2
+    assert same(search(graph, storage=url), alone)
+    assert len(trials_of(url)) == len(trials)
+
+
+def test_a_search_goes_on_from_what_died_at_any_step(planner: Planner, alone: Plan, tmp_path: Path) -> None:
+    """Two searches of one process take turns; the first stops for ever with its claim, the second ends alone."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    ledger = study_of(planner, url)
+    doomed = Turns(planner.branch_and_bound(Limits(), ledger=ledger).work)
+    claim = ledger.claim
+
+    def claim_and_stop(index: int, bound_s: float) -> None:
+        claim(index, bound_s)
+        doomed.pause()
+
+    ledger.claim = claim_and_stop  # type: ignore[method-assign]
+    assert doomed.go_on()
+    assert doomed.go_on()
+    assert any(trial.state == TrialState.RUNNING for trial in trials_of(url))
+    doomed.kill()
+    outcome = planner.branch_and_bound(Limits(), ledger=study_of(planner, url)).run()
+    assert outcome.best is not None
+    assert outcome.best.prediction == alone.predicted
+    assert all(trial.state != TrialState.RUNNING for trial in trials_of(url))
+
+
+def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> None:
+    base = task_of(graph)
+    others = [
+        task_of(mlp(layers=3, batch=2, width=64, hidden=256)),
+        task_of(graph, cluster=Cluster.parse("cpu:1x4?memory=1e9")),
+        task_of(graph, global_batch_size=32),
+        task_of(graph, precision=replace(FP32, reduce="bfloat16")),
+        task_of(graph, optimizer="sgd"),
+        task_of(graph, pins=Pins.parse(["tp=2"])),
+        task_of(graph, space=load_space("default")),
+    ]
+    changed = [[key for key, text in identity(base).items() if identity(other)[key] != text] for other in others]
+    assert changed == [["model"], ["cluster"], ["global batch"], ["precision"], ["optimizer"], ["pins"], ["space"]]
+    assert len({study_name(task) for task in (base, *others)}) == 1 + len(others)
+    moved = replace(graph, ops=tuple(replace(op, source="/elsewhere/model.py:3") for op in graph.ops))
+    assert study_name(task_of(moved)) == study_name(base)
+
+
+def test_a_named_study_of_something_else_is_refused(graph: Graph, tmp_path: Path) -> None:
+    options = {"storage": f"sqlite:///{tmp_path / 'study.db'}", "study_name": "mine", "trials": 1}
+    search(graph, **options)
+    with pytest.raises(UsageError, match="found study 'mine', which differs in pins; take another name"):
+        search(graph, pins=["tp=1"], **options)
+    (summary,) = optuna.get_all_study_summaries(options["storage"])  # type: ignore[arg-type]
+    assert summary.study_name == "mine"
+    assert summary.user_attrs["autopar global batch"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"storage": "nonsense"}, "write for example sqlite:///study.db"),
+        ({"storage": "sqlite:////no/such/folder/study.db"}, "unable to open database file"),
+        ({"storage": "postgresql://me:secret@localhost:1/x"}, "psycopg" if find_spec("psycopg") is None else "me:***@"),
+        ({"study_name": "mine"}, "say which with --storage"),
+        ({"workers": 0}, "at least one worker"),
+        ({"trials": 0}, "at least one trial"),
+        ({"sampler": "tep"}, "did you mean 'tpe'"),
+        ({"timeout_s": -1.0}, "a limit of time is not negative"),
+        ({"storage": "sqlite://", "workers": 2}, "leave it out for a temporary file"),
+    ],
+)
+def test_what_cannot_be_shared_is_said(graph: Graph, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        search(graph, **options)
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_interrupt_gives_the_best_so_far(graph: Graph, alone: Plan, tmp_path: Path) -> None:
+    """A real SIGINT, while the search goes on."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+
+    def stop(what: str, done: int, total: int) -> None:
+        if "best" in what:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore it
+    try:
+        plan = search(graph, storage=url, progress=stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert any("interrupted" in note for note in plan.notes)
+    assert plan.search.evaluated < alone.search.evaluated or alone.search.evaluated == 1
+    least_s = min(t.value for t in trials_of(url) if t.value is not None)
+    if any("took its place" in reason for reason in plan.search.reasons):  # an alternative to what the search came to
+        assert plan.predicted.step_time_s < least_s
+    else:
+        assert plan.predicted.step_time_s == least_s
+    assert same(search(graph, storage=url), alone)
+
+
+def test_without_a_storage_optuna_is_not_loaded(checkout: Path) -> None:
+    script = (
+        "import sys\nfrom autopar import api\nfrom tests.planner.graphs import mlp\n"
+        "api.search(mlp(), cluster='cpu:1x2', global_batch_size=4, space='quick')\n"
+        "print('optuna' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False,
+                          cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)})  # fmt: skip
+    assert done.stdout.rstrip() == "False", done.stderr
+
+
+def test_the_command_names_a_study(run: Run, tmp_path: Path) -> None:
+    arguments = ["--cluster", CLUSTER, "--global-batch", 16, "--space", "quick", "--trials", 2, "--json"]
+    storage = ["--storage", f"sqlite:///{tmp_path / 'study.db'}", "--study-name", "mine"]
+    model = "gpt:layers=1,hidden=32,heads=2,vocab=64,seq=8"
+    assert run("search", model, *arguments, *storage).code == 0
+    done = run("search", model, *arguments, *storage, "--pin", "tp=1")
+    assert done.code == 2
+    assert "which differs in pins" in done.error
+
+
+# --- processes
+
+
+class Doomed(Study):
+    """Kills its process in the middle of its n-th word to the storage."""
+
+    words = 1
+
+    def _new(self, *args: Any, **kwargs: Any) -> int:
+        made = super()._new(*args, **kwargs)
+        self._count()
+        return made
+
+    def _end(self, *args: Any) -> bool:
+        self._count()
+        return super()._end(*args)
+
+    def _count(self) -> None:
+        self.words -= 1
+        if self.words == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work_in_processes(
+    planner: Planner,
+    url: str,
+    words: Sequence[int],
+    limits: Limits = Limits(),  # noqa: B008
+) -> list[int | None]:
+    """One process for each number of words after which it is killed (0: never); all begin at once. Gives exit codes."""
+    study_of(planner, url).close()
+    context = multiprocessing.get_context("fork")
+    begin = context.Barrier(len(words))
+
+    def work(count: int) -> None:
+        ledger = Doomed(planner.pool, storage=url, name=study_name(planner.task), identity=identity(planner.task))
+        ledger.words = count
+        begin.wait(LIMIT_S)
+        planner.branch_and_bound(limits, ledger=ledger).work()
+
+    processes = [context.Process(target=work, args=(count,)) for count in words]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def check_processes(graph: Graph, planner: Planner, alone: Plan, url: str) -> None:
+    """One process is killed with its first claim, one as it would tell of it; four others leave nothing better to find.
+
+    Bounds that were found together say within their precision which candidates come next: one that is as near to the best
+    may be looked at once more, and is told slow.
+    """
+    opened = url.replace("postgresql:", "postgresql+psycopg:")
+    assert work_in_processes(planner, url, [1, 2]) == [-signal.SIGKILL, -signal.SIGKILL]
+    states = [trial.state for trial in trials_of(opened)]
+    assert states.count(TrialState.RUNNING) == 2
+    assert set(states) <= {TrialState.RUNNING, TrialState.WAITING}
+    assert work_in_processes(planner, url, [0] * 4) == [0] * 4
+    before = trials_of(opened)
+    assert all(trial.state.is_finished() for trial in before)
+    assert same(search(graph, storage=url), alone)
+    assert all(trial.state == TrialState.PRUNED for trial in trials_of(opened)[len(before) :])
+
+
+def check_sampled_processes(graph: Graph, url: str) -> None:
+    """As :func:`check_processes`, of a search that asks a sampler and ends before bounds say that it may."""
+    planner = Planner(task_of(graph, space=with_sampler(load_space("default"), "tpe"), seed=3))
+    options: dict[str, Any] = {"sampler": "tpe", "seed": 3, "trials": SAMPLED}
+    opened = url.replace("postgresql:", "postgresql+psycopg:")
+    alone = api.search(graph, cluster=CLUSTER, global_batch_size=16, **options)
+    assert len(planner.pool) > SAMPLED + 20
+    assert work_in_processes(planner, url, [1, 4], Limits(trials=SAMPLED)) == [-signal.SIGKILL, -signal.SIGKILL]
+    assert TrialState.RUNNING in [trial.state for trial in trials_of(opened)]
+    assert work_in_processes(planner, url, [0] * 4, Limits(trials=SAMPLED)) == [0] * 4
+    before = trials_of(opened)
+    assert TrialState.RUNNING not in [trial.state for trial in before]
+    found = api.search(graph, cluster=CLUSTER, global_batch_size=16, storage=url, **options)
+    assert same(found, alone)
+    assert len(trials_of(opened)) == len(before)  # the last one has nothing left to evaluate
+    assert len({trial.user_attrs["candidate"] for trial in before if trial.state.is_finished()}) >= SAMPLED
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_with_a_sampler_on_sqlite_give_the_plan_of_one_and_survive_deaths(
+    graph: Graph, tmp_path: Path
+) -> None:
+    check_sampled_processes(graph, f"sqlite:///{tmp_path / 'study.db'}")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_on_sqlite_give_the_plan_of_one_and_survive_deaths(
+    graph: Graph, planner: Planner, alone: Plan, tmp_path: Path
+) -> None:
+    check_processes(graph, planner, alone, f"sqlite:///{tmp_path / 'study.db'}")
+
+
+@pytest.fixture
+def postgresql() -> Iterator[str]:
+    """URL of a database of its own, which listens on a socket alone."""
+    if find_spec("psycopg") is None:
+        pytest.skip("needs psycopg: pip install 'autopar[postgresql]'")
+    paths = [os.environ.get("PATH", ""), *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))]
+    control = shutil.which("pg_ctl", path=os.pathsep.join(paths))
+    if control is None:
+        pytest.skip("needs PostgreSQL: Debian's package postgresql")
+    owner: dict[str, Any] = {}
+    folder = Path(tempfile.mkdtemp(prefix="pg"))
+    try:
+        if os.getuid() == 0:  # the server refuses to run as root
+            try:
+                shutil.chown(folder, "postgres")
+            except LookupError:
+                pytest.skip("needs a user 'postgres', or not to be root, to start PostgreSQL")
+            owner = {"user": "postgres"}
+
+        def call(*command: str) -> None:
+            done = subprocess.run(command, cwd=folder, timeout=LIMIT_S, check=False, capture_output=True, text=True,
+                                  stdin=subprocess.DEVNULL, **owner)  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+
+        data = str(folder / "data")
+        call(control, "-D", data, "-s", "-o", "-A trust -U postgres --no-sync --no-locale -E UTF8", "initdb")
+        options = f"-k {folder} -c listen_addresses= -c fsync=off"
+        call(control, "-D", data, "-s", "-w", "-o", options, "-l", str(folder / "log"), "start")
+        try:
+            yield f"postgresql://postgres@/postgres?host={folder}"
+        finally:
+            call(control, "-D", data, "-s", "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_on_postgresql_give_the_plan_of_one_and_survive_deaths(
+    graph: Graph, planner: Planner, alone: Plan, postgresql: str
+) -> None:
+    check_processes(graph, planner, alone, postgresql)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_with_a_sampler_on_postgresql_give_the_plan_of_one_and_survive_deaths(
+    graph: Graph, postgresql: str
+) -> None:
+    check_sampled_processes(graph, postgresql)
+
+
+def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path, checkout: Path) -> None:
+    task, url = task_of(graph), f"sqlite:///{tmp_path / 'study.db'}"
+    job = Job(task=task, rules=(), limits=Limits(), storage=url, study_name=study_name(task), identity=identity(task),
+              durable=True, parent=os.getpid())  # fmt: skip
+    (tmp_path / "job").write_bytes(pickle.dumps(job))
+    command = [sys.executable, "-m", "autopar.planner.studies.worker_main", str(tmp_path / "job")]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, env=environment, timeout=LIMIT_S, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    trials = trials_of(url)
+    assert same(search(graph, storage=url), alone)
+    assert len(trials_of(url)) == len(trials)
+
+
+def test_workers_are_started_and_ended_with_the_search(
+    graph: Graph, alone: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started, start = [], workers._start
+    monkeypatch.setattr(workers, "_start", lambda *given: started.append(start(*given)) or started[-1])
+    assert same(search(graph, workers=3, storage=f"sqlite:///{tmp_path / 'study.db'}"), alone)
+    assert len(started) == 2
+    assert all(worker.poll() is not None for worker in started)
+    assert not list(tmp_path.glob("autopar-*"))
+
+
+def test_a_worker_that_failed_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "worker1.log").write_text("Traceback\nKeyError: 'x'\n")
+    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    failed.wait()
+    workers._stop([failed], tmp_path)
+    assert caplog.messages == ["worker 1 of the search ended early with code 1: KeyError: 'x'"]
