@@ -76,6 +76,7 @@ class CostModel:
         )
         check_kinds(cluster)
         self.device = slowest(self.devices, precision.compute)
+        self._at_best = self.device.at_best()
         self.collectives = collectives or CollectiveModel(cluster, places)
         self.quantized = self.device.rate(precision.products).dtype if precision.needs_scales else None
         table = self.device.operators
@@ -97,6 +98,12 @@ class CostModel:
         self._parts: dict[frozenset[int], CostModel] = {}
         self._orders: dict[tuple[int, ...], CostModel] = {}
         self._steps: dict[Step, StepModel] = {}
+
+    @property
+    def unaligned_fraction(self) -> float:
+        """Of the rate of products, what rows that are no multiple of 16 bytes leave; on the device that loses most."""
+        dtype = self.precision.compute
+        return min(rate.unaligned_fraction if rate.num_units else 1.0 for rate in (d.rate(dtype) for d in self.devices))
 
     # --- operators and blocks
 
@@ -120,9 +127,15 @@ class CostModel:
         found: BlockWork = graph.passes[key]
         return found
 
-    def price(self, work: BlockWork, mesh: Mesh) -> BlockCost:
-        """The cost of :meth:`block_work`."""
-        return price_block(work, mesh, self.device, self.collectives, quantized=self.quantized, measured=self.measured)
+    def price(self, work: BlockWork, mesh: Mesh, *, at_best: bool = False) -> BlockCost:
+        """The cost of :meth:`block_work`.
+
+        Args:
+            at_best: what its parts take together at the least, however they are padded and aligned
+                (:meth:`autopar.device.Device.at_best`).
+        """
+        device = self._at_best if at_best else self.device
+        return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
 
     def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
         """The cost of a block of one rank's graph for one micro-batch."""

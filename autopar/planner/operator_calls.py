@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.cost.operators.measured import Recorder
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import layout_key_of
@@ -25,11 +27,14 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
     layouts = Layouts(
         task.graph, planner.model, global_batch_size=task.global_batch_size, pins=task.pins, space=task.space
     )
-    sizes = [(size, c.mesh) for c in planner.pool for size in c.shares or (c.micro_batch_size,)]
-    keys = dict.fromkeys(layout_key_of(size, mesh) for size, mesh in sizes)
+    keys = dict.fromkeys(
+        replace(layout_key_of(c), micro_batch_size=size)
+        for c in planner.pool
+        for size in c.shares or (c.micro_batch_size,)
+    )
     for done, key in enumerate(keys):
         if progress is not None:
             progress("laying out", done, len(keys))
-        layouts.whole(key.micro_batch_size, key.ep_data)
+        layouts.whole(key.whole)
         layouts.quickest_s(key)
     return tuple(recorder.calls.values())

@@ -23,6 +23,7 @@ from typing import TypeVar
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import is_mixed
 from autopar.graph.ir import Graph, Op
+from autopar.graph.padding import vocabulary_sizes
 from autopar.plan import Plan
 from autopar.planner import infeasible
 from autopar.planner.bounds.cascade import LEVELS
@@ -79,7 +80,7 @@ class Planner:
         self.evaluator = self._evaluator(task.pins, task.global_batch_size)
         folded = self.evaluator.layouts.compact.graph  # equal blocks have equal attention
         self.mixing = mixes_samples(folded, self.evaluator.layouts.batch)
-        self.problem = problem_of(task, folded, self.mixing)
+        self.problem = problem_of(task, folded, self.mixing, self.model)
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
             raise infeasible.conflicting(self.problem, task.pins)
@@ -264,7 +265,7 @@ class Planner:
         return plan_of(self.task, self.evaluator, best, record, notes)
 
 
-def problem_of(task: Task, graph: Graph, mixing: Sequence[Op]) -> Problem:
+def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], model: CostModel) -> Problem:
     """What the candidates of a task depend on.
 
     Args:
@@ -286,6 +287,8 @@ def problem_of(task: Task, graph: Graph, mixing: Sequence[Op]) -> Problem:
         experts=expert_counts(task.graph),
         casts=is_mixed(task.precision),
         num_layers=sum(n for n in repeats.values() if n > 1),
+        vocabularies=vocabulary_sizes(task.graph),
+        unaligned_fraction=model.unaligned_fraction,
     )
 
 

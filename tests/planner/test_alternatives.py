@@ -82,9 +82,9 @@ def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypa
         outcome = planner._outcome(Limits())
         assert outcome.best is not None
         with ProcessGroup(size) as group:
-            group.fork([layout_key_of(c.micro_batch_size, c.mesh) for c in planner.pool[::2]])
+            group.fork([layout_key_of(c) for c in planner.pool[::2]])
             for candidate in planner.pool:
-                group.claim(layout_key_of(candidate.micro_batch_size, candidate.mesh))
+                group.claim(layout_key_of(candidate))
             plans.append(planner._improved(outcome.best, outcome, group))
     assert plans[0].predicted == plans[1].predicted
     assert plans[0].search.reasons == plans[1].search.reasons

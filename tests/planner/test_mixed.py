@@ -381,9 +381,7 @@ def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_mem
     for candidate in outer(graph, cluster, "default").pool:
         if candidate.virtual_stages == 1 or not placed.has(candidate):
             continue
-        for draft in evaluator.layouts.drafts(
-            layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate)
-        ):
+        for draft in evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate)):
             option = placed.option(candidate, evaluator.layouts.option(draft))
             step = placed.step(evaluator.context.step(candidate, option), option)
             cutters = cuts.cutters(candidate, option, step)
@@ -415,12 +413,12 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     evaluator = search.evaluator
     placed, below, several = evaluator.pipelines.placed, 0, 0
     for candidate in search.pool:
-        drafts = evaluator.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+        drafts = evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate))
         if not placed.has(candidate):
             continue
         options = [evaluator.layouts.option(draft) for draft in drafts]
         if candidate.mesh.tp > 1:  # any other blocks do
-            options.append(evaluator.layouts.whole(candidate.micro_batch_size))
+            options.append(evaluator.layouts.whole(layout_key_of(candidate)))
         step = evaluator.context.step(candidate, options[0])
         rows = [placed.exact(candidate, option, step) for option in options]
         least_s = mixed_bounds([placed.least(candidate, options, step)])[0]

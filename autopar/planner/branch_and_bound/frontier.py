@@ -48,7 +48,7 @@ class Frontier:
         scouts: bool,
     ) -> None:
         self.evaluator, self.pool, self.group, self.best_s, self.scouts = evaluator, pool, group, best_s, scouts
-        self.keys = [layout_key_of(candidate.micro_batch_size, candidate.mesh) for candidate in pool]
+        self.keys = [layout_key_of(candidate) for candidate in pool]
         self.bounds: dict[Candidate, float] = {}
         self.parts: dict[LayoutKey, list[int]] = {}
         self._heap: list[tuple[float, int, int]] = []
@@ -57,9 +57,9 @@ class Frontier:
 
     def begin(self) -> None:
         """First bounds of all."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for i, candidate in enumerate(self.pool):
-            alike.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
+        alike: dict[LayoutKey, list[int]] = {}
+        for i, key in enumerate(self.keys):
+            alike.setdefault(key.whole, []).append(i)
         largest_first = sorted(alike.values(), key=len, reverse=True)
         mine = sorted(i for own in largest_first[self.group.rank :: self.group.size] for i in own)
         found = dict(zip(mine, self.evaluator.bounds_s(0, [self.pool[i] for i in mine]), strict=True))

@@ -28,6 +28,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
+    ("vocab_multiple", lambda c: c.vocab_multiple),
     ("data_shares", lambda c: "unequal" if c.shares else "equal"),
     ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
     ("offload", lambda c: ", ".join(c.on_host) or "none"),
@@ -79,7 +80,7 @@ def compare(
     first_s = evaluator.bounds_s(0, distinct)
     compared: dict[Candidate, tuple[str, Evaluation | None]] = {}
     for other, bound_s in zip(distinct, first_s, strict=True):
-        if group.owner(layout_key_of(other.micro_batch_size, other.mesh)) == group.rank:
+        if group.owner(layout_key_of(other)) == group.rank:
             compared[other] = _compare(evaluator, best, other, bound_s)
     for some in group.allgather(compared):
         compared |= some

@@ -21,6 +21,9 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.rank_orders import origins
 from autopar.planner.task import Task
 
+NOTED = 0.01
+"""Part of the computation from which on a loss is worth a note."""
+
 _WIDE = frozenset(
     (
         *("pow", "exp", "expm1", "log", "log2", "log10", "log1p", "reciprocal", "rsqrt", "cosh", "sinh", "tan"),
@@ -108,13 +111,40 @@ def mixed_note(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
     return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
 
 
+def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
+    """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
+    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    graph = layouts.local_graph(layout_key_of(best.candidate), option.kind, option.solution)
+    device, ideal = model.device, model.device.at_best()
+    lost: dict[Op, float] = {}
+    total_s = 0.0
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            operands = operand_specs(op, graph.spec)
+            own, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
+            own_s = own.forward_s + own.backward_s
+            total_s += len(members) * own_s
+            lost[op] = len(members) * (own_s - least.forward_s - least.backward_s)
+    if device is ideal or model.measured is not None or sum(lost.values()) < NOTED * total_s:
+        return ()
+    most, rate = max(lost, key=lambda op: lost[op]), device.rate(model.precision.compute)
+    kept = rate.unaligned_fraction if rate.unaligned_fraction < 1 else rate.unaligned_batched_fraction
+    source = "assumed" if "unaligned_fraction assumed" in rate.provenance else "whose source is in the profile"
+    share = (
+        f"{sum(lost.values()) / total_s:.0%} of the computation, most in {most.target} of {most.module or most.name}"
+    )
+    return (
+        f"rows that are no multiple of 16 bytes cost {share}: at {kept:g} of the rate of aligned products, {source}",
+    )
+
+
 def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """How many operators of a plan have a measured time; nothing where the device has none at all."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    split = layout_key_of(best.candidate.micro_batch_size, best.candidate.mesh)
+    split = layout_key_of(best.candidate)
     graph = layouts.local_graph(split, option.kind, option.solution)
     counts: Counter[Source] = Counter()
 

@@ -19,6 +19,7 @@ from autopar.planner.explain.notes import (
     precision_note,
     range_note,
     recompute_note,
+    unaligned_note,
 )
 from autopar.planner.layouts.padding import padding_notes
 from autopar.planner.layouts.types import expert_degree
@@ -63,6 +64,7 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
         bucket_bytes=best.bucket_bytes,
         offload=candidate.offload,
         data_shares=candidate.shares,
+        vocab_multiple=candidate.vocab_multiple,
         notes=tuple(notes),
     )
 
@@ -93,7 +95,8 @@ def notes_of(
     graph, candidate = task.graph, best.candidate
     return (
         *graph.notes,
-        *padding_notes(graph, best.option.padding, candidate.mesh.tp),
+        *padding_notes(graph, best.option.padding, candidate.mesh.tp, candidate.vocab_multiple),
+        *unaligned_note(evaluator, best),
         *operators_without_rule(graph, found, evaluator.model),
         *mixing_note(mixing),
         *mixtures(evaluator.layouts, best.option),

@@ -44,6 +44,7 @@ class Candidate:
         shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
             the largest. Empty: all take as many.
         moves: blocks may keep there what their backward needs.
+        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.padding`).
     """
 
     mesh: Mesh
@@ -56,6 +57,7 @@ class Candidate:
     offload: tuple[Offload, ...] = ()
     shares: tuple[int, ...] = ()
     moves: bool = False
+    vocab_multiple: int = 1
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -66,13 +68,15 @@ class Candidate:
         """Of what tells candidates of one pool apart, in one tuple: they are looked up again and again."""
         mesh = self.mesh
         degrees = (mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep_data, self.micro_batch_size, self.zero_stage)
-        return hash((*degrees, self.schedule, self.virtual_stages, self.order, self.offload))
+        return hash((*degrees, self.schedule, self.virtual_stages, self.order, self.offload, self.vocab_multiple))
 
     def __str__(self) -> str:
         samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)
         parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={samples}"]
         if self.mesh.pp > 1:
             parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        if self.vocab_multiple > 1:
+            parts.append(f"vocab_multiple={self.vocab_multiple}")
         if self.order:
             parts.append(f"node groups {'-'.join(map(str, self.order))}")
         if self.on_host:
@@ -171,6 +175,7 @@ def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]])
         "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
         "virtual_stages": values_of(pins, "virtual_stages", (1, *space.virtual_stages)),
         "ep_data": _expert_ranks(problem, pins),
+        "vocab_multiple": vocab_multiples(problem, pins),
     }
 
 
@@ -190,6 +195,13 @@ def _kept(part: dict[str, Column], constraints: Iterable[Constraint]) -> dict[st
         if not keep.any():
             break
     return part
+
+
+def vocab_multiples(problem: Problem, pins: Pins) -> list[int]:
+    """Those of the space and of pins, as far as they make some vocabulary another length than 1 does."""
+    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == "vocab_multiple" and p.value]
+    usual = problem.space.vocab_multiples if problem.vocabularies else (1,)
+    return sorted({*usual, *named})
 
 
 def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
@@ -212,4 +224,5 @@ def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int,
         zero_stage=t["zero"][row],
         schedule=schedule,
         virtual_stages=t["virtual_stages"][row],
+        vocab_multiple=t["vocab_multiple"][row],
     )

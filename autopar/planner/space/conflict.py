@@ -33,7 +33,19 @@ MAX_FREE_WORLD = 64
 """Up to this world size a conflict is looked for among all degrees; past it among those that multiply to the world
 size, and combinations of what the pins name."""
 
-COLUMNS = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "micro_batch", "zero", "schedule", "virtual_stages", "ep_data")
+COLUMNS = (
+    "tp",
+    "cp",
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "micro_batch",
+    "zero",
+    "schedule",
+    "virtual_stages",
+    "ep_data",
+    "vocab_multiple",
+)
 """In the order in which they are combined: those first that most constraints read alone."""
 
 _SAMPLES = ("micro_batch", "dp_replicate", "dp_shard")

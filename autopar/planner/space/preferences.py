@@ -37,6 +37,7 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
         mesh.dp_replicate,
         mesh.ep_data,
         SCHEDULES.index(candidate.schedule),
+        candidate.vocab_multiple,
     )
 
 

@@ -42,6 +42,8 @@ class Space:
         every: up to so many plans of a candidate in one layout (cuts with recompute) are all priced, and up to so many layouts
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
         exhaustive: up to so many candidates are searched to the end.
+        vocab_multiples: multiples to which each rank's part of a vocabulary may be padded; 1, as far as a split over ``tp``
+            needs: that alone where a file does not say.
         trials: evaluations in a larger space, where the caller says nothing.
         sampler: what asks for a part of these (:mod:`autopar.planner.branch_and_bound.sampling`); ``none``: bounds alone decide. So where a file does
             not say.
@@ -69,6 +71,7 @@ class Space:
     offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
     sampler: SamplerName = "none"
+    vocab_multiples: tuple[int, ...] = (1,)
 
 
 def with_sampler(space: Space, name: str | None) -> Space:
@@ -126,6 +129,7 @@ def load_space(name: str) -> Space:
         offload=_offload(table),
         data_shares=table.flag("data_shares", default=False),
         sampler=_sampler(table),
+        vocab_multiples=_integers(table, "vocab_multiples", 1) if table.has("vocab_multiples") else (1,),
     )
     table.finish()
     return space

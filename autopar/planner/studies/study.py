@@ -24,10 +24,22 @@ from autopar.planner.branch_and_bound.ledger import Result
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.studies.storage import answering, open_storage
 
-KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule", "groups", "offload")
+KEYS = (
+    "pp",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep_data",
+    "micro_batch",
+    "zero",
+    "schedule",
+    "groups",
+    "offload",
+    "vocab_multiple",
+)
 Value = int | str
 _NOTHING = "none"
-_EARLIER = {"offload": _NOTHING}
+_EARLIER: dict[str, Value] = {"offload": _NOTHING, "vocab_multiple": 1}
 """Of trials that were written before there was such a key."""
 _INTERRUPTED = "interrupted"
 _PLACE = "autopar "
@@ -265,6 +277,7 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
         "groups": ("-".join(map(str, candidate.order)) or "in order") + _shares(candidate),
         "offload": ", ".join(candidate.on_host) or _NOTHING,
+        "vocab_multiple": candidate.vocab_multiple,
     }
 
 
