@@ -80,7 +80,7 @@ class Planner:
         self.evaluator = self._evaluator(task.pins, task.global_batch_size)
         folded = self.evaluator.layouts.compact.graph  # equal blocks have equal attention
         self.mixing = mixes_samples(folded, self.evaluator.layouts.batch)
-        self.problem = problem_of(task, folded, self.mixing, self.model)
+        self.problem = problem_of(task, folded, self.mixing, unaligned_fraction=self.model.unaligned_fraction)
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
             raise infeasible.conflicting(self.problem, task.pins)
@@ -265,12 +265,13 @@ class Planner:
         return plan_of(self.task, self.evaluator, best, record, notes)
 
 
-def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], model: CostModel) -> Problem:
+def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], *, unaligned_fraction: float) -> Problem:
     """What the candidates of a task depend on.
 
     Args:
         graph: of the model, with equal blocks folded.
         mixing: operators by which samples meet.
+        unaligned_fraction: of the rate of a product that unaligned rows leave on the devices (the least of them).
     """
     repeats = Counter(block.hash for block in task.graph.blocks)
     return Problem(
@@ -288,7 +289,7 @@ def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], model: CostModel)
         casts=is_mixed(task.precision),
         num_layers=sum(n for n in repeats.values() if n > 1),
         vocabularies=vocabulary_sizes(task.graph),
-        unaligned_fraction=model.unaligned_fraction,
+        unaligned_fraction=unaligned_fraction,
     )
 
 

@@ -42,8 +42,6 @@ class Space:
         every: up to so many plans of a candidate in one layout (cuts with recompute) are all priced, and up to so many layouts
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
         exhaustive: up to so many candidates are searched to the end.
-        vocab_multiples: multiples to which each rank's part of a vocabulary may be padded; 1, as far as a split over ``tp``
-            needs: that alone where a file does not say.
         trials: evaluations in a larger space, where the caller says nothing.
         sampler: what asks for a part of these (:mod:`autopar.planner.branch_and_bound.sampling`); ``none``: bounds alone decide. So where a file does
             not say.
