@@ -105,14 +105,6 @@ class CostModel:
         dtype = self.precision.compute
         return min(rate.unaligned_fraction if rate.num_units else 1.0 for rate in (d.rate(dtype) for d in self.devices))
 
-    # --- operators and blocks
-
-    @property
-    def unaligned_fraction(self) -> float:
-        """Of the rate of products, what rows that are no multiple of 16 bytes leave; on the device that loses most."""
-        dtype = self.precision.compute
-        return min(rate.unaligned_fraction if rate.num_units else 1.0 for rate in (d.rate(dtype) for d in self.devices))
-
     def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> OpTime:
         """Seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
 
