@@ -153,7 +153,9 @@ def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Pa
     trials = [trial for trial in trials if trial.state != optuna.trial.TrialState.WAITING]  # experts' choices
     assert len(trials) == plan.search.evaluated
     values = [t.value for t in trials if t.value is not None]
-    assert min(values) == pytest.approx(plan.predicted.step_time_s)
+    assert plan.predicted.step_time_s <= min(values) * (
+        1 + 1e-9
+    )  # the best one's stages are cut better still at the end
     assert all(t.user_attrs.get("reason") for t in trials if t.value is None)
 
 

@@ -12,9 +12,9 @@ problem is solved with the modes that need no more. The work grows with kinds of
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,10 +181,10 @@ def _levels(kinds: Sequence[Sequence[BlockOption]]) -> _Levels:
             hull = lower_hull([own[i] for i in allowed])
             if hull:
                 first[r, k] = allowed[hull[0]]
-            for a, b in itertools.pairwise(hull):
+            for a, b in pairwise(hull):
                 one, other = own[allowed[a]], own[allowed[b]]
-                seconds, freed = other.time_s - one.time_s, one.held_bytes - other.held_bytes
-                row.append((seconds / freed, k, allowed[a], allowed[b], seconds, freed))
+                more_s, fewer = other.time_s - one.time_s, one.held_bytes - other.held_bytes
+                row.append((more_s / fewer, k, allowed[a], allowed[b], more_s, fewer))
         rows.append(sorted(row))
     most = max(map(len, rows))
     shape = most, len(sizes)
@@ -193,8 +193,8 @@ def _levels(kinds: Sequence[Sequence[BlockOption]]) -> _Levels:
     time_s, freed_bytes = np.zeros(shape), np.ones(shape)
     for r, row in enumerate(rows):
         place: dict[tuple[int, int], int] = {}
-        for c, (_, k, a, b, seconds, freed) in enumerate(row):
-            kind[c, r], before[c, r], after[c, r], time_s[c, r], freed_bytes[c, r] = k, a, b, seconds, freed
+        for c, (_, k, a, b, more_s, fewer) in enumerate(row):
+            kind[c, r], before[c, r], after[c, r], time_s[c, r], freed_bytes[c, r] = k, a, b, more_s, fewer
             previous[c, r] = place.get((k, a), -1)
             if (k, a) in place:
                 following[place[k, a], r] = c

@@ -8,14 +8,12 @@ from itertools import accumulate, product
 
 import numpy as np
 import pytest
-from autopar.planner.bounds.bounding import load_of
 
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import FP32, Recompute
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
@@ -67,8 +65,7 @@ def problems(made: Planner) -> Iterator[CutProblem]:
     evaluator = made.evaluator
     for candidate in made.pool:
         if candidate.mesh.pp > 1:
-            key = layout_key_of(candidate.micro_batch_size, candidate.mesh)
-            for typed in evaluator.layouts.drafts(key, load_of(candidate)):
+            for typed in evaluator.context.known_layouts(candidate):
                 yield evaluator.plans.problem(candidate, evaluator.layouts.option(typed))
 
 
