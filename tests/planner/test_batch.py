@@ -34,36 +34,6 @@ def test_samples_are_split_and_the_loss_is_partial() -> None:
     assert typing.strategies["loss"].outputs == (P,)
 
 
-FORCED = {
-    "mlp": lambda: mlp(layers=6),
-    "llama": lambda: llama_block(batch=2, layers=5),
-    "gpt": lambda: resolve_model("gpt:layers=2,hidden=16,heads=2,vocab=30", sequence_length=8).trace(),
-}
-
-
-@pytest.mark.parametrize("name", FORCED)
-def test_what_is_forced_is_what_a_problem_would_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = compact(FORCED[name]())
-    given: list[object] = []
-    found = batch._forced
-    monkeypatch.setattr(batch, "_forced", lambda *args: given.append(found(*args)) or given[-1])
-    typing = solve_batch(small)
-    assert given and given[0] is not None
-    monkeypatch.setattr(batch, "_forced", lambda *args: None)
-    assert solve_batch(small) == typing
-
-
-def test_what_does_not_fit_together_is_left_to_the_problem() -> None:
-    small = compact(mlp(layers=2))
-    costs = batch._BatchCosts(Fraction(4), "none")
-    split = solve_batch(small).strategies
-    assert batch._forced(small, {name: (own,) for name, own in split.items()}, costs) == split
-    whole = replace(split["a1"], inputs=(R, R), outputs=(R,))  # reads what is split
-    assert batch._forced(small, {name: (whole if name == "a1" else own,) for name, own in split.items()}, costs) is None
-    twice = {name: (own, replace(own, name="same")) if name == "a1" else (own,) for name, own in split.items()}
-    assert batch._forced(small, twice, costs) is None  # neither is better
-
-
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_one_typing_serves_every_micro_batch(micro_batch: int) -> None:
     small = compact(mlp(layers=2, batch=2))

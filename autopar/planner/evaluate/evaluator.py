@@ -19,7 +19,7 @@ from autopar.planner.bounds.bounding import load_of
 from autopar.planner.bounds.closer import ROUNDING, Closer
 from autopar.planner.layouts.types import PricedLayout, TypedLayout, layout_key_of
 from autopar.planner.model_stats import readable
-from autopar.planner.sharding.every import every_cut
+from autopar.planner.stages.enumerate_cuts import every_cut
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
