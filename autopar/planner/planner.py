@@ -17,6 +17,7 @@ from autopar.cost.step.data_parallel import is_mixed
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch, on_device
 from autopar.planner.branch_and_bound.collection import seldom_collected
 from autopar.planner.branch_and_bound.ledger import Ledger
@@ -24,7 +25,7 @@ from autopar.planner.branch_and_bound.process_group import Crew, LostProcessErro
 from autopar.planner.branch_and_bound.rounds import Sampled
 from autopar.planner.branch_and_bound.rules_of_thumb import seeds
 from autopar.planner.evaluate.evaluator import Evaluation, Misfit, memory_of_devices
-from autopar.planner.evaluate.unequal_shares import SharedEvaluator
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.explain.alternatives import explain
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.model_stats import readable
@@ -114,11 +115,11 @@ class Planner:
         pool = in_orders(candidates(problem, pins), task.cluster, pins)
         equal = offloaded(equally_shared(pool, pins), task.cluster, pins, task.space.offload, task.optimizer)
         where = self.mixing[0].name if self.mixing else ""
-        return [*equal, *shared(problem, pins, task.cluster, self.evaluator.seconds, mixing=where)]
+        return [*equal, *shared(problem, pins, task.cluster, self.evaluator.shares.seconds, mixing=where)]
 
-    def _evaluator(self, pins: Pins, global_batch_size: int) -> SharedEvaluator:
+    def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
         task = self.task
-        return SharedEvaluator(task.graph, self.model, global_batch_size=global_batch_size, pins=pins, space=task.space)
+        return Evaluator.of(task.graph, self.model, global_batch_size=global_batch_size, pins=pins, space=task.space)
 
     # --- verbs
 
@@ -190,7 +191,7 @@ class Planner:
         outcome, space = self._outcome(limits, sharing=None, progress=None, crew=Crew()), self.task.space
         if outcome.best is None:
             return []
-        bounds = dict(enumerate(self.evaluator.ideal_bounds_s(self.pool)))
+        bounds = dict(enumerate(self.evaluator.bounds_s(0, self.pool)))
         first = seeds(self.pool, self.task.cluster.devices_per_node, lambda i: bounds[i] < float("inf"))
         first = {self.pool.index(outcome.best.candidate): "fastest", **first}
         below_s = float("inf") if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, float("inf"))
@@ -212,14 +213,14 @@ class Planner:
     @seldom_collected()
     def fits(self) -> bool:
         """Whether some plan fits in memory, however slow: the leanest that may are tried first."""
-        bounds = self.evaluator.ideal_bounds_s(self.pool)
+        bounds = self.evaluator.bounds_s(0, self.pool)
         may = [c for c, bound in zip(self.pool, bounds, strict=True) if bound < float("inf")]
         return any(isinstance(self.evaluator.evaluate(c), Evaluation) for c in sorted(may, key=_leanness))
 
     def least_time_s(self) -> float:
         """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
         most = self.task.global_batch_size
-        layouts, placed = self.evaluator.layouts, self.evaluator.placed
+        layouts, placed = self.evaluator.layouts, self.evaluator.cascade.placed
         sizes = [m for m in self.task.space.micro_batches if m <= most]
         return most * min((placed.least_s(layouts.whole(size, 1)) / size for size in sizes), default=0.0)
 
@@ -266,7 +267,7 @@ class Planner:
         for candidate in sorted(self.pool, key=usual):
             found = self.evaluator.evaluate(candidate)
             if isinstance(found, Evaluation):
-                bound = self.evaluator.lower_bound_s(candidate)
+                bound = self.evaluator.bounds_s(LEVELS - 1, [candidate])[0]
                 outcome = Outcome(
                     best=found,
                     candidates=1,

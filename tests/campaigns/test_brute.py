@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
 from tests.campaigns.brute import LEFT_OUT, ROUNDING, Result, compare, limited, problems, task_of
@@ -93,7 +94,7 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
 def test_no_plan_of_cpu_ranks_is_quicker_than_bounds(
     seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
 ) -> None:
-    check_candidates(of_cpus(checkout, tmp_path, seed, ranks, cores), is_sharper=True)
+    check_candidates(of_cpus(checkout, tmp_path, seed, ranks, cores))
 
 
 @pytest.mark.parametrize(("seed", "ranks", "cores"), OF_CPUS[:2])
@@ -103,8 +104,7 @@ def test_no_plan_of_cpu_ranks_is_quicker_than_that_of_the_search(
     check(limited(seed, of_cpus(checkout, tmp_path, seed, ranks, cores), limits=2, usual=False))
 
 
-def check_candidates(small: Small, *, is_sharper: bool = False) -> None:
-    """``is_sharper``: the sharper bounds of a certificate too."""
+def check_candidates(small: Small) -> None:
     whole = every_plan(small)
     memory_bytes = (whole.least_bytes + max(p.peak_bytes for front in whole.fronts.values() for p in front)) // 2
     pins = ["tp=1", *(() if small.is_whole else LEFT_OUT)]
@@ -112,11 +112,8 @@ def check_candidates(small: Small, *, is_sharper: bool = False) -> None:
     evaluator = planner.evaluator
     found = zip(
         planner.pool,
-        evaluator.ideal_bounds_s(planner.pool),
-        evaluator.least_bounds_s(planner.pool),
-        evaluator.bounds_s(planner.pool),
-        [evaluator.settled_s(candidate, math.inf) for candidate in planner.pool],
-        [evaluator.sharper_bound_s(candidate, math.inf) if is_sharper else 0.0 for candidate in planner.pool],
+        *(evaluator.bounds_s(level, planner.pool) for level in range(LEVELS)),
+        [evaluator.closest_s(candidate, math.inf) for candidate in planner.pool],
         strict=True,
     )
     seen = set()
@@ -131,7 +128,7 @@ def check_candidates(small: Small, *, is_sharper: bool = False) -> None:
             offload=candidate.offload,
             moves=candidate.moves,
         )
-        best = best_of(whole.fronts[choice], planner.evaluator.limit_bytes)
+        best = best_of(whole.fronts[choice], planner.evaluator.model.fitting_bytes)
         assert best is None or max(bounds_s) <= best.time_s * (1 + ROUNDING), candidate
         seen.add(choice)
     assert {c for c in whole.fronts if c.zero_stage != 2} <= seen

@@ -20,7 +20,7 @@ from autopar.plan import BF16
 from autopar.planner.bounds.bound_rows import Row
 from autopar.planner.bounds.bounds import bounds
 from autopar.planner.bounds.least_rows import _Added
-from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
@@ -46,7 +46,7 @@ def graph() -> Graph:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp: int, zero_stage: int) -> None:
     model = CostModel(CLUSTER, BF16, "adamw")
-    evaluator = Evaluator(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
+    evaluator = Evaluator.of(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space("default"))
     closer = 0
     for pp, size in product((1, 2), (1, 4)):
         shards = 8 // (pp * tp)
@@ -57,18 +57,18 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
         )  # fmt: skip
         assert candidate.schedule in SCHEDULES
         whole = evaluator.layouts.whole(size)
-        step = evaluator.step(candidate, whole)
-        ideal = evaluator._ideal_row(candidate)
+        step = evaluator.context.step(candidate, whole)
+        ideal = evaluator.cascade.ideal(candidate)
         assert isinstance(ideal, Row)
-        assert not evaluator.least_rows.is_too_large(candidate, whole, evaluator.step)
+        assert not evaluator.cascade.least_rows.is_too_large(candidate, whole, evaluator.context.step)
         split = layout_key_of(size, mesh)
         quickest = evaluator.layouts.quickest_s(split), evaluator.layouts.least_s(split)
-        for draft in evaluator._drafts(candidate):
+        for draft in evaluator.context.known_layouts(candidate):
             option = evaluator.layouts.option(draft)
             rows = (
                 ideal,
-                evaluator.least_rows.least(candidate, ideal, whole, step, *quickest),
-                evaluator.rows.exact(candidate, option, evaluator.step(candidate, option)),
+                evaluator.cascade.least_rows.least(candidate, ideal, whole, step, *quickest),
+                evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option)),
             )
             for part, name in product(("first", "last", "group"), MEMORY):
                 assert getattr(getattr(ideal, part), name) <= getattr(getattr(rows[-1], part), name)
@@ -82,13 +82,13 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
 def test_recompute_beside_collectives_that_outlast_blocks_is_not_counted_whole(graph: Graph, zero_stage: int) -> None:
     """On a network that is slow beside small blocks a part of what they recompute is hidden."""
     model = CostModel(Cluster.parse("h100-sxm5-80gb:8x1?nic_bandwidth=1e9"), BF16, "adamw")
-    evaluator = Evaluator(graph, model, global_batch_size=512, pins=Pins.parse(()), space=load_space("default"))
+    evaluator = Evaluator.of(graph, model, global_batch_size=512, pins=Pins.parse(()), space=load_space("default"))
     candidate = Candidate(
         mesh=Mesh(dp_shard=8), micro_batch_size=16, num_micro_batches=4, zero_stage=zero_stage, schedule="none",
         virtual_stages=1,
     )  # fmt: skip
-    option, ideal = evaluator.layouts.whole(16), evaluator._ideal_row(candidate)
-    exact = evaluator.rows.exact(candidate, option, evaluator.step(candidate, option))
+    option, ideal = evaluator.layouts.whole(16), evaluator.cascade.ideal(candidate)
+    exact = evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option))
     assert isinstance(ideal, Row)
     for part, name in product(("first", "last", "group"), ("again_s", "least_again_s", "full_s")):
         assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name) * (1 + 1e-9)
@@ -99,7 +99,7 @@ def test_recompute_beside_collectives_that_outlast_blocks_is_not_counted_whole(g
 def test_the_bound_of_a_cut_is_no_more_than_its_step(graph: Graph, zero_stage: int) -> None:
     """Blocks differ: small layers between an embedding and a head whose gathers take longer than they do."""
     model = CostModel(Cluster.parse("h100-sxm5-80gb:8x1?nic_bandwidth=1e9"), BF16, "adamw")
-    evaluator = Evaluator(graph, model, global_batch_size=512, pins=Pins.parse(()), space=load_space("default"))
+    evaluator = Evaluator.of(graph, model, global_batch_size=512, pins=Pins.parse(()), space=load_space("default"))
     count = len(graph.blocks)
     for pp in (1, 2) if zero_stage != 2 else (1,):
         mesh = Mesh(pp=pp, dp_shard=8 // pp)
@@ -108,13 +108,13 @@ def test_the_bound_of_a_cut_is_no_more_than_its_step(graph: Graph, zero_stage: i
             schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
         )  # fmt: skip
         option = evaluator.layouts.whole(16)
-        step = evaluator.step(candidate, option)
-        cutters = evaluator.cuts.cutters(candidate, option, step)
+        step = evaluator.context.step(candidate, option)
+        cutters = evaluator.pipelines.cuts.cutters(candidate, option, step)
         for stop in range(1, count) if pp == 2 else (count,):
             for place in (0, -1):
                 modes = tuple(block.options[place].mode for block in cutters[0].blocks)
                 cut = Cut(stops=(stop, count)[2 - pp :], modes=modes, time_s=0.0)
-                made = evaluator.cuts.stages(cut.stops, cut.modes, option, pp)
+                made = evaluator.pipelines.cuts.stages(cut.stops, cut.modes, option, pp)
                 least_s = busy_s(cut, cutters[0], pp, candidate.num_micro_batches, with_once=True)
                 assert least_s <= model.breakdown(made, step).total_s * (1 + 1e-9)
 
@@ -164,7 +164,7 @@ def test_no_layout_needs_less_memory_than_the_best_of_all(tp: int) -> None:
     sizes = Sizes(family="llama", hidden=64, ffn=256, heads=8, kv_heads=8, vocabulary=8192, sequence=512,
                   attention="flash", dtype="bfloat16")  # fmt: skip
     model, batch = build(sizes, 3)
-    evaluator = Evaluator(
+    evaluator = Evaluator.of(
         trace(model, (), batch, name="llama"), CostModel(CLUSTER, BF16, "adamw"), global_batch_size=64, pins=Pins.parse(()),
         space=load_space("default"),
     )  # fmt: skip
@@ -172,10 +172,10 @@ def test_no_layout_needs_less_memory_than_the_best_of_all(tp: int) -> None:
     candidate = Candidate(
         mesh=mesh, micro_batch_size=8, num_micro_batches=tp, zero_stage=1, schedule="none", virtual_stages=1
     )
-    ideal = evaluator._ideal_row(candidate)
+    ideal = evaluator.cascade.ideal(candidate)
     assert isinstance(ideal, Row)
-    for draft in evaluator._drafts(candidate):
+    for draft in evaluator.context.known_layouts(candidate):
         option = evaluator.layouts.option(draft)
-        exact = evaluator.rows.exact(candidate, option, evaluator.step(candidate, option))
+        exact = evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option))
         for part, name in product(("first", "last", "group"), MEMORY):
             assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name), (part, name)

@@ -10,7 +10,8 @@ from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.graph.ir import Graph
 from autopar.plan import FP32, Memory
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
@@ -37,7 +38,7 @@ def evaluator(graph: Graph, *, memory_bytes: int | None = None, spread: float = 
         for group in cluster.groups
     )
     model = CostModel(replace(cluster, groups=groups), FP32, "adamw")
-    return Evaluator(graph, model, global_batch_size=8, pins=Pins(), space=load_space("quick"))
+    return Evaluator.of(graph, model, global_batch_size=8, pins=Pins(), space=load_space("quick"))
 
 
 def test_the_interval_is_that_of_the_profile(graph: Graph) -> None:
@@ -70,7 +71,7 @@ def test_a_bound_of_what_is_sure_to_fit_stays_below_its_price(graph: Graph) -> N
     tight = evaluator(graph, memory_bytes=round(free.prediction.peak_memory_bytes * 1.25), spread=SPREAD)
     found = _best(graph, tight)
     assert isinstance(found, Evaluation)
-    assert tight.lower_bound_s(found.candidate) <= found.prediction.step_time_s
+    assert tight.closest_s(found.candidate, float("inf")) <= found.prediction.step_time_s
 
 
 def test_a_plan_of_an_older_version_is_judged_by_its_middle() -> None:
@@ -91,7 +92,7 @@ def _best(graph: Graph, evaluator: Evaluator) -> Evaluation | Misfit:
         global_batch_size=8,
         num_blocks=len(graph.blocks),
         heads=(),
-        space=evaluator.space,
+        space=evaluator.context.space,
     )
     candidate = next(c for c in candidates(problem, Pins()) if c.mesh.dp_replicate == 2)
     return evaluator.evaluate(candidate)

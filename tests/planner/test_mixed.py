@@ -22,15 +22,15 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32
 from autopar.planner.bounds.bound_rows import BlockPrice, forwards_done
-from autopar.planner.bounds.bounding import load_of
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.bounds.mixed_bounds import PRECISION, impossible, mixed_bounds
 from autopar.planner.bounds.mixed_chains import Chains
 from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.planner.bounds.mixed_whole import whole_bound_s
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.branch_and_bound.mixed_closing import Closing, key_of_candidate
+from autopar.planner.context import load_of
 from autopar.planner.evaluate.evaluator import Evaluation
-from autopar.planner.evaluate.polish import Polisher
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Problem, candidates
@@ -346,7 +346,7 @@ def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> OuterSea
     problem = Problem(
         world_size=4, devices_per_node=2, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
-    evaluator = Polisher(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
+    evaluator = Evaluator.of(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
     pool = in_orders(candidates(problem, Pins()), cluster)
     return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
 
@@ -358,7 +358,7 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     ]
     cluster = two_kinds(factor=3.0, slow_memory=memory)
     some, more = (
-        Polisher(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
+        Evaluator.of(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
         for space in spaces
     )
     compared = 0
@@ -376,8 +376,8 @@ def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_mem
     graph, memory = mlp(layers=8, batch=2, width=64, hidden=256), 400 * 2**20 + 3_000_000
     cluster, again, quicker = two_kinds(factor=3.0, slow_memory=memory, fast_memory=memory), 0, 0
     space = replace(load_space("default"), recompute=("none", "selective", "full"))
-    evaluator = Polisher(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
-    cuts, placed = evaluator.cuts, evaluator.placed
+    evaluator = Evaluator.of(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
+    cuts, placed = evaluator.pipelines.cuts, evaluator.pipelines.placed
     for candidate in outer(graph, cluster, "default").pool:
         if candidate.virtual_stages == 1 or not placed.has(candidate):
             continue
@@ -385,7 +385,7 @@ def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_mem
             layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate)
         ):
             option = placed.option(candidate, evaluator.layouts.option(draft))
-            step = placed.step(evaluator.step(candidate, option), option)
+            step = placed.step(evaluator.context.step(candidate, option), option)
             cutters = cuts.cutters(candidate, option, step)
             refit = partial(cuts.fitting, candidate, option=option, step=step)
             found = placed.in_turns(candidate, option, step, cutters, refit)
@@ -397,7 +397,7 @@ def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_mem
             assert all(own.total <= limit for own, limit in zip(found.memory, limits, strict=True))
             again += set(found.cut.modes[1:-1]) != {"none"}
             lighter = cuts.lightened(candidate, option, step, cutters, found, float("inf"))
-            exact = exactly(stops, len(evaluator.rows.class_of))
+            exact = exactly(stops, len(evaluator.pipelines.rows.class_of))
             shared = cuts.fits(candidate, option, step, cutters, float("inf"), exact, float("inf"))
             assert isinstance(lighter, Fitting)
             assert all(own.total <= limit for own, limit in zip(lighter.memory, limits, strict=True))
@@ -413,7 +413,7 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     """Of which each is priced as where all devices are alike."""
     search = outer(graph, two_kinds(factor=3.0), "default")
     evaluator = search.evaluator
-    placed, below, several = evaluator.placed, 0, 0
+    placed, below, several = evaluator.pipelines.placed, 0, 0
     for candidate in search.pool:
         drafts = evaluator.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
         if not placed.has(candidate):
@@ -421,7 +421,7 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
         options = [evaluator.layouts.option(draft) for draft in drafts]
         if candidate.mesh.tp > 1:  # any other blocks do
             options.append(evaluator.layouts.whole(candidate.micro_batch_size))
-        step = evaluator.step(candidate, options[0])
+        step = evaluator.context.step(candidate, options[0])
         rows = [placed.exact(candidate, option, step) for option in options]
         least_s = mixed_bounds([placed.least(candidate, options, step)])[0]
         every_s = mixed_bounds(rows)
@@ -470,24 +470,11 @@ def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memo
             times.append(one.prediction.step_time_s)
             plans.append(one)
             # a time that a plan takes is never called impossible
-            assert fresh.bounds_s([candidate], times[-1] * (1 + 1e-6))[0] <= times[-1] * (1 + 1e-9)
-            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
-                assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
-            for bound_s in (alone.closest_s, alone.settled_s):
-                assert bound_s(candidate, times[-1]) <= times[-1] * (1 + 1e-9)
+            assert fresh.bounds_s(LEVELS - 1, [candidate], times[-1] * (1 + 1e-6))[0] <= times[-1] * (1 + 1e-9)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
             for part in (1.0, 1.01, 1.2):  # of its time, that is aimed at
-                goal_s = part * times[-1]
-                (opened,) = fresh.opened([candidate], goal_s)
-                assert opened.bound_s <= goal_s
-                if opened.rows:
-                    assert opened.first_s <= times[-1] * (1 + 1e-9)
-                    for whole_s in (0.0, goal_s):
-                        bound_s = Closing().least_s(key_of_candidate(candidate), [opened], goal_s, whole_s=whole_s)[0]
-                        assert bound_s <= times[-1] * (1 + 1e-9)
-                elif part > 1.0:
-                    assert opened.bound_s <= times[-1] * (1 + 1e-9)
-            if candidate.mesh.pp == 1 and "full" not in one.modes and memory is None:
-                assert alone.opened([candidate], float("inf"))[0].bound_s == pytest.approx(times[-1])
+                assert alone.closest_s(candidate, part * times[-1]) <= times[-1] * (1 + 1e-9)
     assert found.best.prediction.step_time_s == min(times)
     assert found.lower_bound_s <= min(alone.polished(plan).prediction.step_time_s for plan in plans)
 

@@ -17,8 +17,10 @@ from autopar.graph.ir import Graph
 from autopar.host import HostLink
 from autopar.plan import FP32, Plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.host_offload import offloaded
@@ -56,7 +58,7 @@ def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), 
     here, pins = cluster(memory), Pins.parse(texts)
     space = replace(load_space("quick"), offload=tried)
     model = CostModel(here, FP32, "adamw")
-    evaluator = Evaluator(graph(), model, global_batch_size=batch, pins=pins, space=space)
+    evaluator = Evaluator.of(graph(), model, global_batch_size=batch, pins=pins, space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=batch, num_blocks=len(graph().blocks), heads=(), space=space
     )
@@ -74,8 +76,8 @@ def test_the_best_of_all_is_found_and_no_bound_is_above(memory: str, is_offloade
         plan = alone.evaluate(candidate)
         if isinstance(plan, Evaluation):
             times[candidate] = plan.prediction.step_time_s
-            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
-                assert bounds_s([candidate])[0] <= times[candidate] * (1 + 1e-9)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[candidate] * (1 + 1e-9)
     assert any(c.offload for c in times)
     assert found.best is not None
     assert found.best.prediction.step_time_s == min(times.values())
@@ -98,8 +100,8 @@ def test_no_bound_is_above_a_plan_whose_blocks_keep_on_the_host(memory: str) -> 
         plan = alone.evaluate(candidate)
         if isinstance(plan, Evaluation):
             times.append(plan.prediction.step_time_s)
-            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
-                assert bounds_s([candidate])[0] <= times[-1] * (1 + 1e-9)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
     assert found.best is not None
     assert found.best.prediction.step_time_s == min(times)
     assert found.best.prediction.breakdown.offload_s > 0
@@ -118,8 +120,8 @@ def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, moved: i
         if isinstance(plan, Evaluation):
             times[candidate] = plan.prediction.step_time_s
             assert candidate.moves or MOVED not in plan.modes
-            for bounds_s in (alone.ideal_bounds_s, alone.least_bounds_s, alone.bounds_s):
-                assert bounds_s([candidate])[0] <= times[candidate] * (1 + 1e-9)
+            for level in range(LEVELS):
+                assert alone.bounds_s(level, [candidate])[0] <= times[candidate] * (1 + 1e-9)
     assert found.best is not None
     assert found.best.prediction.step_time_s == min(times.values())
     assert found.lower_bound_s <= min(times.values())

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from autopar.errors import UsageError
 from autopar.mesh import Mesh
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, OuterSearch
 from autopar.planner.branch_and_bound.ledger import Told
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Candidate
 
@@ -39,36 +41,22 @@ class Known:
     bounds: Sequence[float]
     times: Sequence[float]
     asked: list[int] = field(default_factory=list)
-    differs: bool = False
     layouts: Any = field(default_factory=lambda: SimpleNamespace(wholes={}, know=lambda wholes: None))
+    model: Any = field(default_factory=lambda: SimpleNamespace(is_mixed=False))
 
     def _index(self, found: Candidate) -> int:
         return found.mesh.dp_shard - 1
 
-    def ideal_bounds_s(self, pool: Sequence[Candidate]) -> list[float]:
-        return [0.5 * self.bounds[self._index(c)] for c in pool]
+    def bounds_s(self, level: int, pool: Sequence[Candidate], goal_s: float = float("inf")) -> list[float]:
+        """The last one is worked out to the end below ``goal_s`` alone."""
+        part = (level + 2) / (LEVELS + 1)
+        found = [self.bounds[self._index(c)] for c in pool]
+        return [
+            part * bound_s if level < LEVELS - 1 else min(bound_s, max(0.75 * bound_s, goal_s)) for bound_s in found
+        ]
 
-    def know_ideal_bounds(self, bounds_s: Mapping[Candidate, float]) -> None:
-        """They are given."""
-
-    def least_bounds_s(self, pool: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
-        return [0.75 * self.bounds[self._index(c)] for c in pool]
-
-    def bounds_s(self, pool: Sequence[Candidate], at_most_s: float = float("inf")) -> list[float]:
-        """Worked out to the end below ``at_most_s`` alone."""
-        return [min(self.bounds[self._index(c)], max(0.75 * self.bounds[self._index(c)], at_most_s)) for c in pool]
-
-    def closest_s(self, found: Candidate, at_most_s: float) -> float:
-        """Closer bounds depend on what was asked, and decide on no order."""
-        return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], at_most_s)
-
-    sharper_bound_s = closest_s
-
-    def settled_s(self, found: Candidate, best_s: float) -> float:
-        return self.bounds[self._index(found)]
-
-    def known_bounds_s(self, pool: Sequence[Candidate], at_most_s: float) -> list[float]:
-        return [self.bounds[self._index(c)] for c in pool]
+    def closest_s(self, found: Candidate, goal_s: float) -> float:
+        return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], goal_s)
 
     def hopeless(self, found: Candidate) -> None:
         return None
@@ -151,7 +139,7 @@ def problems(draw: st.DrawFn) -> Known:
     bounds = draw(st.lists(st.integers(1, 6).map(float), min_size=n, max_size=n))
     above = draw(st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, -1e-9, 1e-9, float("inf")]), min_size=n, max_size=n))
     times = [b * (1 + a) for b, a in zip(bounds, above, strict=True)]
-    return Known(bounds=bounds, times=times, differs=draw(st.booleans()))
+    return Known(bounds=bounds, times=times)
 
 
 @given(

@@ -23,7 +23,8 @@ from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
 from autopar.planner.branch_and_bound.rounds import Sampled, Share
 from autopar.planner.branch_and_bound.rules_of_thumb import rules, seeds
 from autopar.planner.branch_and_bound.sampler import Encoding, Sampler
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate
@@ -73,11 +74,11 @@ def loose(seed: int, size: int = 60) -> Known:
     times = rng.uniform(1.0, 3.0, size)
     times[rng.random(size) < 0.2] = np.inf
     bounds = np.where(np.isinf(times), 0.5, times) * rng.uniform(0.2, 0.9, size)
-    return Known(bounds=bounds.tolist(), times=times.tolist(), differs=bool(seed % 2))
+    return Known(bounds=bounds.tolist(), times=times.tolist())
 
 
 def fresh(known: Known) -> Known:
-    return Known(known.bounds, known.times, differs=known.differs)
+    return Known(known.bounds, known.times)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +162,7 @@ def test_nothing_is_asked_twice_or_evaluated_that_a_bound_excludes(kind: Samplin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_bounds_are_tight_the_search_ends_with_the_best(kind: Sampling) -> None:
-    known = replace(loose(5), differs=False)
+    known = loose(5)
     known.bounds = [0.95 * t if np.isfinite(t) else np.inf for t in known.times]
     made = search(known, None, kind, trials=1000)
     outcome = made.run()
@@ -261,7 +262,7 @@ def test_seeds_are_what_the_rules_say_of_the_pool(graph: Graph) -> None:
 
 
 def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
-    known = replace(loose(2, 20), differs=False)
+    known = loose(2, 20)
     made = OuterSearch(
         cast("Evaluator", known), [candidate(i) for i in range(20)], exhaustive=0, trials=1000, limits=Limits(),
         sampling=Sampled(kind="tpe", share=Share(by_bounds=0, by_sampler=8)),

@@ -14,6 +14,7 @@ from autopar.cluster import Cluster
 from autopar.plan import Plan
 from autopar.plan_io import save_plan
 from autopar.planner import planner as planning
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import Crew, available
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.explain.alternatives import explain
@@ -77,21 +78,13 @@ def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reason
     best_s = best.prediction.step_time_s
     goals = [best_s, best_s / 1.02]
     assert explain(warm.evaluator, warm.pool, best) == explain(planner(cluster, space).evaluator, warm.pool, best)
-    first = warm.evaluator.own_ideal_bounds_s(warm.pool)
+    first = warm.evaluator.bounds_s(0, warm.pool)
     few = sorted(range(len(warm.pool)), key=first.__getitem__)[:12]
     every = [(i, goal_s) for goal_s in goals for i in few]
     fresh = planner(cluster, space)
     for i, goal_s in reversed(every):
         candidate = warm.pool[i]
-        assert warm.evaluator.own_ideal_bounds_s([candidate]) == fresh.evaluator.own_ideal_bounds_s([candidate])
-        assert warm.evaluator.settled_s(candidate, goal_s) == fresh.evaluator.settled_s(candidate, goal_s)
-        if warm.evaluator.differs:
-            assert warm.evaluator.opened([candidate], goal_s) == fresh.evaluator.opened([candidate], goal_s)
-        else:
-            sharper_s = [made.evaluator.sharper_bound_s(candidate, goal_s) for made in (warm, fresh)]
-            assert sharper_s[0] == sharper_s[1]
-    if warm.evaluator.differs:  # of many together what each has alone
-        some = [warm.pool[i] for i in few]
-        alone = [own for candidate in some for own in fresh.evaluator.opened([candidate], best_s)]
-        assert warm.evaluator.opened(some, best_s) == alone
-        assert any(own.rows for own in alone)
+        for level in range(LEVELS):
+            found = [made.evaluator.bounds_s(level, [candidate], goal_s) for made in (warm, fresh)]
+            assert [min(bound_s, goal_s) for bound_s in found[0]] == [min(bound_s, goal_s) for bound_s in found[1]]
+        assert warm.evaluator.closest_s(candidate, goal_s) == fresh.evaluator.closest_s(candidate, goal_s)

@@ -17,8 +17,10 @@ from autopar.graph.ir import Graph
 from autopar.layout import S
 from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Problem, candidates
@@ -45,7 +47,7 @@ def space() -> Space:
 
 def outer(graph: Graph, space: Space, *, exhaustive: int = 10_000, trials: int | None = None) -> OuterSearch:
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
-    evaluator = Evaluator(graph, model, global_batch_size=16, pins=Pins(), space=space)
+    evaluator = Evaluator.of(graph, model, global_batch_size=16, pins=Pins(), space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
@@ -58,8 +60,8 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
     source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
-    evaluator = Evaluator(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
-    most = evaluator.rows.most_blocks(evaluator.layouts.whole(2), 4)
+    evaluator = Evaluator.of(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
+    most = evaluator.pipelines.rows.most_blocks(evaluator.layouts.whole(2), 4)
     assert (most == 2) == is_even
     assert most >= 2
 
@@ -68,7 +70,7 @@ def test_branch_and_bound_finds_the_best_of_all(graph: Graph, space: Space) -> N
     search = outer(graph, space)
     found = search.run()
     assert found.best is not None
-    alone = Evaluator(graph, search.evaluator.model, global_batch_size=16, pins=Pins(), space=space)
+    alone = Evaluator.of(graph, search.evaluator.model, global_batch_size=16, pins=Pins(), space=space)
     times = [e.prediction.step_time_s for c in search.pool if isinstance(e := alone.evaluate(c), Evaluation)]
     assert found.best.prediction.step_time_s == min(times)
     assert found.lower_bound_s <= min(times)
@@ -80,12 +82,9 @@ def test_bounds_hold(graph: Graph, space: Space) -> None:
     for candidate in search.pool:
         found = search.evaluator.evaluate(candidate)
         if isinstance(found, Evaluation):
-            for bounds_s in (
-                search.evaluator.ideal_bounds_s,
-                search.evaluator.least_bounds_s,
-                search.evaluator.bounds_s,
-            ):
-                assert bounds_s([candidate])[0] <= found.prediction.step_time_s * (1 + 1e-9)
+            for level in range(LEVELS):
+                bound_s = search.evaluator.bounds_s(level, [candidate])[0]
+                assert bound_s <= found.prediction.step_time_s * (1 + 1e-9)
 
 
 def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph, space: Space) -> None:
@@ -130,7 +129,7 @@ def test_what_is_too_large_needs_more_than_there_is() -> None:
     found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
     misfits = [one for one in found if isinstance(one, Misfit)]
     assert {c.virtual_stages for c in planner.pool} >= {2, 4}
-    assert [m for m in misfits if not m.needs_bytes > planner.evaluator.limit_bytes] == []
+    assert [m for m in misfits if not m.needs_bytes > planner.evaluator.model.fitting_bytes] == []
 
 
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:

@@ -16,6 +16,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32, Plan
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import divisors
@@ -121,8 +122,8 @@ def test_unequal_shares_win_where_devices_differ_and_bounds_hold(graph: Graph) -
         one = made.evaluator.evaluate(candidate)
         assert isinstance(one, Evaluation)
         most_s = one.prediction.step_time_s * (1 + 1e-9)
-        for bounds_s in (made.evaluator.ideal_bounds_s, made.evaluator.least_bounds_s, made.evaluator.bounds_s):
-            assert bounds_s([candidate])[0] <= most_s
+        for level in range(LEVELS):
+            assert made.evaluator.bounds_s(level, [candidate])[0] <= most_s
         assert made.evaluator.closest_s(candidate, most_s) <= most_s
 
 

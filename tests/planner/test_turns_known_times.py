@@ -17,7 +17,8 @@ from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import FP32, Recompute
-from autopar.planner.evaluate.evaluator import BEGUN, FEW, Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import BEGUN, FEW, Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
@@ -51,7 +52,7 @@ def planner(graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str)
 
 
 def without_turns(evaluator: Evaluator, candidate: Candidate) -> Evaluation:
-    evaluator._takes_turns = lambda *_: False  # type: ignore[method-assign]
+    evaluator.pipelines._takes_turns = lambda *_: False  # type: ignore[method-assign]
     found = evaluator.evaluate(candidate)
     assert isinstance(found, Evaluation)
     return found
@@ -92,15 +93,15 @@ def test_a_plan_is_the_same_whatever_time_is_known(
 def asked(evaluator: Evaluator, candidate: Candidate) -> Iterator[tuple[Any, ...]]:
     """What choices of turns are asked with in an evaluation, without the time."""
     calls: list[tuple[Any, ...]] = []
-    own = evaluator._turns
+    own = evaluator.pipelines._turns
 
     def record(*call: Any) -> list[tuple[float, int, Cut]]:
         calls.append(call[:-1])
         return own(*call)
 
-    evaluator._turns = record  # type: ignore[method-assign]
+    evaluator.pipelines._turns = record  # type: ignore[method-assign]
     evaluator.evaluate(candidate)
-    evaluator._turns = own  # type: ignore[method-assign]
+    evaluator.pipelines._turns = own  # type: ignore[method-assign]
     yield from calls
 
 
@@ -114,13 +115,13 @@ def test_turns_are_the_same_ones_or_none_whatever_time_is_known(
         count = candidate.num_micro_batches
         for call in asked(evaluator, candidate):
             _, option, step, cutters, plan = call
-            every = evaluator.cuts.by_turns(candidate, plan, option, step, cutters)
+            every = evaluator.pipelines.cuts.by_turns(candidate, plan, option, step, cutters)
             bounds_s = [busy_s(cut, cutters[0], PP, count, by_rank=cutters, with_once=True) for cut in every]
-            whole = evaluator._turns(*call, float("inf"))
+            whole = evaluator.pipelines._turns(*call, float("inf"))
             assert all(cut.modes == every[place].modes for _, place, cut in whole)
             for least_s, place, cut in whole:
                 step_s = evaluator.model.breakdown(
-                    evaluator.cuts.stages(cut.stops, cut.modes, option, PP), step
+                    evaluator.pipelines.cuts.stages(cut.stops, cut.modes, option, PP), step
                 ).total_s
                 assert bounds_s[place] <= least_s <= step_s
                 close += least_s > bounds_s[place]
@@ -129,7 +130,7 @@ def test_turns_are_the_same_ones_or_none_whatever_time_is_known(
             for late_s in {
                 late for bound_s in bounds_s for late in (bound_s * (1 - 1e-9), bound_s, bound_s * (1 + 1e-9))
             }:
-                found = evaluator._turns(*call, late_s)
+                found = evaluator.pipelines._turns(*call, late_s)
                 assert found == whole if min(bounds_s) < late_s else not found
             weighed += len(every)
             few += is_long

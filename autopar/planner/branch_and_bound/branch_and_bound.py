@@ -17,16 +17,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from autopar.errors import UsageError
-from autopar.planner.branch_and_bound.certificate import Closest
+from autopar.planner.branch_and_bound.certificate import close_gap
 from autopar.planner.branch_and_bound.collection import seldom_collected
-from autopar.planner.branch_and_bound.frontier import BestFirst
+from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, Told
-from autopar.planner.branch_and_bound.mixed_closing import key_of_candidate
 from autopar.planner.branch_and_bound.process_group import Crew
 from autopar.planner.branch_and_bound.rounds import Question, Rounds, Sampled
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Evaluator, Misfit
+from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Outcome, Progress
 from autopar.planner.space.candidates import Candidate
@@ -85,10 +86,9 @@ class OuterSearch:
         if is_sampled and sampling is not None:
             self.rounds = sampling.rounds(self.pool, evaluator, self._limit_s(), ROUNDING)
         best_s = weakly(self._best_s) if self.rounds is None else self.rounds.below_s
-        dives = not self.ledger.is_shared and self.rounds is None
-        self.turns = BestFirst(evaluator, self.pool, self.crew, best_s, dives=dives)
-        self.bounds = self.turns.bounds
-        self.closest = Closest(evaluator, self.pool)
+        scouts = not self.ledger.is_shared and self.rounds is None
+        self.frontier = Frontier(evaluator, self.pool, self.crew, best_s, scouts=scouts)
+        self.bounds = self.frontier.bounds
         self.order: list[int] = []  # positions in the pool, as the search came to them
         self.finished = True
         self._plans: dict[int, Evaluation] = {}
@@ -109,7 +109,7 @@ class OuterSearch:
             self.work()
         except KeyboardInterrupt:
             if (
-                not self.turns.parts
+                not self.frontier.parts
             ):  # while first bounds are exchanged: there is no plan, and no meeting that all come to
                 raise
             self.finished, interrupted = False, True
@@ -117,7 +117,7 @@ class OuterSearch:
         self._meet()
         try:
             if not interrupted:
-                self._sharpen()
+                self._close_gap()
                 if math.isinf(self.ledger.least_s) and self.finished and self.limits.max_step_time_s is None:
                     self.crew.dissolve()
                     self._explain_misfits()
@@ -131,7 +131,7 @@ class OuterSearch:
             best=self._best(),
             candidates=len(self.pool),
             evaluated=len(self.ledger.found),
-            lower_bound_s=self.closest.least_s(self.bounds, self.ledger.found),
+            lower_bound_s=min(self.bounds.values(), default=0.0),
             misfits=(*self._misfits(), *self._hopeless),
             finished=self.finished,
             interrupted=interrupted,
@@ -155,7 +155,7 @@ class OuterSearch:
     def _turns(self) -> Iterator[None]:
         """In order of bounds alone."""
         self.ledger.read()
-        for i in self.turns.walk():
+        for i in self.frontier.walk():
             if len(self.order) >= self.trials or self._is_late():
                 self.finished = False
                 break
@@ -167,8 +167,6 @@ class OuterSearch:
                 self._report()
             elif self.ledger.is_running(i):
                 self._passed[i] = self._made
-            elif self.closest.is_slow(i, self._best_s()):
-                self._report()
             else:
                 yield from self._evaluate(i)
             yield from self._catch_up(PATIENCE)
@@ -180,7 +178,7 @@ class OuterSearch:
 
     def _sampled(self, rounds: Rounds, seeds: Mapping[int, str]) -> Iterator[None]:
         """The search in rounds: others may be at another one, and take what they find of this one from the ledger."""
-        rounds.begin(self.bounds, seeds, self.turns.walk())
+        rounds.begin(self.bounds, seeds, self.frontier.walk())
         self.finished = False
         while questions := rounds.ask(self.trials - len(self.order)):
             for last in (False, True):  # what others evaluate, when all else is done
@@ -201,8 +199,8 @@ class OuterSearch:
         told = self.ledger.found.get(index)
         if question.is_answered(told) or (waits and self.ledger.is_running(index)):
             self._report()
-        elif question.bound_s is not None or self.closest.is_slow(index, question.limit_s):
-            at_least_s = question.limit_s if question.bound_s is None else question.bound_s
+        elif question.bound_s is not None:
+            at_least_s = question.bound_s
             self.ledger.claim(index, at_least_s)
             try:
                 yield
@@ -220,10 +218,8 @@ class OuterSearch:
         """
         is_whole = len(self.pool) <= self.trials and self.rounds is None
         if is_whole and len(self.pool) >= self.crew.many:
-            splits = [self.turns.split(i) for i in range(len(self.pool))]
-            schedules = [key_of_candidate(c) for c in self.pool] if self.evaluator.differs else []
-            self.crew.fork(dict.fromkeys((*splits, *schedules)))
-        self.turns.begin()
+            self.crew.fork(dict.fromkeys(self.frontier.keys))
+        self.frontier.begin()
 
     def _meet(self) -> None:
         """What other processes have found becomes known to all."""
@@ -231,9 +227,9 @@ class OuterSearch:
             return
         own = {
             i: self.bounds[self.pool[i]]
-            for split in self.turns.parts
+            for split in self.frontier.parts
             if self._owns(split)
-            for i in self.turns.parts[split]
+            for i in self.frontier.parts[split]
         }
         index = self._chosen()
         best = {index: self._plans[index]} if index in self._plans else {}
@@ -287,25 +283,15 @@ class OuterSearch:
             raise
         self._report()
 
-    def _sharpen(self) -> None:
-        """The last bounds of what may be faster than the best, which were asked for before it was known; then closer ones."""
-        best_s = self._best_s()
-        if math.isinf(best_s):
-            return
-        asked = {c: i for i in self.order if self.bounds[c := self.pool[i]] < best_s}
-        mine = [c for c, i in asked.items() if self._owns(self.turns.split(i))]
-        known = dict(zip(mine, self.evaluator.known_bounds_s(mine, best_s), strict=True))
-        for found in self.crew.gather(known):
-            self.bounds |= {c: max(self.bounds[c], bound) for c, bound in found.items()}
-        if self.evaluator.differs:
-            known_of = (self.bounds, self.ledger.found, best_s, sorted(asked.values()))
-            self.closest.raise_together(*known_of, self.crew, self.turns.split)
-        else:
-            self.closest.raise_least(self.bounds, self.ledger.found, best_s, asked, self._of_owner)
+    def _close_gap(self) -> None:
+        """Raise the least bounds of what may be faster than the best plan."""
+        if math.isfinite(self.ledger.least_s):
+            close_gap(self.pool, self.bounds, self.ledger.least_s, {*self.order}, self._closest_s)
 
-    def _of_owner(self, index: int, ask: Callable[[], float]) -> float:
+    def _closest_s(self, index: int, goal_s: float) -> float:
         """Asked of the process that has worked out a candidate's layouts."""
-        return self.crew.of_owner(self.turns.split(index), ask)
+        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s)
+        return self.crew.of_owner(self.frontier.keys[index], ask)
 
     def _owns(self, split: LayoutKey) -> bool:
         return self.crew.owner(split) == self.crew.rank

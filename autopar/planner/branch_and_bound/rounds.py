@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.ledger import Told
 from autopar.planner.branch_and_bound.rules_of_thumb import seeds
 from autopar.planner.space.candidates import Candidate
@@ -37,8 +38,8 @@ SLACK = 1.25
 class Bounds(Protocol):
     """What an evaluator has for it."""
 
-    def settled_s(self, candidate: Candidate, best_s: float) -> float:
-        """A lower bound up to ``best_s``, the same whatever was found before."""
+    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
+        """Lower bounds of a level; see :class:`autopar.planner.bounds.cascade.Cascade`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,9 @@ class Rounds:
             index = self.sampler.ask(self._bounds, below_s)
             if index is None:
                 return found
-            bound_s = self.evaluator.settled_s(self.pool[index], below_s) if math.isfinite(below_s) else 0.0
+            bound_s = (
+                self.evaluator.bounds_s(LEVELS - 1, [self.pool[index]], below_s)[0] if math.isfinite(below_s) else 0.0
+            )
             limit_s = min(SLACK * below_s, self._most_s)
             excluded = bound_s if bound_s >= below_s else None
             found.append(Question(index=index, limit_s=limit_s, is_sampled=True, bound_s=excluded))

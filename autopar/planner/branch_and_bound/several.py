@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.planner.branch_and_bound.sampler import POPULATION, Sampler
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import peak_bytes
 from autopar.planner.space.candidates import Candidate
 
@@ -36,7 +37,7 @@ def several(
     sampler = Sampler("nsga2", pool, seed=seed, objectives=2)
     for index, why in seeds.items():
         sampler.enqueue(index, why)
-    bounds = np.array(evaluator.ideal_bounds_s(pool))
+    bounds = np.array(evaluator.bounds_s(0, pool))
     found: dict[int, Evaluation] = {}
     left = trials
     while left:

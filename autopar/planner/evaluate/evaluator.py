@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel, Step
 from autopar.errors import InfeasibleError
-from autopar.graph.ir import Graph
 from autopar.plan import BUCKET_BYTES, Memory, Prediction
-from autopar.planner.bounds.bounding import load_of
-from autopar.planner.bounds.closer import ROUNDING, Closer
-from autopar.planner.layouts.types import PricedLayout, TypedLayout, layout_key_of
+from autopar.planner.bounds.cascade import Cascade
+from autopar.planner.context import SearchContext
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.model_stats import readable
 from autopar.planner.stages.enumerate_cuts import every_cut
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space
 from autopar.planner.stages.activation_modes import Way
-from autopar.planner.stages.fit_cut import Failure
+from autopar.planner.stages.fit_cut import Cuts, Failure
 from autopar.planner.stages.fitting import Fitting, busy_s, once_s
 from autopar.planner.stages.per_device import Placed
 from autopar.planner.stages.stage_cut import Cut, StageCutter
 from autopar.planner.stages.uneven import exactly
+
+ROUNDING = 1e-9
+"""A bound of a cut is below its time up to this part of it."""
 
 BEGUN = 2
 """Micro-batches for each pipeline rank by which plans of twice as many and more are compared."""
@@ -64,11 +64,19 @@ class Misfit:
     needs_bytes: int = 0
 
 
-class Evaluator(Closer):
-    """Evaluates candidates for one model, cluster and batch."""
+class PipelineEvaluator:
+    """Evaluates candidates whose data ranks take equal shares.
 
-    def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
-        super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+    Args:
+        context: of the search.
+        cascade: bounds.
+        cuts: of blocks into stages.
+    """
+
+    def __init__(self, context: SearchContext, cascade: Cascade, cuts: Cuts) -> None:
+        self.context, self.cascade, self.cuts = context, cascade, cuts
+        self.placed, self.rows = cascade.placed, cascade.rows
+        self.model, self.space, self.layouts = context.model, context.space, context.layouts
         self._done: dict[Candidate, Evaluation | Misfit] = {}
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
@@ -82,12 +90,12 @@ class Evaluator(Closer):
         best: Evaluation | None = None
         failures: list[Failure] = []
         try:
-            left = [*self.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))]
+            left = [*self.context.typed_layouts(candidate)]
             while left:
                 least = min(at_most_s, best.prediction.step_time_s if best else at_most_s)
-                draft = self._next(candidate, left, least, is_first=not (best or failures))
-                left.remove(draft)
-                bound = self._closest_s(candidate, draft, least)
+                bounds_s = self.cascade.layout_bounds_s(candidate, left, least)
+                bound = min(bounds_s)
+                draft = left.pop(bounds_s.index(bound))
                 # one that cannot fit says how much it needs where there is nothing else to say
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
@@ -109,43 +117,25 @@ class Evaluator(Closer):
         if not on_device:
             return self._remember(Misfit(candidate=candidate, reason=self._host_reason(failures)))
         least_bytes = min(on_device)
-        reason = f"memory: needs {self._needs(least_bytes)}"
+        reason = f"memory: needs {needs_text(self.model, least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
-
-    def _next(
-        self, candidate: Candidate, left: Sequence[TypedLayout], at_most_s: float, *, is_first: bool
-    ) -> TypedLayout:
-        """Of layouts the one of the least bound, which is priced if it may take less than ``at_most_s``.
-
-        The first one alone, and then all that by their first bounds may take less than the plans that there are.
-        """
-        pairs = [(candidate, draft) for draft in left]
-        asked = self._open(pairs, at_most_s)
-        if is_first and len(asked) == len(left) and not self.placed.has(candidate):
-            asked = [min(asked, key=lambda pair: self._bounds[candidate, id(pair[1])][0])]
-        self._price(asked, at_most_s)
-        return min(left, key=lambda draft: self._bounds[candidate, id(draft)][0])
 
     def _host_reason(self, failures: Sequence[Failure]) -> str:
         least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
         return f"memory of the host: needs {readable(least)} of {readable(has)} a device"
 
-    def _needs(self, predicted_bytes: int) -> str:
-        """The upper end of a predicted peak, which has to fit, and what there is."""
-        return f"{readable(predicted_bytes * self.model.memory_spread)} of {memory_of_devices(self.model)}"
-
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""
         if self.placed.has(candidate):
             return None  # what one rank has too much, a larger one may take
-        option = self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
-        blocks = self.cuts.blocks(option, self.step(candidate, option), self.model, moves=candidate.moves)
+        option = self.context.unsplit(candidate)
+        blocks = self.cuts.blocks(option, self.context.step(candidate, option), self.model, moves=candidate.moves)
         device = self.model.device
         least = self.cuts.least_bytes(blocks, candidate) / (candidate.mesh.cp * candidate.mesh.tp)
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
-        if needs <= self.limit_bytes:
+        if needs <= self.model.fitting_bytes:
             return None
-        reason = f"memory: needs at least {self._needs(needs)}"
+        reason = f"memory: needs at least {needs_text(self.model, needs)}"
         return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
     def _remember(self, found: Evaluation | Misfit) -> Evaluation | Misfit:
@@ -156,14 +146,14 @@ class Evaluator(Closer):
         self, candidate: Candidate, option: PricedLayout, at_most_s: float, *, fits: bool
     ) -> Evaluation | Failure:
         """The best plan of one layout, or why there is none; ``fits``: whether it may, by its bound."""
-        step = self.step(candidate, option)
+        step = self.context.step(candidate, option)
         if self.placed.has(candidate):
             option = self.placed.option(candidate, option)
             step = self.placed.step(step, option)
         cutters = self.cuts.cutters(candidate, option, step)
-        if not fits and not self.stages:
+        if not fits and not self.context.stages:
             return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
-        if self.rows_of(candidate).tries_all(candidate.mesh.pp * candidate.virtual_stages):
+        if self.cascade.rows_of(candidate).tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         few = self._best_of_few(candidate, option, step, at_most_s)
         if few is not None:
@@ -171,7 +161,7 @@ class Evaluator(Closer):
         best, failures = self._quickest(candidate, option, step, cutters, at_most_s)
         if best is None or (few is not None and best[0].step_time_s >= few.prediction.step_time_s):
             return few or next((f for f in failures if f.is_slow), failures[0])
-        return self._bucketed(candidate, option, best[1].cut, step, best[0])
+        return self.bucketed(candidate, option, best[1].cut, step, best[0])
 
     def _quickest(
         self, candidate: Candidate, option: PricedLayout, step: Step, cutters: Sequence[StageCutter], at_most_s: float
@@ -195,7 +185,7 @@ class Evaluator(Closer):
             plan = fits(late_s)
             if isinstance(plan, Failure):
                 failures.append(plan)
-            elif not self._host_fits(plan.memory):
+            elif not self.host_fits(plan.memory):
                 failures.append(Failure(host_bytes=max(m.host for m in plan.memory)))
             else:
                 plans.append((own, plan))
@@ -259,7 +249,7 @@ class Evaluator(Closer):
         those without selective recompute are tried too.
         """
         is_mixed = self.placed.has(candidate)
-        if is_mixed and not (self.stages or self.space.equal_stages or candidate.moves):
+        if is_mixed and not (self.context.stages or self.space.equal_stages or candidate.moves):
             refit = partial(self.cuts.fitting, candidate, option=option, step=step)
             found = self.placed.in_turns(candidate, option, step, cutters, refit)
             if found is not None:
@@ -279,15 +269,17 @@ class Evaluator(Closer):
     ) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
-            return [*self.rows_of(candidate).equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
+            return [*self.cascade.rows_of(candidate).equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
         if self.placed.has(candidate):
-            stops = None if self.stages else placed.stops_in_turns(candidate, option, step)
+            stops = None if self.context.stages else placed.stops_in_turns(candidate, option, step)
             return [None] if stops is None else [exactly(stops, len(self.rows.class_of)), None]
         if candidate.virtual_stages > 1:
-            return [*self.rows_of(candidate).even_stages(option, candidate.mesh.pp, candidate.virtual_stages)] or [None]
+            return [
+                *self.cascade.rows_of(candidate).even_stages(option, candidate.mesh.pp, candidate.virtual_stages)
+            ] or [None]
         return [None]
 
-    def _bucketed(
+    def bucketed(
         self, candidate: Candidate, option: PricedLayout, cut: Cut, step: Step, prediction: Prediction
     ) -> Evaluation:
         """A plan with the size of buckets that is quickest and fits; ``prediction``: with the first one.
@@ -303,12 +295,12 @@ class Evaluator(Closer):
             prediction=prediction,
             bucket_bytes=step.bucket_bytes,
         )
-        if len(self.buckets) == 1:
+        if len(self.context.buckets) == 1:
             return best
         made = self.cuts.stages(cut.stops, cut.modes, option, candidate.mesh.pp)
         if not model.sums_in_buckets(made, step):
             return best
-        for size in self.buckets:
+        for size in self.context.buckets:
             other = replace(step, bucket_bytes=size)
             if size == step.bucket_bytes or model.breakdown(made, other).total_s >= best.prediction.step_time_s:
                 continue
@@ -323,7 +315,7 @@ class Evaluator(Closer):
         """A cut with the first size of buckets with which it fits; as the step has it where it fits with none."""
         usual = self.cuts.fitting(candidate, cut, option, step)
         if not all_fit(usual.memory, room) and self.model.sums_in_buckets(usual.made, step):
-            for size in self.buckets[1:]:
+            for size in self.context.buckets[1:]:
                 other = replace(step, bucket_bytes=size)
                 found = self.cuts.fitting(candidate, cut, option, other)
                 if all_fit(found.memory, room):
@@ -337,7 +329,10 @@ class Evaluator(Closer):
         pp, model, room = candidate.mesh.pp, self.placed.ordered(candidate), self.placed.limits(candidate)
         bound = partial(busy_s, cutter=cutters[0], pp=pp, num_micro_batches=candidate.num_micro_batches,
                         by_rank=cutters, with_once=True)  # fmt: skip
-        every = [(bound(cut), cut) for cut in every_cut(cutters[0].blocks, pp * candidate.virtual_stages, self.stages)]
+        every = [
+            (bound(cut), cut)
+            for cut in every_cut(cutters[0].blocks, pp * candidate.virtual_stages, self.context.stages)
+        ]
         if not every:
             raise InfeasibleError(
                 "the stages that are pinned can be cut", value=f"{pp * candidate.virtual_stages} stages"
@@ -349,14 +344,14 @@ class Evaluator(Closer):
                 is_slow = True
                 break
             own, found = self._fitting(candidate, option, cut, step, room)
-            if not self._host_fits(found.memory):
+            if not self.host_fits(found.memory):
                 host = max(host, *(memory.host for memory in found.memory))
                 continue
             needs.append(max(memory.total for memory in found.memory))
             if not all_fit(found.memory, room):
                 continue
             prediction = model.predict(found.made, own, memory=found.memory)
-            plan = self._bucketed(candidate, option, cut, own, prediction)
+            plan = self.bucketed(candidate, option, cut, own, prediction)
             if best is None or plan.prediction.step_time_s < best.prediction.step_time_s:
                 best = plan
         if best is None and host and not needs and not is_slow:
@@ -374,7 +369,7 @@ class Evaluator(Closer):
         found = self._best_of_all(candidate, option, step, cutters, at_most_s)
         return found if isinstance(found, Evaluation) else None
 
-    def _host_fits(self, memory: Sequence[Memory]) -> bool:
+    def host_fits(self, memory: Sequence[Memory]) -> bool:
         limit = self.model.host.memory_bytes if any(m.host for m in memory) else None
         return limit is None or all(m.host <= limit for m in memory)
 
@@ -386,6 +381,11 @@ def _quicker(best: tuple[Prediction, Fitting] | None, other: tuple[Prediction, F
 def all_fit(memory: Sequence[Memory], limits: Sequence[int]) -> bool:
     """Whether each rank has room for what it needs."""
     return all(m.total <= limit for m, limit in zip(memory, limits, strict=True))
+
+
+def needs_text(model: CostModel, predicted_bytes: int) -> str:
+    """The upper end of a predicted peak, which has to fit, and what there is."""
+    return f"{readable(predicted_bytes * model.memory_spread)} of {memory_of_devices(model)}"
 
 
 def memory_of_devices(model: CostModel) -> str:

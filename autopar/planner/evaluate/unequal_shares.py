@@ -8,24 +8,20 @@ then the step with as little recompute as there may be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.step.unequal_shares import predict_shares, shared_memory, shared_step_s
-from autopar.graph.ir import Graph
 from autopar.plan import RECOMPUTES, Memory, Recompute
-from autopar.planner.bounds.bounds import PRECISION as PRECISE
-from autopar.planner.bounds.closer import ROUNDING
-from autopar.planner.branch_and_bound.mixed_closing import Opened
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
-from autopar.planner.evaluate.polish import Polisher
+from autopar.planner.context import SearchContext
+from autopar.planner.evaluate.evaluator import ROUNDING, SLOW, Evaluation, Misfit, needs_text
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space
 from autopar.planner.stages.activation_modes import none_if_moved
+from autopar.planner.stages.fit_cut import Cuts
 from autopar.planner.stages.fitting import MAX_CUTS
+from autopar.planner.stages.per_device import Placed
 
 Modes = tuple[Recompute, ...]
 
@@ -39,11 +35,18 @@ class _Shared:
     steps: tuple[Step, ...]
 
 
-class SharedEvaluator(Polisher):
-    """Evaluates candidates with shares of data ranks as well; the others as :class:`Evaluator` does."""
+class SharesEvaluator:
+    """Evaluates candidates with unequal shares of data ranks.
 
-    def __init__(self, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> None:
-        super().__init__(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
+    Args:
+        context: of the search.
+        placed: prices on the devices of node groups.
+        cuts: of blocks into stages.
+    """
+
+    def __init__(self, context: SearchContext, placed: Placed, cuts: Cuts) -> None:
+        self.context, self.placed, self.cuts = context, placed, cuts
+        self.layouts, self.model = context.layouts, context.model
         self._alone: dict[tuple[int, ...], tuple[CostModel, ...]] = {}
         self._shared: dict[Candidate, _Shared] = {}
         self._least: dict[Candidate, float] = {}
@@ -58,65 +61,9 @@ class SharedEvaluator(Polisher):
 
     # --- bounds
 
-    def ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """See :class:`Bounding`; where shares differ, the computation of the slowest group."""
-        return self._parted(candidates, super().ideal_bounds_s, self._computation_s)
-
-    def own_ideal_bounds_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Likewise, of these alone."""
-        return self._parted(candidates, super().own_ideal_bounds_s, self._computation_s)
-
-    def least_bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = math.inf) -> list[float]:
-        """See :class:`Bounding`; where shares differ, the step with as little recompute as there may be."""
-        return self._parted(
-            candidates, lambda some: super(SharedEvaluator, self).least_bounds_s(some, at_most_s), self._fastest_s
-        )
-
-    def bounds_s(self, candidates: Sequence[Candidate], at_most_s: float = math.inf) -> list[float]:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._parted(
-            candidates, lambda some: super(SharedEvaluator, self).bounds_s(some, at_most_s), self._fastest_s
-        )
-
-    def known_bounds_s(
-        self, candidates: Sequence[Candidate], at_most_s: float, *, remembers: bool = False
-    ) -> list[float]:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        known = super().known_bounds_s
-        return self._parted(candidates, lambda some: known(some, at_most_s, remembers=remembers), self._fastest_s)
-
-    def settled_s(self, candidate: Candidate, best_s: float, *, precision: float = PRECISE) -> float:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        if candidate.shares:
-            return self._fastest_s(candidate)
-        return super().settled_s(candidate, best_s, precision=precision)
-
-    def closest_s(self, candidate: Candidate, at_most_s: float) -> float:
-        """See :class:`Bounding`; where shares differ, as :meth:`least_bounds_s`."""
-        return self._fastest_s(candidate) if candidate.shares else super().closest_s(candidate, at_most_s)
-
-    def opened(self, candidates: Sequence[Candidate], goal_s: float) -> list[Opened]:
-        """See :class:`Closer`; where shares differ, as :meth:`least_bounds_s`."""
-        plain = iter(super().opened([candidate for candidate in candidates if not candidate.shares], goal_s))
-        return [self._opened(candidate, goal_s) if candidate.shares else next(plain) for candidate in candidates]
-
-    def _opened(self, candidate: Candidate, goal_s: float) -> Opened:
-        bound_s = min(self._fastest_s(candidate), goal_s)
-        return Opened(first_s=bound_s, bound_s=bound_s)
-
-    def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """See :class:`Evaluator`; where shares differ nothing is known before an evaluation."""
-        return None if candidate.shares else super().hopeless(candidate)
-
-    def _parted(
-        self,
-        candidates: Sequence[Candidate],
-        equal: Callable[[Sequence[Candidate]], list[float]],
-        shared: Callable[[Candidate], float],
-    ) -> list[float]:
-        """Bounds of both kinds, in the order of the candidates."""
-        plain = iter(equal([candidate for candidate in candidates if not candidate.shares]))
-        return [shared(candidate) if candidate.shares else next(plain) for candidate in candidates]
+    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
+        """Seconds below which each candidate has no plan: of computation alone, then of the step with the least recompute."""
+        return [self._computation_s(c) if level == 0 else self._fastest_s(c) for c in candidates]
 
     def _computation_s(self, candidate: Candidate) -> float:
         if candidate not in self._least:
@@ -136,9 +83,7 @@ class SharedEvaluator(Polisher):
     # --- evaluation
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """See :class:`Evaluator`."""
-        if not candidate.shares:
-            return super().evaluate(candidate, at_most_s=at_most_s)
+        """The best plan of a candidate; see :class:`PipelineEvaluator`."""
         if candidate not in self._found:
             if self._fastest_s(candidate) >= at_most_s:
                 return Misfit(candidate=candidate, reason=SLOW)
@@ -151,10 +96,10 @@ class SharedEvaluator(Polisher):
         needs: list[Memory] = []
         for modes in self._modes(parts):
             made = self._stages(parts, modes)
-            for size in self.buckets:
+            for size in self.context.buckets:
                 steps = (
                     tuple(replace(step, bucket_bytes=size) for step in parts.steps)
-                    if size != self.buckets[0]
+                    if size != self.context.buckets[0]
                     else parts.steps
                 )
                 memory = shared_memory(parts.models, made, steps)
@@ -177,7 +122,9 @@ class SharedEvaluator(Polisher):
             return best
         over = max(zip(needs, parts.models, strict=True), key=lambda own: own[0].total / own[1].memory_limit_bytes)
         return Misfit(
-            candidate=candidate, reason=f"memory: needs {self._needs(over[0].total)}", needs_bytes=over[0].total
+            candidate=candidate,
+            reason=f"memory: needs {needs_text(self.model, over[0].total)}",
+            needs_bytes=over[0].total,
         )
 
     def _modes(self, parts: _Shared) -> list[Modes]:
@@ -191,7 +138,7 @@ class SharedEvaluator(Polisher):
         own = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
         most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*own, strict=True))
         leanest = tuple(
-            self.recompute.get(i, max(self.cuts.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
+            self.context.recompute.get(i, max(self.cuts.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
         )
         return [*dict.fromkeys((*own, most, leanest))]
 
@@ -236,7 +183,7 @@ class SharedEvaluator(Polisher):
                 self._alone[candidate.order] = self.placed.ordered(candidate).alone()
             groups = zip(self._places(candidate), candidate.shares, strict=True)
             options = tuple(self._option(place, share) for place, share in groups)
-            steps = tuple(self.step(candidate, option) for option in options)
+            steps = tuple(self.context.step(candidate, option) for option in options)
             self._shared[candidate] = _Shared(models=self._alone[candidate.order], options=options, steps=steps)
         return self._shared[candidate]
 

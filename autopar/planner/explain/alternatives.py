@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from operator import ne
 
 from autopar.plan import Prediction
+from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import MAX_REASONS, Crew
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
 
 CLEAR = 1.05
 """Times the plan that neighbours are known to take at the least where no more is said of them."""
-
-NEARLY = 5e-3
-"""The precision of what is said of them."""
 
 _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("tp", lambda c: c.mesh.tp),
@@ -68,7 +67,7 @@ def explain(
         _exchange(evaluator.layouts, splits, crew)
     said: dict[Candidate, str] = {}
     # bounds that were found on the way depend on what they were found with; these are of neighbours alone, in every process
-    first_s = evaluator.own_ideal_bounds_s(distinct)
+    first_s = evaluator.bounds_s(0, distinct)
     apart = [crew.distance(split) for split in splits]
     # what is known here first, then what is new to all; of what another knows, that which it comes to last
     for i in sorted(range(len(distinct)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
@@ -122,10 +121,9 @@ def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
 def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, least_s: float) -> str:
     """``least_s``: a first bound of the other one."""
     best_s = best.prediction.step_time_s
-    if least_s < best_s:
-        least_s = max(least_s, evaluator.least_bounds_s([other], best_s)[0])
-    if least_s < best_s:
-        least_s = max(least_s, evaluator.settled_s(other, CLEAR * best_s, precision=NEARLY))
+    for level in range(1, LEVELS):
+        if least_s < best_s:
+            least_s = max(least_s, evaluator.bounds_s(level, [other], CLEAR * best_s)[0])
     if best_s <= least_s < float("inf"):
         more = least_s - best_s
         return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"

@@ -13,7 +13,8 @@ from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import layout_key_of
 
 if TYPE_CHECKING:
-    from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+    from autopar.planner.evaluate.evaluator import Evaluation
+    from autopar.planner.evaluate.families import Evaluator
     from autopar.planner.outcome import Progress
     from autopar.planner.planner import Planner
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from autopar.graph.ir import Graph, Op
 from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
-from autopar.planner.evaluate.evaluator import Evaluation, Evaluator
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.explain.layout_writer import block_layouts, mixtures, operators_without_rule, repeated
 from autopar.planner.explain.notes import (
     host_note,
@@ -36,8 +37,8 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
             name=graph.name,
             fingerprint=graph.fingerprint,
             num_parameters=graph.num_parameters,
-            flops_per_sample=evaluator.flops_per_sample,
-            tokens_per_sample=evaluator.tokens_per_sample,
+            flops_per_sample=evaluator.context.flops_per_sample,
+            tokens_per_sample=evaluator.context.tokens_per_sample,
         ),
         cluster=task.cluster.name,
         mesh=replace(candidate.mesh, ep=expert_degree(best.option, candidate.mesh.tp)),
@@ -113,7 +114,7 @@ def _blocks(graph: Graph, evaluator: Evaluator, best: Evaluation, of_block: Sequ
             label=block.label,
             layout=layout,
             recompute=none_if_moved(mode),
-            offload=block.index in evaluator.moved or mode == MOVED,
+            offload=block.index in evaluator.context.moved or mode == MOVED,
         )
         for block, layout, mode in zip(graph.blocks, of_block, best.modes, strict=True)
     )
