@@ -222,7 +222,7 @@ class Planner:
         most = self.task.global_batch_size
         layouts, placed = self.evaluator.layouts, self.evaluator.cascade.placed
         sizes = [m for m in self.task.space.micro_batches if m <= most]
-        return most * min((placed.least_s(layouts.whole(size, 1)) / size for size in sizes), default=0.0)
+        return most * min((placed.least_s(layouts.unsplit(size, 1)) / size for size in sizes), default=0.0)
 
     def _outcome(self, limits: Limits, *, sharing: Sharing | None, progress: Progress | None, crew: Crew) -> Outcome:
         with ExitStack() as stack:

@@ -14,7 +14,6 @@ from autopar.graph.compact import compact
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.trace import trace
 from autopar.layout import I, P, R, S
-from autopar.models import resolve_model
 from autopar.planner.sharding import batch_axis as batch
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.tables import Cost
@@ -23,7 +22,7 @@ from autopar.rules.apply import shard
 from autopar.rules.table import Rule
 from autopar.rules.types import Strategy
 
-from .graphs import llama_block, mlp, op
+from .graphs import mlp, op
 
 
 def test_samples_are_split_and_the_loss_is_partial() -> None:

@@ -53,8 +53,8 @@ def test_nothing_is_left_in_circles(fields: dict[str, object], tmp_path: Path) -
         fields = fields | {"cluster": Cluster.load(tmp_path / "cluster.toml")}
     planner = Planner(task_of(mlp(layers=2), **fields))
     planner.search(limits=Limits())
-    parts = (planner, planner.evaluator, planner.evaluator.layouts, planner.evaluator.layouts.solving, planner.model)
+    parts = (planner, planner.evaluator, planner.evaluator.layouts, planner.evaluator.layouts.typings, planner.model)
     left = [weakref.ref(part) for part in parts]
-    solvers = [weakref.ref(solver) for solver in planner.evaluator.layouts.solving._solvers.values()]
+    solvers = [weakref.ref(solver) for solver in planner.evaluator.layouts.typings._solvers.values()]
     del planner, parts
     assert [r for r in (*left, *solvers) if r() is not None] == []

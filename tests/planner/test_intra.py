@@ -39,7 +39,12 @@ def pinned_solver(
 ) -> AxisSolver:
     small = compact(graph)
     costs = AxisCosts(
-        graph=small.graph, axis="tp", size=size, pricing=pricing or ToyPricing(size=size), owners=owners_of(small), rests=rests
+        graph=small.graph,
+        axis="tp",
+        size=size,
+        pricing=pricing or ToyPricing(size=size),
+        owners=owners_of(small),
+        rests=rests,
     )
     return AxisSolver(small, costs)
 

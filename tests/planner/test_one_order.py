@@ -41,7 +41,7 @@ class Known:
     bounds: Sequence[float]
     times: Sequence[float]
     asked: list[int] = field(default_factory=list)
-    layouts: Any = field(default_factory=lambda: SimpleNamespace(wholes={}, know=lambda wholes: None))
+    layouts: Any = field(default_factory=lambda: SimpleNamespace(memos=dict, learn=lambda memos: None))
     model: Any = field(default_factory=lambda: SimpleNamespace(is_mixed=False))
 
     def _index(self, found: Candidate) -> int:

@@ -61,7 +61,7 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
     evaluator = Evaluator.of(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
-    most = evaluator.pipelines.rows.most_blocks(evaluator.layouts.whole(2), 4)
+    most = evaluator.pipelines.rows.most_blocks(evaluator.layouts.unsplit(2), 4)
     assert (most == 2) == is_even
     assert most >= 2
 

@@ -18,9 +18,9 @@ from autopar.planner.bounds.cascade import Cascade
 from autopar.planner.context import SearchContext
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.model_stats import readable
-from autopar.planner.stages.enumerate_cuts import every_cut
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import Way
+from autopar.planner.stages.enumerate_cuts import every_cut
 from autopar.planner.stages.fit_cut import Cuts, Failure
 from autopar.planner.stages.fitting import Fitting, busy_s, once_s
 from autopar.planner.stages.per_device import Placed
@@ -100,7 +100,7 @@ class PipelineEvaluator:
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                found = self._plan(candidate, self.layouts.option(draft), least, fits=bound < float("inf"))
+                found = self._plan(candidate, self.layouts.price(draft), least, fits=bound < float("inf"))
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif best is None or found.prediction.step_time_s < best.prediction.step_time_s:

@@ -110,7 +110,7 @@ class SharesEvaluator:
                 if best is None or prediction.step_time_s < best.prediction.step_time_s:
                     best = Evaluation(
                         candidate=candidate,
-                        option=self.layouts.whole(candidate.micro_batch_size),
+                        option=self.layouts.unsplit(candidate.micro_batch_size),
                         stops=(len(modes),),
                         modes=modes,
                         prediction=prediction,
@@ -175,7 +175,7 @@ class SharesEvaluator:
         return candidate.order or range(len(candidate.shares))
 
     def _option(self, place: int, size: int) -> PricedLayout:
-        return self.layouts.priced(self.layouts.whole(size), self.model.part(frozenset({place})))
+        return self.layouts.on_device(self.layouts.unsplit(size), self.model.part(frozenset({place})))
 
     def _parts(self, candidate: Candidate) -> _Shared:
         if candidate not in self._shared:

@@ -80,10 +80,8 @@ def explain(
 
 def _exchange(layouts: Layouts, splits: Sequence[LayoutKey], crew: Crew) -> None:
     """What one process has worked out of the layouts of these becomes known to all."""
-    mine = {split: layouts.made(split) for split in splits if crew.owner(split) == crew.rank}
-    for found in crew.gather(mine):
-        for split, made in found.items():
-            layouts.know_made(split, made)
+    for memos in crew.gather(layouts.memos(split for split in splits if crew.owner(split) == crew.rank)):
+        layouts.learn(memos)
 
 
 def _neighbours(

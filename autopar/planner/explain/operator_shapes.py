@@ -40,7 +40,7 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
     for done, split in enumerate(splits):
         if progress is not None:
             progress("laying out", done, len(splits))
-        layouts.whole(split.micro_batch_size, split.ep_data)
+        layouts.unsplit(split.micro_batch_size, split.ep_data)
         layouts.quickest_s(split)
     return tuple(recorder.calls.values())
 
@@ -51,8 +51,7 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    split = layout_key_of(best.candidate.micro_batch_size, best.candidate.mesh)
-    graph = layouts.local_graph(split, option.kind, option.solution)
+    graph = layouts.local_graph(option)
     counts: Counter[Source] = Counter()
 
     def count(op: Op, times: int) -> None:

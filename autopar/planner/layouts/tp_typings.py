@@ -64,9 +64,7 @@ class TpTypings:
         narrow: keeps those of an operator's strategies that it may take; None: all.
     """
 
-    def __init__(
-        self, graphs: RankGraphs, *, pins: Pins, price_ratios: Sequence[float], narrow: Narrow | None
-    ) -> None:
+    def __init__(self, graphs: RankGraphs, *, pins: Pins, price_ratios: Sequence[float], narrow: Narrow | None) -> None:
         self.graphs, self.pins, self.narrow = graphs, pins, narrow
         self.price_ratios = sorted(price_ratios, reverse=True)
         self.pinned = pinned_types(graphs.graph, pins)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -390,7 +390,8 @@ class _Backwards:
                 found[:, step.variable] = step.best[(energies if len(step.best) > 1 else same, *context)]
             else:
                 row = energies if len(step.total) > 1 else same
-                found[:, step.variable] = step.total[(row, slice(None), *context)].argmin(axis=1)
+                index: tuple[Any, ...] = (row, slice(None), *context)
+                found[:, step.variable] = step.total[index].argmin(axis=1)
         return found
 
 

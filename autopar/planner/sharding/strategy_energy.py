@@ -288,7 +288,8 @@ class Problem:
         if price_class is None:
             flow = self._new_flow(ref, made, wanted)
             return flow, self._parts(ref, flow)
-        key: tuple[object, ...] = tuple([self.structures.number(types) for types in (made, *wanted)])
+        number = self.structures.number
+        key: tuple[object, ...] = (number(made), *[number(types) for types in wanted])
         if len(wanted) > 1:
             key = (*key, self.max_extras, self.graph.spec(ref).requires_grad, ref.name in self.rests)
         found = self.structures.flows.get(key)
