@@ -175,7 +175,7 @@ class Cascade:
         rows: list[Row | MixedRow] = []
         places, found = [], [0.0] * len(candidates)
         for i, c in enumerate(candidates):
-            row, key = self.ideal(c), layout_key_of(c.micro_batch_size, c.mesh)
+            row, key = self.ideal(c), layout_key_of(c)
             if isinstance(row, Row):
                 if key.tp == key.cp == 1:
                     continue
@@ -196,7 +196,7 @@ class Cascade:
         """These, with the layouts that they have in common solved together."""
         loads: dict[LayoutKey, list[Load]] = {}
         for candidate in candidates:
-            loads.setdefault(layout_key_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
+            loads.setdefault(layout_key_of(candidate), []).append(load_of(candidate))
         for key, own in loads.items():
             try:
                 self.context.layouts.typings.solve_ahead(key, [load.order for load in own])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.process_group import Crew
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
@@ -29,7 +29,7 @@ class Frontier:
     Args:
         evaluator: gives the bounds.
         pool: the candidates.
-        crew: the processes of the search.
+        group: the processes of the search.
         best_s: what a plan has to be faster than.
         scouts: whether early incumbents are sought; not where searches share their order, which would then depend on timing.
 
@@ -39,10 +39,16 @@ class Frontier:
     """
 
     def __init__(
-        self, evaluator: Evaluator, pool: Sequence[Candidate], crew: Crew, best_s: Callable[[], float], *, scouts: bool
+        self,
+        evaluator: Evaluator,
+        pool: Sequence[Candidate],
+        group: ProcessGroup,
+        best_s: Callable[[], float],
+        *,
+        scouts: bool,
     ) -> None:
-        self.evaluator, self.pool, self.crew, self.best_s, self.scouts = evaluator, pool, crew, best_s, scouts
-        self.keys = [layout_key_of(candidate.micro_batch_size, candidate.mesh) for candidate in pool]
+        self.evaluator, self.pool, self.group, self.best_s, self.scouts = evaluator, pool, group, best_s, scouts
+        self.keys = [layout_key_of(candidate) for candidate in pool]
         self.bounds: dict[Candidate, float] = {}
         self.parts: dict[LayoutKey, list[int]] = {}
         self._heap: list[tuple[float, int, int]] = []
@@ -51,13 +57,14 @@ class Frontier:
 
     def begin(self) -> None:
         """First bounds of all."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for i, candidate in enumerate(self.pool):
-            alike.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
-        mine = sorted(i for own in self.crew.share(list(alike.values()), len) for i in own)
+        alike: dict[LayoutKey, list[int]] = {}
+        for i, key in enumerate(self.keys):
+            alike.setdefault(key.unsplit, []).append(i)
+        largest_first = sorted(alike.values(), key=len, reverse=True)
+        mine = sorted(i for own in largest_first[self.group.rank :: self.group.size] for i in own)
         found = dict(zip(mine, self.evaluator.bounds_s(0, [self.pool[i] for i in mine]), strict=True))
         first: dict[int, float] = {}
-        for own, unsplit in self.crew.gather((found, self.evaluator.layouts.memos())):
+        for own, unsplit in self.group.allgather((found, self.evaluator.layouts.memos())):
             first |= own
             self.evaluator.layouts.learn(unsplit)
         self.bounds |= {candidate: first[i] for i, candidate in enumerate(self.pool)}
@@ -76,7 +83,7 @@ class Frontier:
             bound_s, level, i = heapq.heappop(self._heap)
             if bound_s >= self.best_s():
                 return
-            if level < self._level[i] or i in self._given or not self.crew.takes(self.keys[i]):
+            if level < self._level[i] or i in self._given or not self.group.claim(self.keys[i]):
                 continue
             if level == LAST:
                 self._given.add(i)
@@ -88,7 +95,7 @@ class Frontier:
         """A primal heuristic: of the smallest micro-batches, whose pipelines fill best, the candidate of the least bound."""
         few = min((key.micro_batch_size for key in self.parts), default=0)
         for key, own in self.parts.items():
-            if key.micro_batch_size == few and self.crew.takes(key):
+            if key.micro_batch_size == few and self.group.claim(key):
                 self._raise(own, 0)
                 some = heapq.nsmallest(SCOUTS, own, key=self._place)
                 self._raise(some, 1)

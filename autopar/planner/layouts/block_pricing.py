@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.ir import Block, Graph, Ref
-from autopar.graph.padding import lengths, pad
 from autopar.layout import Type
 from autopar.mesh import Mesh
-from autopar.planner.layouts.padding import used_padding
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.rules.apply import shard
 from autopar.rules.types import Typing
@@ -30,7 +28,6 @@ class PricedBlocks:
         keys: for each block a number, equal where the costs are equal.
         works: of each number.
         prelude_s: of the operators that every stage repeats.
-        padding: lengths of parameters by key.
         prelude: a graph with the prelude of the layout.
     """
 
@@ -38,7 +35,6 @@ class PricedBlocks:
     keys: tuple[int, ...]
     works: tuple[BlockWork, ...]
     prelude_s: float
-    padding: Mapping[str, int]
     prelude: Graph
 
 
@@ -77,17 +73,15 @@ class BlockPricing:
         model: the cost model.
         mesh: whose groups communicate.
         owners: how many blocks read a parameter, by its name.
-        size: ranks of the axis.
         is_selective: whether blocks may recompute selectively.
     """
 
     def __init__(
-        self, graph: Graph, model: CostModel, mesh: Mesh, owners: Mapping[str, int], size: int, *, is_selective: bool
+        self, graph: Graph, model: CostModel, mesh: Mesh, owners: Mapping[str, int], *, is_selective: bool
     ) -> None:
         self.graph, self.model, self.mesh, self.owners = graph, model, mesh, owners
         self.is_selective = is_selective
-        self._lengths = lengths(graph, size)
-        self._padded: dict[tuple[tuple[str, int], ...], _PaddedGraph] = {}
+        self._typed: _TypedBlocks | None = None
 
     def unsplit(self) -> PricedBlocks:
         """The blocks with nothing split."""
@@ -96,27 +90,24 @@ class BlockPricing:
         for block, cost_class in zip(graph.blocks, classes, strict=True):
             if cost_class not in known:
                 known[cost_class] = self._priced(graph, block, cost_class)
-        return _together([known[own] for own in classes], graph, self.model.prelude_time_s(graph), {})
+        return _together([known[own] for own in classes], graph, self.model.prelude_time_s(graph))
 
     def of(self, solution: AxisSolution) -> PricedBlocks:
         """The blocks in a typing."""
-        padding = used_padding(self.graph, self._lengths, solution.typing)
-        key = tuple(padding.items())
-        if key not in self._padded:
-            graph = pad(self.graph, padding) if padding else self.graph
-            self._padded[key] = _PaddedGraph(graph=graph, owners=self.owners)
-        padded = self._padded[key]
-        keys, reads = padded.block_keys(solution), padded.prelude_key(solution.typing)
-        missing = {own: i for i, own in reversed(list(enumerate(keys))) if own not in padded.priced}
-        if missing or reads not in padded.preludes:
-            local = shard(padded.graph, solution.typing, only=frozenset(missing.values()))
-            if reads not in padded.preludes:
-                padded.preludes[reads] = local, self.model.prelude_time_s(local)
+        if self._typed is None:
+            self._typed = _TypedBlocks(graph=self.graph, owners=self.owners)
+        typed = self._typed
+        keys, reads = typed.block_keys(solution), typed.prelude_key(solution.typing)
+        missing = {own: i for i, own in reversed(list(enumerate(keys))) if own not in typed.priced}
+        if missing or reads not in typed.preludes:
+            local = shard(self.graph, solution.typing, only=frozenset(missing.values()))
+            if reads not in typed.preludes:
+                typed.preludes[reads] = local, self.model.prelude_time_s(local)
             for own, i in missing.items():
                 block = local.blocks[i]
-                padded.priced[own] = self._priced(local, block, self._cost_class(local, block))
-        prelude, prelude_s = padded.preludes[reads]
-        return _together([padded.priced[own] for own in keys], prelude, prelude_s, padding)
+                typed.priced[own] = self._priced(local, block, self._cost_class(local, block))
+        prelude, prelude_s = typed.preludes[reads]
+        return _together([typed.priced[own] for own in keys], prelude, prelude_s)
 
     def _priced(self, graph: Graph, block: Block, cost_class: Hashable) -> _PricedBlock:
         work = self.model.block_work(graph, block, selective=self.is_selective)
@@ -129,9 +120,7 @@ class BlockPricing:
         return block.hash, shared, sent, graph._index.block_of.get(graph.loss.name) == block.index
 
 
-def _together(
-    blocks: Sequence[_PricedBlock], prelude: Graph, prelude_s: float, padding: Mapping[str, int]
-) -> PricedBlocks:
+def _together(blocks: Sequence[_PricedBlock], prelude: Graph, prelude_s: float) -> PricedBlocks:
     first: dict[Hashable, _PricedBlock] = {}
     for block in blocks:
         first.setdefault(block.cost_class, block)
@@ -141,14 +130,13 @@ def _together(
         keys=tuple(number[block.cost_class] for block in blocks),
         works=tuple(block.work for block in first.values()),
         prelude_s=prelude_s,
-        padding=padding,
         prelude=prelude,
     )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _PaddedGraph:
-    """A graph before the axis is applied, with some padding, and what its blocks cost in the typings so far.
+class _TypedBlocks:
+    """A graph before the axis is applied, and what its blocks cost in the typings so far.
 
     Attributes:
         priced: blocks by what their cost depends on.

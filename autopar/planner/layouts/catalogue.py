@@ -14,13 +14,11 @@ from autopar.cost.step.stage_time import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import compact
 from autopar.graph.ir import Graph
-from autopar.graph.padding import lengths, pad
 from autopar.mesh import Mesh
-from autopar.plan import PaddedParameter
-from autopar.planner.layouts.padding import used_padding
+from autopar.planner.layouts.padding import padding_of
 from autopar.planner.layouts.rank_graphs import RankGraphs
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
-from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout, layout_key_of
+from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
 from autopar.planner.sharding.axis_costs import Narrow
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.every_typing import every_typing
@@ -37,11 +35,13 @@ class LayoutMemo:
     Attributes:
         typed: by the orders of magnitude of their loads.
         priced: by their identities.
-        quickest_s, least_s: see :class:`Layouts`; None: nobody asked.
+        at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
+        quickest_s, least_s: see :class:`Layouts`; likewise.
     """
 
     typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
     priced: dict[str, PricedLayout] = field(default_factory=dict)
+    at_best: PricedLayout | None = None
     quickest_s: float | None = None
     least_s: tuple[float, ...] | None = None
 
@@ -49,6 +49,7 @@ class LayoutMemo:
         """What another process has worked out; what is known already stays."""
         self.typed = other.typed | self.typed
         self.priced = other.priced | self.priced
+        self.at_best = other.at_best if self.at_best is None else self.at_best
         self.quickest_s = other.quickest_s if self.quickest_s is None else self.quickest_s
         self.least_s = other.least_s if self.least_s is None else self.least_s
 
@@ -130,7 +131,8 @@ class Layouts:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        return (self.price(typed) for typed in self.typed(layout_key_of(micro_batch_size, mesh), load))
+        key = LayoutKey(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
+        return (self.price(typed) for typed in self.typed(key, load))
 
     def typed(self, key: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
         """As :meth:`front`, before anything is priced."""
@@ -223,11 +225,27 @@ class Layouts:
 
     # --- priced
 
-    def unsplit(self, micro_batch_size: int, ep_data: int = 1) -> PricedLayout:
-        """The layout with neither a context- nor a tensor-parallel axis."""
-        key = LayoutKey(micro_batch_size=micro_batch_size, ep_data=ep_data)
-        (typed,) = self.typed(key, Load(num_micro_batches=1, in_flight=1))
-        return self.price(typed)
+    def unsplit(self, key: LayoutKey) -> PricedLayout:
+        """What the parts of a key's layouts are taken of: the layout with neither a context- nor a tensor-parallel axis.
+
+        Where the key has one of these axes, as no padding of vocabularies and no alignment takes it below
+        (:meth:`autopar.device.Device.at_best`): a part of it is then a floor. Where it has none, this is its layout.
+        """
+        if key.cp == key.tp == 1:
+            return self.price(TypedLayout(key=key, kind="", solution=None))
+        memo = self.memo(replace(key.unsplit, vocab_multiple=1))
+        if memo.at_best is None:
+            memo.at_best = self._at_best(replace(key.unsplit, vocab_multiple=1))
+        return memo.at_best
+
+    def _at_best(self, key: LayoutKey) -> PricedLayout:
+        """A layout without axes at the least that any padding and alignment makes of it; itself where it is that."""
+        layout, works = self.unsplit(key), self.graphs.block_pricing(key, "").unsplit().works
+        costs = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
+        if all(costs[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
+            return layout
+        made = self._of_equal_parameters([costs[number] for number in layout.keys], layout.keys)
+        return replace(layout, identity=f"{layout.identity} at best", costs=made, at_best=True)
 
     def price(self, typed: TypedLayout) -> PricedLayout:
         """The layout with the costs of its blocks."""
@@ -249,7 +267,7 @@ class Layouts:
             costs=self._of_equal_parameters(blocks.costs, blocks.keys),
             keys=blocks.keys,
             prelude_s=blocks.prelude_s,
-            padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in blocks.padding.items()),
+            padding=padding_of(pricing.graph),
             totals=tuple(pricing.graph.spec(ref).num_bytes for ref in pricing.graph.sums),
         )
 
@@ -271,7 +289,10 @@ class Layouts:
             pricing, mesh = self.graphs.block_pricing(layout.key, layout.kind), self.graphs.mesh(layout.key)
             blocks = pricing.unsplit() if layout.solution is None else pricing.of(layout.solution)
             parameters = {number: cost.parameters for number, cost in zip(layout.keys, layout.costs, strict=True)}
-            costs = [replace(part.price(work, mesh), parameters=parameters[k]) for k, work in enumerate(blocks.works)]
+            costs = [
+                replace(part.price(work, mesh, at_best=layout.at_best), parameters=parameters[k])
+                for k, work in enumerate(blocks.works)
+            ]
             self._on_device[identity] = replace(
                 layout,
                 identity=identity,
@@ -285,4 +306,4 @@ class Layouts:
         graph, solution = self.graphs.before_tp(layout.key, layout.kind).graph, layout.solution
         if solution is None:
             return graph
-        return shard(pad(graph, used_padding(graph, lengths(graph, layout.key.tp), solution.typing)), solution.typing)
+        return shard(graph, solution.typing)

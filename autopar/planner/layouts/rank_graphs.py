@@ -14,9 +14,11 @@ from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph
+from autopar.graph.padding import lengths
 from autopar.layout import I
 from autopar.mesh import Mesh
 from autopar.planner.layouts.block_pricing import BlockPricing
+from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, AxisPricing
 from autopar.planner.sharding.batch_axis import solve_batch
@@ -93,6 +95,7 @@ class RankGraphs:
         self.structures = Structures()
         self._attention = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
         self._micro = _micro_graphs(compact.graph, self.batch, global_batch_size)
+        self._pads: dict[tuple[int, int], bool] = {}
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
         self._pricing: dict[tuple[LayoutKey, str], BlockPricing] = {}
         self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
@@ -119,22 +122,28 @@ class RankGraphs:
         return local
 
     def before_tp(self, key: LayoutKey, kind: str) -> Compact:
-        """The compact graph of one micro-batch and one rank of ``cp``, with its share of the experts.
+        """The compact graph of one micro-batch and one rank of ``cp``, with its share of the experts and vocabularies padded.
 
         Args:
-            key: its ``tp`` does not count.
             kind: of attention on ``cp``; empty where that axis has one rank.
         """
-        known = replace(key, tp=1), kind
-        if known not in self._before_tp:
+        key = self.key_before_tp(key)
+        if (key, kind) not in self._before_tp:
             if key.cp > 1:
-                apart = self.before_tp(replace(key, cp=1), "")
-                graph = shard(apart.graph, self.sequence(key, kind).typing)
+                graph = shard(self.before_tp(replace(key, cp=1), "").graph, self.sequence(key, kind).typing)
             else:
                 graph = self.micro(key.micro_batch_size)
                 graph = spread(graph, key.ep_data) if key.ep_data > 1 else graph
-            self._before_tp[known] = replace(self.compact, graph=graph)
-        return self._before_tp[known]
+                graph = padded(graph, key.tp, key.vocab_multiple)
+            self._before_tp[key, kind] = replace(self.compact, graph=graph)
+        return self._before_tp[key, kind]
+
+    def key_before_tp(self, key: LayoutKey) -> LayoutKey:
+        """Equal for keys whose graphs before ``tp`` are the same: its ranks count where they pad vocabularies."""
+        sizes = key.tp, key.vocab_multiple
+        if sizes not in self._pads:
+            self._pads[sizes] = bool(lengths(self.compact.graph, *sizes))
+        return key if self._pads[sizes] else replace(key, tp=1, vocab_multiple=1)
 
     # --- context parallelism
 
@@ -163,17 +172,16 @@ class RankGraphs:
         Raises:
             InfeasibleError: there is none.
         """
-        known = replace(key, tp=1), kind
-        if known not in self._sequences:
-            self._sequences[known] = self._split_sequence(*known)
-        found = self._sequences[known]
+        key = self.key_before_tp(key)
+        if (key, kind) not in self._sequences:
+            self._sequences[key, kind] = self._split_sequence(key, kind)
+        found = self._sequences[key, kind]
         if isinstance(found, InfeasibleError):
             raise found
         return found
 
     def _split_sequence(self, key: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
-        apart = replace(key, cp=1)
-        compact, costs = self.before_tp(apart, ""), self.block_pricing(apart, "").unsplit().costs
+        compact, costs = self.before_tp(replace(key, cp=1), ""), self.block_pricing(key.unsplit, "").unsplit().costs
         saved = sum(cost.saved_bytes for cost in costs)
         counts = [len(members) for members in self.compact.members]
         time_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
@@ -198,7 +206,7 @@ class RankGraphs:
         """What prices blocks in typings on ``tp``."""
         if (key, kind) not in self._pricing:
             self._pricing[key, kind] = BlockPricing(
-                self.before_tp(key, kind).graph, self.model, self.mesh(key), self.owners, key.tp,
+                self.before_tp(key, kind).graph, self.model, self.mesh(key), self.owners,
                 is_selective=self.is_selective,
             )  # fmt: skip
         return self._pricing[key, kind]
@@ -214,7 +222,7 @@ class RankGraphs:
             mesh=self.mesh(key),
             axis=axis,
             collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
-            state_bytes_per_element=storage + self.model.optimizer.bytes_per_element(storage) + reduce + copies,
+            state_bytes_per_element=storage + self.model.ranks.optimizer.bytes_per_element(storage) + reduce + copies,
             gradient_itemsize=storage,
             measured=self.model.measured,
         )

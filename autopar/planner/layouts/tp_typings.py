@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import Type
-from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.rank_graphs import RankGraphs
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisCosts, Narrow
@@ -73,7 +72,7 @@ class TpTypings:
         self._changes: dict[LayoutKey, dict[Hashable, Cost | None]] = {}
         """Of changes of type, by what of a key decides the groups that communicate."""
         self._saved: dict[tuple[LayoutKey, str], dict[str, Sequence[Ref]]] = {}
-        """What operators keep for backward, by the graph before ``tp``; padding a vocabulary changes no names."""
+        """What operators keep for backward, by the graph before ``tp``."""
 
     def solutions(self, key: LayoutKey, kind: str, order: Order) -> list[AxisSolution]:
         """The best typing at each price of memory, from the leanest to the quickest; ``key`` has ``tp`` > 1.
@@ -116,8 +115,8 @@ class TpTypings:
             InfeasibleError: a pinned parameter does not divide, or pins leave an operator no strategy.
         """
         if (key, kind) not in self._solvers:
-            compact = padded(self.graphs.before_tp(key, kind), key.tp)
-            communicating = replace(key, micro_batch_size=1)
+            compact = self.graphs.before_tp(key, kind)
+            communicating = replace(key, micro_batch_size=1, vocab_multiple=1)
             costs = AxisCosts(
                 graph=compact.graph,
                 axis=TP,
@@ -127,7 +126,7 @@ class TpTypings:
                 rests=self._rests(compact.graph, key.tp),
                 narrow=_ExpertsAsPinned(self.pins, key.ep_data, key.tp, self.narrow),
                 changes=self._changes.setdefault(communicating, {}),
-                saved=self._saved.setdefault((replace(key, tp=1), kind), {}),
+                saved=self._saved.setdefault((self.graphs.key_before_tp(key), kind), {}),
             )
             self._solvers[key, kind] = AxisSolver(compact, costs, self.graphs.structures)
         return self._solvers[key, kind]

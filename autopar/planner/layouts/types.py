@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.model import BlockCost
-from autopar.mesh import Mesh
 from autopar.plan import PaddedParameter
 from autopar.planner.sharding.block_chain import AxisSolution
+from autopar.planner.space.candidates import Candidate
 from autopar.rules.sharded import EXPERT_TARGETS
 
 
@@ -20,15 +20,23 @@ class LayoutKey:
         micro_batch_size: samples.
         ep_data: data ranks over which experts are split.
         cp, tp: ranks of these axes.
+        vocab_multiple: of the rows of each rank's part of a vocabulary.
     """
 
     micro_batch_size: int
     ep_data: int = 1
     cp: int = 1
     tp: int = 1
+    vocab_multiple: int = 1
 
     def __str__(self) -> str:
-        return f"micro_batch={self.micro_batch_size} ep_data={self.ep_data} cp={self.cp} tp={self.tp}"
+        degrees = f"ep_data={self.ep_data} cp={self.cp} tp={self.tp} vocab_multiple={self.vocab_multiple}"
+        return f"micro_batch={self.micro_batch_size} {degrees}"
+
+    @property
+    def unsplit(self) -> LayoutKey:
+        """The same micro-batch with neither ``cp`` nor ``tp``."""
+        return replace(self, cp=1, tp=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,8 +77,9 @@ class PricedLayout:
         costs: of each block of the compact graph.
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
-        padding: of vocabularies, where the typing on ``tp`` splits them.
+        padding: of vocabularies.
         totals: bytes of each count of the global batch that the loss divides by.
+        at_best: costs are those of devices at their best rates, which no padding and no alignment goes below.
         ranks: for each pipeline rank the layout as its devices run it; empty where they are alike.
     """
 
@@ -84,6 +93,7 @@ class PricedLayout:
     prelude_s: float
     padding: tuple[PaddedParameter, ...] = ()
     totals: tuple[int, ...] = ()
+    at_best: bool = False
     ranks: tuple[PricedLayout, ...] = ()
 
     @property
@@ -116,9 +126,16 @@ class Load:
         return _round(self.num_micro_batches), _round(self.in_flight)
 
 
-def layout_key_of(micro_batch_size: int, mesh: Mesh) -> LayoutKey:
-    """What of a mesh a layout depends on."""
-    return LayoutKey(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
+def layout_key_of(candidate: Candidate) -> LayoutKey:
+    """What of a candidate a layout depends on."""
+    mesh = candidate.mesh
+    return LayoutKey(
+        micro_batch_size=candidate.micro_batch_size,
+        ep_data=mesh.ep_data,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        vocab_multiple=candidate.vocab_multiple,
+    )
 
 
 def expert_degree(layout: PricedLayout, tp: int) -> int:
