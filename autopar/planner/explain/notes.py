@@ -14,7 +14,6 @@ from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Outcome
 from autopar.planner.space.candidates import Candidate
@@ -126,7 +125,7 @@ def mixed_note(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
 def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
-    graph = layouts.local_graph(layout_key_of(best.candidate), option.kind, option.solution)
+    graph = layouts.local_graph(option)
     device, ideal = model.device, model.device.at_best()
     lost: dict[Op, float] = {}
     total_s = 0.0
@@ -156,7 +155,6 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    split = layout_key_of(best.candidate)
     graph = layouts.local_graph(option)
     counts: Counter[Source] = Counter()
 
