@@ -31,6 +31,7 @@ from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAn
 from autopar.planner.branch_and_bound.ledger import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
+from autopar.planner.collector import objects_set_aside
 from autopar.planner.evaluate.evaluator import Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
@@ -70,6 +71,7 @@ class Planner:
         InfeasibleError: constraints leave no candidate; names the smallest set that conflicts.
     """
 
+    @objects_set_aside()
     def __init__(self, task: Task, *, explains: bool = True) -> None:
         self.start = time.monotonic()
         self.task = task = checked(task)
@@ -96,6 +98,7 @@ class Planner:
 
     # --- verbs
 
+    @objects_set_aside()
     def search(
         self,
         *,
@@ -127,6 +130,7 @@ class Planner:
 
         return _together(1 if sharing is not None else processes, search)
 
+    @objects_set_aside()
     def fastest(self, limits: Limits, *, progress: Progress | None = None, processes: int = 1) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
 
@@ -136,6 +140,7 @@ class Planner:
 
         return _together(processes, search)
 
+    @objects_set_aside()
     def front(self, limits: Limits) -> list[Plan]:
         """Plans of which none is better in time and memory, of those that NSGA-II asks for; the first one is :meth:`fastest`'s.
 
@@ -155,6 +160,7 @@ class Planner:
         plans = [self._compared(self.evaluator.polished(evaluation), outcome) for evaluation in rest]
         return [self._improved(outcome.best, outcome, ProcessGroup()), *plans]
 
+    @objects_set_aside()
     def estimate(self) -> Plan:
         """The plan that the pins describe; what they leave open is as usual (:func:`usual`), as far as it fits.
 
