@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     asked = wanted(options)
     with tree_of(options.rev) as tree, Worker(tree) as worker:
         head = {"revision": tree.revision, "tree": tree.key(), "limit_s": options.limit}
-        problems = same_tree(options.out, head)
+        known = load_problems(options.problems)
+        problems = {name: own for name, own in same_tree(options.out, head).items() if name in known}
         for problem in asked:
             (result,) = search_in_turn([worker], problem, options.limit, options.rounds)
             problems[problem.name] = {"asked": problem.asked(), **result}
