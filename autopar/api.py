@@ -191,7 +191,7 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
     Returns:
         Calls as :class:`autopar.measured.OperatorTime` has them.
     """
-    from autopar.planner.explain.operator_shapes import operator_calls as calls_of
+    from autopar.planner.operator_calls import operator_calls as calls_of
 
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     samples = global_batch_size or SAMPLES_PER_RANK * where.world_size

@@ -223,6 +223,9 @@ class _RealClasses(torch.autograd.Function):
         return whole, None, None
 
 
+spmd_types.register_local_autograd_function(_RealClasses)
+
+
 def cross_entropy_sum(
     logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, classes: int = 0
 ) -> Tensor:
