@@ -28,7 +28,11 @@ from autopar.table import Table
 _LOGGER = logging.getLogger("autopar")
 
 TIMEOUT_S = 120.0
-_CACHE_VERSION = 9
+_CACHE_VERSION = 10
+
+MOST_WORKERS = 8
+"""Processes that measure a CPU at once at most: each takes seconds to start and 0.3 GiB. Assumed, not measured: that cores of larger
+machines are no slower while still more of them compute."""
 
 STAND_IN = "l4-24gb"
 """The shipped profile whose links count where a GPU has none and there is nothing to measure them with: PCIe without a way from device
@@ -45,7 +49,7 @@ def detect(*, num_ranks: int | None = None, cache_dir: Path | None = None, refre
         UsageError: GPUs differ.
     """
     _check_alike()
-    ranks = num_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
+    ranks = num_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else num_cores())
     profile = machine_profile(cache_dir=cache_dir, refresh=refresh)
     return Cluster(name="local", groups=(profile.group(1, ranks),), library=load_library(profile.library))
 
@@ -123,7 +127,7 @@ def identity() -> str:
 
 def fingerprint() -> str:
     """What a kept measurement belongs to: machine, processor, cores, torch; with GPUs how many of them their links joined."""
-    parts: tuple[object, ...] = (platform.node(), device_name(), os.cpu_count(), torch.__version__, _CACHE_VERSION)
+    parts: tuple[object, ...] = (platform.node(), device_name(), num_cores(), torch.__version__, _CACHE_VERSION)
     if torch.cuda.is_available():
         parts += (torch.cuda.device_count(), multiplies_in_tf32())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
@@ -140,7 +144,10 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
     if cuda:
         node["num_devices"] = torch.cuda.device_count()
     else:
-        node |= {"num_cores": os.cpu_count() or 1, "shares_memory": True}
+        node |= {"num_cores": num_cores(), "shares_memory": True}
+        node["provenance"] += (
+            f", {num_workers()} processes computing at once; more ranks than cores have each its share of the cores' speed"
+        )
     host = {"host": measured_host(measured["host"], where)} if "host" in measured else {}
     return {
         "library": "nccl" if cuda else "gloo",
@@ -273,8 +280,16 @@ def _processor() -> str:
 
 
 def num_workers() -> int:
-    """Processes that measure: two on a CPU; one for each GPU, which they measure the links of together."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+    """Processes that measure: on a CPU one for each core, two at the least; one for each GPU, which measure their links together.
+
+    On a CPU all compute at once, as ranks do in training: a core alone runs at a higher clock and has caches and memory for itself.
+    """
+    return torch.cuda.device_count() if torch.cuda.is_available() else max(2, min(num_cores(), MOST_WORKERS))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measure() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One of the processes that :mod:`autopar.profile.detect` starts: ``python -m autopar.profile.worker RANK RANKS FOLDER``.
 
-Rank 0 measures the device alone, then all ranks measure the link between them: two on a CPU over gloo, one on each GPU over
-NCCL (one GPU alone has no link). Rank 0 writes the result as JSON to ``FOLDER/result.json``. A process of its own, so that
+On a CPU all ranks measure the device at once, as they compute in training, then the first two the link between them over gloo; of
+GPUs rank 0 measures one alone, then all ranks, one on each, the link over NCCL (one GPU alone has no link). Rank 0 writes the result as JSON to ``FOLDER/result.json``. A process of its own, so that
 thread counts and process groups of the caller stay as they are.
 """
 
@@ -168,9 +168,10 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         torch.cuda.set_device(device)
     result: dict[str, Any] = {}
     if rank == 0 or device.type == "cpu":
-        # on a CPU both at once, as ranks compute in training: cores share caches, memory and often execution units
+        # on a CPU all at once, as ranks compute in training: cores share caches, memory and often execution units
         result = measured_in_rounds(device)
-    if ranks > 1:
+    ranks = ranks if device.type == "cuda" else min(ranks, 2)
+    if ranks > 1 and rank < ranks:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=ranks)
         result |= {"link": measure_link(device), "link_ranks": ranks}
@@ -178,7 +179,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
             result.setdefault("overheads", {}).update(measure_overheads())
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    if ranks > 1:
+    if ranks > 1 and rank < ranks:
         dist.destroy_process_group()
 
 

@@ -44,7 +44,7 @@ def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pyt
 
 def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(detect.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(detect, "num_cores", lambda: 2)
     profile = profile_from_table(Table(detect.profile_dict(MEASURED), file="measured"))
     rate = profile.device.rate("float32")
     assert (rate.ceiling_flops_per_s, rate.calibrated) == (9e10, True)
@@ -54,6 +54,16 @@ def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.Mon
     four = profile.group(1, 4).device
     assert four.memory_bytes == detect.host_memory_bytes() // 4
     assert four.rate("float32").ceiling_flops_per_s == 4.5e10
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 2), (2, 2), (6, 6), (64, detect.MOST_WORKERS)])
+def test_a_rank_of_a_cpu_is_measured_while_others_compute(
+    cores: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(detect, "num_cores", lambda: cores)
+    assert detect.num_workers() == workers
+    assert f"{workers} processes computing at once" in detect.profile_dict(MEASURED)["node"]["provenance"]
 
 
 def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
