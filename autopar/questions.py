@@ -17,7 +17,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Progress
 from autopar.planner.planner import Planner, Task

@@ -25,8 +25,6 @@ from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.planner.stages.fitting import busy_s
-from autopar.planner.stages.stage_cut import Cut
 from autopar.schedule import SCHEDULES
 from autopar.validate.families import Sizes, build
 
@@ -68,7 +66,7 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
             rows = (
                 ideal,
                 evaluator.cascade.least_rows.least(candidate, ideal, whole, step, *quickest),
-                evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option)),
+                evaluator.cascade.rows.exact(candidate, option, evaluator.context.step(candidate, option)),
             )
             for part, name in product(("first", "last", "group"), MEMORY):
                 assert getattr(getattr(ideal, part), name) <= getattr(getattr(rows[-1], part), name)
@@ -88,7 +86,7 @@ def test_recompute_beside_collectives_that_outlast_blocks_is_not_counted_whole(g
         virtual_stages=1,
     )  # fmt: skip
     option, ideal = evaluator.context.unsplit(candidate), evaluator.cascade.ideal(candidate)
-    exact = evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option))
+    exact = evaluator.cascade.rows.exact(candidate, option, evaluator.context.step(candidate, option))
     assert isinstance(ideal, Row)
     for part, name in product(("first", "last", "group"), ("again_s", "least_again_s", "full_s")):
         assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name) * (1 + 1e-9)
@@ -108,15 +106,13 @@ def test_the_bound_of_a_cut_is_no_more_than_its_step(graph: Graph, zero_stage: i
             schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
         )  # fmt: skip
         option = evaluator.context.unsplit(candidate)
-        step = evaluator.context.step(candidate, option)
-        cutters = evaluator.pipelines.cuts.cutters(candidate, option, step)
+        problem = evaluator.plans.problem(candidate, option)
         for stop in range(1, count) if pp == 2 else (count,):
+            stops = (stop, count)[2 - pp :]
             for place in (0, -1):
-                modes = tuple(block.options[place].mode for block in cutters[0].blocks)
-                cut = Cut(stops=(stop, count)[2 - pp :], modes=modes, time_s=0.0)
-                made = evaluator.pipelines.cuts.stages(cut.stops, cut.modes, option, pp)
-                least_s = busy_s(cut, cutters[0], pp, candidate.num_micro_batches, with_once=True)
-                assert least_s <= model.breakdown(made, step).total_s * (1 + 1e-9)
+                modes = tuple(block.options[place].mode for block in problem.block_options[0].blocks)
+                time_s = problem.time_s(problem.fitting(stops, modes))
+                assert problem.busy_s(stops, modes) <= time_s * (1 + 1e-9)
 
 
 @settings(max_examples=200, deadline=None)
@@ -176,6 +172,6 @@ def test_no_layout_needs_less_memory_than_the_best_of_all(tp: int) -> None:
     assert isinstance(ideal, Row)
     for draft in evaluator.context.known_layouts(candidate):
         option = evaluator.layouts.price(draft)
-        exact = evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option))
+        exact = evaluator.cascade.rows.exact(candidate, option, evaluator.context.step(candidate, option))
         for part, name in product(("first", "last", "group"), MEMORY):
             assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name), (part, name)

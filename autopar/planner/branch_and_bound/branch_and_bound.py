@@ -25,7 +25,7 @@ from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Question, Rounds, Sampling
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Outcome, Progress

@@ -10,13 +10,14 @@ from autopar.cost.model import CostModel
 from autopar.graph.ir import Graph
 from autopar.planner.bounds.cascade import LEVELS, Cascade
 from autopar.planner.context import SearchContext
-from autopar.planner.evaluate.evaluator import Evaluation, Misfit, PipelineEvaluator
-from autopar.planner.evaluate.polish import polished_plan
+from autopar.planner.evaluate.evaluation import Evaluation, Misfit
+from autopar.planner.evaluate.evaluator import PipelineEvaluator
+from autopar.planner.evaluate.layout_plans import LayoutPlans
 from autopar.planner.evaluate.unequal_shares import SharesEvaluator
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.stages.fit_cut import Cuts
+from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.per_device import Placed
 
 
@@ -41,12 +42,12 @@ class Evaluator:
             is_even=context.space.equal_stages,
         )  # fmt: skip
         self.cascade = Cascade(context, placed)
-        cuts = Cuts(
-            self.cascade.rows, placed, space_modes=context.modes, recompute=context.recompute, pinned=context.stages,
-            moved=context.moved, buckets=context.buckets,
-        )  # fmt: skip
-        self.pipelines = PipelineEvaluator(context, self.cascade, cuts)
-        self.shares = SharesEvaluator(context, placed, cuts)
+        options = BlockOptions(
+            self.cascade.rows, space_modes=context.modes, recompute=context.recompute, moved=context.moved
+        )
+        self.plans = LayoutPlans(context, options, placed, self.cascade.rows_of)
+        self.pipelines = PipelineEvaluator(context, self.cascade, self.plans)
+        self.shares = SharesEvaluator(context, placed, options)
 
     @classmethod
     def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:
@@ -77,6 +78,6 @@ class Evaluator:
         """Why no layout of a candidate can fit, found without solving any; None where that is not known."""
         return None if candidate.shares else self.pipelines.hopeless(candidate)
 
-    def polished(self, found: Evaluation) -> Evaluation:
-        """A plan with its stages cut better still."""
-        return found if found.candidate.shares else polished_plan(self.pipelines, found)
+    def improved(self, found: Evaluation) -> Evaluation:
+        """A plan with its stages cut better still; the same one where they are given, or data ranks take unequal shares."""
+        return found if found.candidate.shares else self.plans.improved(found)

@@ -12,13 +12,19 @@ from autopar.cost.operators.measured import Measured, Source, measurement_note
 from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Outcome
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.rank_orders import origins
 from autopar.planner.task import Task
+
+BOUND_ROUNDING = 1e-6
+"""Part of a plan's time by which a bound may be above it for rounding alone."""
+
+NOTED = 0.01
+"""Part of the computation from which on a loss is worth a note."""
 
 _WIDE = frozenset(
     (
@@ -34,6 +40,15 @@ def interrupted_note(outcome: Outcome) -> tuple[str, ...]:
     if not outcome.interrupted:
         return ()
     return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
+
+
+def certificate_note(best: Evaluation, outcome: Outcome) -> tuple[str, ...]:
+    """A plan that is faster than the bound of all candidates: the bound was false."""
+    time_s, bound_s = best.prediction.step_time_s, outcome.lower_bound_s
+    if bound_s <= time_s * (1 + BOUND_ROUNDING):
+        return ()
+    held = f"the search held that no plan takes less than {bound_s:.4g} s, and this one does"
+    return (f"{held}: its certificate is worth nothing; please report this",)
 
 
 def host_note(best: Evaluation) -> tuple[str, ...]:
@@ -132,10 +147,6 @@ def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     return (
         f"rows that are no multiple of 16 bytes cost {share}: at {kept:g} of the rate of aligned products, {source}",
     )
-
-
-NOTED = 0.01
-"""Of the computation, what a note is worth."""
 
 
 def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from math import comb, prod
 
-from autopar.planner.stages.stage_cut import Cut, CutBlock
+from autopar.planner.stages.activation_modes import CutBlock
+from autopar.planner.stages.stage_cut import Cut
 
 
 def count_plans(num_blocks: int, stages: int, choices: Sequence[int]) -> int:

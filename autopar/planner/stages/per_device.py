@@ -6,19 +6,15 @@ Layouts are solved at the prices of the slowest device; each stage is then price
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import CostModel, Step
 from autopar.graph.compact import Compact
 from autopar.plan import Recompute
-from autopar.planner.bounds.bound_rows import BlockPrice, forwards_done
+from autopar.planner.bounds.bound_rows import BlockPrice
 from autopar.planner.bounds.mixed_chains import Chains
 from autopar.planner.bounds.mixed_place import PlaceRows, Works
 from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
@@ -27,11 +23,6 @@ from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.rank_orders import origins
-from autopar.planner.stages.fitting import Fitting
-from autopar.planner.stages.mixed_cut import RankTables, quickest_stops, spans
-from autopar.planner.stages.mixed_modes import fitted
-from autopar.planner.stages.mixed_turns import sizes_of
-from autopar.planner.stages.stage_cut import Cut, StageCutter
 
 
 class Placed:
@@ -42,9 +33,6 @@ class Placed:
         model: of all node groups.
         modes, pinned: as for :class:`RowMaker`.
         is_even: the space has equal stages.
-
-    Attributes:
-        plain: the same without selective recompute, where there are two modes besides; None: there are not.
     """
 
     def __init__(
@@ -74,11 +62,6 @@ class Placed:
         self._tied: dict[tuple[object, ...], float] = {}
         self._known_works: dict[tuple[object, ...], tuple[tuple[PricedLayout, ...], Works]] = {}
         self._first: dict[tuple[object, ...], tuple[PricedLayout, MixedRow, float]] = {}
-        self._turns: dict[tuple[Candidate, int], tuple[PricedLayout, tuple[int, ...] | None]] = {}
-        plain = tuple(mode for mode in modes if mode != "selective")
-        self.plain: Placed | None = None
-        if len(modes) > len(plain) > 1:
-            self.plain = Placed(layouts, model, modes=plain, pinned=pinned, is_even=is_even)
 
     def has(self, candidate: Candidate) -> bool:
         """Whether the pipeline ranks of a candidate differ; without a pipeline the slowest device is that of all."""
@@ -106,8 +89,8 @@ class Placed:
         return tuple((limit - p.device.reserved_bytes) / (1 + p.device.fragmentation) for p, limit in parts)
 
     def option(self, candidate: Candidate, option: PricedLayout) -> PricedLayout:
-        """A layout with its prices on each pipeline rank; as it is where it has them."""
-        if option.ranks:
+        """A layout with its prices on each pipeline rank; as it is where it has them, or where ranks are alike."""
+        if option.ranks or not self.has(candidate):
             return option
         places = self.places(candidate)
         if (id(option), places) not in self._options:
@@ -117,7 +100,7 @@ class Placed:
 
     def step(self, step: Step, option: PricedLayout) -> Step:
         """How a candidate runs, with what each rank repeats."""
-        return replace(step, preludes_s=tuple(own.prelude_s for own in option.ranks))
+        return replace(step, preludes_s=tuple(own.prelude_s for own in option.ranks)) if option.ranks else step
 
     def least_s(self, option: PricedLayout) -> float:
         """Computation of one micro-batch, forward and backward, each block on the device that is fastest for it."""
@@ -127,84 +110,6 @@ class Placed:
         times = [[cost.forward_s + cost.backward_s for cost in own.costs] for own in options]
         members = zip(*times, self.compact.members, strict=True)
         return float(sum(min(own) * len(blocks) for *own, blocks in members))
-
-    def cut(
-        self,
-        candidate: Candidate,
-        option: PricedLayout,
-        step: Step,
-        cutters: Sequence[StageCutter],
-        *,
-        in_flight: Sequence[int],
-        limit_bytes: Sequence[float],
-        allowed: Sequence[NDArray[np.bool_]] | None = None,
-    ) -> Cut | None:
-        """The best cut into one stage for each pipeline rank; see :mod:`autopar.planner.stages.mixed_cut`.
-
-        Args:
-            option: with its prices on each rank (:meth:`option`).
-            cutters: one for each rank.
-            in_flight, limit_bytes: of each rank.
-            allowed: see :meth:`StageCutter.cut`.
-        """
-        tables = cutters[0].tables(cutters, in_flight, limit_bytes, allowed)
-        sends, back = self._sends_s(candidate, (option,))
-        degrees = (candidate.mesh.pp, 1, candidate.num_micro_batches)
-        done = forwards_done(candidate.schedule, *degrees)[:, 0]
-        known: dict[int, tuple[NDArray[np.float64], ...]] = {}
-        ranks = []
-        for rank, own in enumerate(self.places(candidate)):
-            part, cutter = option.ranks[rank], cutters[rank]
-            if id(cutter) not in known:
-                prices = self._prices(self._maker(own).works([part]), step, own)
-                every = [prices[k] for k in self.compact.class_of]
-                sums = (
-                    spans([getattr(price, name) for price in every]) for name in ("forward_s", "gather_s", "once_s")
-                )
-                known[id(cutter)] = (*sums, spans([block.more_s for block in cutter.blocks]))
-            forward_s, gather_s, once_s, more_s = known[id(cutter)]
-            ranks.append(
-                RankTables(
-                    time_s=tables[rank] - more_s + part.prelude_s,
-                    forward_s=forward_s + part.prelude_s,
-                    gather_s=gather_s,
-                    once_s=once_s,
-                    sends_s=(*sends[:-1], 0.0)[rank],
-                    sends_back_s=(*back[:-1], 0.0)[rank],
-                    num_done=int(done[rank]),
-                )
-            )
-        found = quickest_stops(ranks, candidate.num_micro_batches)
-        return found and cutters[0].made(*found, cutters, in_flight, limit_bytes)
-
-    def stops_in_turns(self, candidate: Candidate, option: PricedLayout, step: Step) -> tuple[int, ...] | None:
-        """Where virtual stages end by :mod:`autopar.planner.stages.mixed_turns`; None where there are none, or it says nothing."""
-        sizes = self._sizes_in_turns(candidate, option, step)
-        return None if sizes is None else _stops(sizes)
-
-    def in_turns(
-        self,
-        candidate: Candidate,
-        option: PricedLayout,
-        step: Step,
-        cutters: Sequence[StageCutter],
-        refit: Callable[[Cut], Fitting],
-    ) -> Fitting | None:
-        """A cut with the recompute of :mod:`autopar.planner.stages.mixed_modes`; None where it says nothing."""
-        sizes = self._sizes_in_turns(candidate, option, step)
-        if sizes is None:
-            return None
-        row, limits = self.exact(candidate, option, step), self.limits(candidate)
-        return fitted(row, sizes, _stops(sizes), cutters, refit, limits)
-
-    def _sizes_in_turns(self, candidate: Candidate, option: PricedLayout, step: Step) -> tuple[int, ...] | None:
-        """Blocks of the group on each virtual stage."""
-        if candidate.virtual_stages == 1:
-            return None
-        key = candidate, id(option)
-        if key not in self._turns:  # asked again in comparisons; the layout is kept, so that its id stays its own
-            self._turns[key] = option, sizes_of(self.exact(candidate, option, step))
-        return self._turns[key][1]
 
     # --- bounds
 
@@ -356,8 +261,3 @@ class Placed:
 
     def _parts(self, candidate: Candidate) -> tuple[CostModel, ...]:
         return self.ordered(candidate).parts(candidate.mesh)
-
-
-def _stops(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where stages end, with the first block and the last one."""
-    return tuple(accumulate((sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)))
