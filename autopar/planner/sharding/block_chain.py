@@ -258,10 +258,10 @@ class AxisSolver:
             strategies |= typing.strategies
             parameters |= typing.parameters
             blocks.append(self._written(self.problems[key].block, choice))
-        whole = Typing(
+        typing_of_all = Typing(
             axis=self.costs.axis, size=Fraction(self.costs.size), strategies=strategies, parameters=parameters
         )
-        return AxisSolution(typing=whole, blocks=tuple(blocks), value=0.0, time_s=time_s)
+        return AxisSolution(typing=typing_of_all, blocks=tuple(blocks), value=0.0, time_s=time_s)
 
     def _chosen(self, key: Hashable, assignment: Assignment) -> tuple[Choice, float]:
         """The choice of a block and its seconds of a micro-batch."""
