@@ -220,7 +220,7 @@ class Planner:
     def least_time_s(self) -> float:
         """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
         most = self.task.global_batch_size
-        layouts, placed = self.evaluator.layouts, self.evaluator.cascade.placed
+        layouts, placed = self.evaluator.layouts, self.evaluator.pipelines.placed
         sizes = [m for m in self.task.space.micro_batches if m <= most]
         return most * min((placed.least_s(layouts.whole(size, 1)) / size for size in sizes), default=0.0)
 

@@ -17,7 +17,7 @@ from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, least_and_most_done
 from autopar.planner.bounds.lines import NOTHING, again_prices, least_of
 from autopar.planner.bounds.mixed_rows import PlaceRow
-from autopar.planner.bounds.once import at_both_ends, least_sums_s
+from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s
 from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate

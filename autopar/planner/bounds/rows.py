@@ -16,7 +16,7 @@ from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.least_prices import LeastPrices
 from autopar.planner.bounds.lines import NOTHING, again_prices, least_of, moving_price
-from autopar.planner.bounds.once import at_both_ends, least_sums_s, tie_s
+from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s, tie_s
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 

@@ -15,6 +15,7 @@ from autopar.cost.model import CostModel, Step
 from autopar.errors import InfeasibleError
 from autopar.plan import BUCKET_BYTES, Memory, Prediction
 from autopar.planner.bounds.cascade import Cascade
+from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.context import SearchContext
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.model_stats import readable
@@ -71,11 +72,15 @@ class PipelineEvaluator:
         context: of the search.
         cascade: bounds.
         cuts: of blocks into stages.
+        placed: prices on the devices of each rank.
+        rows: groups of equal blocks, without and with copies to the host.
     """
 
-    def __init__(self, context: SearchContext, cascade: Cascade, cuts: Cuts) -> None:
+    def __init__(
+        self, context: SearchContext, cascade: Cascade, cuts: Cuts, placed: Placed, rows: tuple[RowMaker, RowMaker]
+    ) -> None:
         self.context, self.cascade, self.cuts = context, cascade, cuts
-        self.placed, self.rows = cascade.placed, cascade.rows
+        self.placed, self.rows, self._rows = placed, rows[0], rows
         self.model, self.space, self.layouts = context.model, context.space, context.layouts
         self._done: dict[Candidate, Evaluation | Misfit] = {}
 
@@ -153,7 +158,7 @@ class PipelineEvaluator:
         cutters = self.cuts.cutters(candidate, option, step)
         if not fits and not self.context.stages:
             return Failure(needs_bytes=self.cuts.leanest(candidate, option, step, cutters[0]))
-        if self.cascade.rows_of(candidate).tries_all(candidate.mesh.pp * candidate.virtual_stages):
+        if self._rows[candidate.moves].tries_all(candidate.mesh.pp * candidate.virtual_stages):
             return self._best_of_all(candidate, option, step, cutters, at_most_s)
         few = self._best_of_few(candidate, option, step, at_most_s)
         if few is not None:
@@ -269,13 +274,13 @@ class PipelineEvaluator:
     ) -> list[list[NDArray[np.bool_]] | None]:
         """How its blocks may be told apart by stages; None: as they are quickest."""
         if self.space.equal_stages:
-            return [*self.cascade.rows_of(candidate).equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
+            return [*self._rows[candidate.moves].equal_stages(option, candidate.mesh.pp * candidate.virtual_stages)]
         if self.placed.has(candidate):
             stops = None if self.context.stages else placed.stops_in_turns(candidate, option, step)
             return [None] if stops is None else [exactly(stops, len(self.rows.class_of)), None]
         if candidate.virtual_stages > 1:
             return [
-                *self.cascade.rows_of(candidate).even_stages(option, candidate.mesh.pp, candidate.virtual_stages)
+                *self._rows[candidate.moves].even_stages(option, candidate.mesh.pp, candidate.virtual_stages)
             ] or [None]
         return [None]
 

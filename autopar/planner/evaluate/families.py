@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from collections.abc import Sequence
 from typing import Protocol
 
 from autopar.cost.model import CostModel
 from autopar.graph.ir import Graph
+from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.bounds.cascade import LEVELS, Cascade
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluator import Evaluation, Misfit, PipelineEvaluator
@@ -40,12 +42,20 @@ class Evaluator:
             context.layouts, context.model, modes=context.modes, pinned=context.recompute,
             is_even=context.space.equal_stages,
         )  # fmt: skip
-        self.cascade = Cascade(context, placed)
+        self.cascade = Cascade(context)
+        rows = partial(
+            RowMaker, context.layouts.compact, context.model, pinned=context.recompute,
+            limit_bytes=context.model.fitting_bytes, is_pinned=bool(context.stages),
+            every=0 if context.space.equal_stages else context.space.every,
+        )  # fmt: skip
+        plain = tuple(mode for mode in context.modes if mode != "selective") or context.modes
+        every, moving = rows(modes=context.modes, moved=context.moved), rows(modes=plain)
+        moving.moves = True
         cuts = Cuts(
-            self.cascade.rows, placed, space_modes=context.modes, recompute=context.recompute, pinned=context.stages,
+            every, placed, space_modes=context.modes, recompute=context.recompute, pinned=context.stages,
             moved=context.moved, buckets=context.buckets,
         )  # fmt: skip
-        self.pipelines = PipelineEvaluator(context, self.cascade, cuts)
+        self.pipelines = PipelineEvaluator(context, self.cascade, cuts, placed, (every, moving))
         self.shares = SharesEvaluator(context, placed, cuts)
 
     @classmethod

@@ -22,7 +22,7 @@ from autopar.planner.bounds.bound_rows import BlockPrice, forwards_done
 from autopar.planner.bounds.mixed_chains import Chains
 from autopar.planner.bounds.mixed_place import PlaceRows, Works
 from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
-from autopar.planner.bounds.once import at_both_ends, tie_s
+from autopar.planner.bounds.gradient_sums import at_both_ends, tie_s
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import PricedLayout, TypedLayout
 from autopar.planner.space.candidates import Candidate
