@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -54,13 +55,11 @@ class Cascade:
             return self._bounds_s([(level, c) for c in candidates], [lambda c=c: made(c) for c in candidates], goal_s)
         self._solve_ahead(candidates)
         every = [self.context.known_layouts(c) for c in candidates]
-        pairs = [(c, typed) for c, own in zip(candidates, every, strict=True) for typed in own]
-        found = iter(self._of_layouts_s(pairs, goal_s))
-        return [min([next(found) for _ in own], default=0.0) for own in every]
+        return [min(found, default=0.0) for found in self._of_layouts_s(candidates, every, goal_s)]
 
     def layout_bounds_s(self, candidate: Candidate, layouts: Sequence[TypedLayout], goal_s: float) -> list[float]:
-        """As :meth:`bounds_s` of the last level, of one candidate in each of these layouts."""
-        return self._of_layouts_s([(candidate, typed) for typed in layouts], goal_s)
+        """As :meth:`bounds_s` of the last level, of one candidate in each of these layouts: the least one is of its priced blocks."""
+        return self._of_layouts_s([candidate], [layouts], goal_s)[0]
 
     def closest_s(self, candidate: Candidate, goal_s: float) -> float:
         """As :meth:`bounds_s`, by the tightest relaxation that there is."""
@@ -77,18 +76,42 @@ class Cascade:
         alike: dict[tuple[int, int], list[int]] = {}
         for i, c in enumerate(candidates):
             if (0, c) not in self._known:
-                alike.setdefault((c.virtual_stages, c.mesh.pp.bit_length()), []).append(i)
+                alike.setdefault((min(c.virtual_stages, 2), c.mesh.pp.bit_length()), []).append(i)
         for own in alike.values():
             columns = Columns([self.maker.perfect_split(candidates[i]) for i in own])
             bounds_s = np.where(columns.holds(), columns.work_s(), np.inf).tolist()
             self._known.update(((0, candidates[i]), (bound_s, math.inf)) for i, bound_s in zip(own, bounds_s, strict=True))
         return [self._known[0, c][0] for c in candidates]
 
-    def _of_layouts_s(self, pairs: Sequence[tuple[Candidate, TypedLayout]], goal_s: float) -> list[float]:
-        layouts = self.context.layouts
-        return self._bounds_s(
-            pairs, [lambda c=c, typed=typed: self.maker.priced(c, layouts.option(typed)) for c, typed in pairs], goal_s
-        )
+    def _of_layouts_s(
+        self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
+    ) -> list[list[float]]:
+        """Layouts are priced, the one of the least bound first, until that of each candidate is priced or not below the goal."""
+        found = [[self._typed_s(c, typed) for typed in own] for c, own in zip(candidates, layouts, strict=True)]
+        left = [{*range(len(own))} for own in layouts]
+        while True:
+            asked: list[tuple[int, int]] = []
+            for i, own in enumerate(found):
+                least = min(range(len(own)), key=own.__getitem__, default=-1)
+                if least in left[i] and own[least] < goal_s:
+                    left[i].remove(least)
+                    asked.append((i, least))
+            if not asked:
+                return found
+            keys = [(candidates[i], layouts[i][j]) for i, j in asked]
+            bounds_s = self._bounds_s(keys, [partial(self._priced, *key) for key in keys], goal_s)
+            for (i, j), bound_s in zip(asked, bounds_s, strict=True):
+                found[i][j] = max(found[i][j], bound_s)
+
+    def _priced(self, candidate: Candidate, typed: TypedLayout) -> PipelineInstance:
+        return self.maker.priced(candidate, self.context.layouts.option(typed))
+
+    def _typed_s(self, candidate: Candidate, typed: TypedLayout) -> float:
+        """Of the work of a layout before it is priced, spread over ranks, and over stages one after the other."""
+        if self.context.model.is_mixed:  # typed at the prices of the slowest device
+            return 0.0
+        m, pp, work_s = candidate.num_micro_batches, candidate.mesh.pp, typed.time_s
+        return max(m * work_s / pp, work_s / (1 - (1 - 1 / m) ** (pp * candidate.virtual_stages)))
 
     def _bounds_s(
         self, keys: Sequence[tuple[object, ...]], made: Sequence[Callable[[], PipelineInstance]], goal_s: float

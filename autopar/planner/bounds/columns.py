@@ -1,7 +1,7 @@
 """Pipeline instances of one model side by side, as arrays; what is common to the relaxations that look at many at once.
 
 Dims are named by letters: i instances, r pipeline ranks (a pipeline with fewer has inactive ones), k kinds of blocks, o modes,
-v virtual stages of a rank, l lines. A *line* is a law that is linear in what a rank holds, see :class:`Lines`.
+v virtual stages of a rank (likewise), l lines. A *line* is a law that is linear in what a rank holds, see :class:`Lines`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Columns:
         self.runs, self.groups = own.runs, own.groups
         self.pp = np.array([one.pp for one in instances])
         self.m = np.array([float(one.num_micro_batches) for one in instances])
-        self.v = own.virtual_stages
+        self.virtual = np.array([float(one.virtual_stages) for one in instances])
+        self.v = int(self.virtual.max())
         ranks, num = int(self.pp.max()), len(instances)
         place = np.arange(ranks)
         self.active, self.is_last = place < self.pp[:, None], place == self.pp[:, None] - 1
@@ -56,7 +57,9 @@ class Columns:
             device[i, : one.pp] = one.device_of_rank
             if one.sends_s:
                 self.sends_s[i, : one.pp], self.backs_s[i, : one.pp] = one.sends_s, one.sends_back_s
-            self.held[i, : one.pp] = forwards_done(one.schedule, one.pp, self.v, one.num_micro_batches)
+            held = forwards_done(one.schedule, one.pp, one.virtual_stages, one.num_micro_batches)
+            self.held[i, : one.pp, : held.shape[1]] = held
+            self.held[i, : one.pp, held.shape[1] :] = held[:, -1:]
             for d, table in enumerate(one.floors):
                 tables[i, d] = table.numbers
             by_device[:, i, : len(one.floors)] = one.limit_bytes, one.forward_s, one.backward_s
@@ -70,10 +73,13 @@ class Columns:
         self.backward_s, self.kept_bytes, self.passing_bytes = np.moveaxis(modes[..., : self.num_modes, :], -1, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
         sent = np.array([one.sent_bytes for one in instances])[:, None]
-        sending = self.held.sum(axis=2) - self.is_last * self.held[:, :, -1]
+        self.has_stage = np.arange(self.v) < self.virtual[:, None]
+        """Virtual stages that the ranks of an instance have [i, v]; the others are as its last one."""
+        sending = (self.held * self.has_stage[:, None]).sum(axis=2) - self.is_last * self.held[:, :, -1]
         self.room_bytes = np.where(self.active, limit * FITS - sending * sent, 0.0)
         self.first_s = np.array([one.first_s for one in instances])
         self.tie_s = np.array([one.tie_s for one in instances])
+        self.least_work_s = np.array([one.least_work_s for one in instances])
         self.most = np.array([one.most_blocks for one in instances])
         kinds = own.kind_of_block
         self.counts = np.bincount(kinds, minlength=self.forward_s.shape[2]).astype(float)
@@ -110,7 +116,7 @@ class Columns:
         y_r = 1 / (m s_r); there the inequalities of the stages, each as if its rank had no other, give a second bound, the
         larger one of few micro-batches.
         """
-        work_s = self.least_s @ self.counts
+        work_s = np.maximum(self.least_s @ self.counts, self.least_work_s)
         own_s = self.forward_s + self.backward_s.min(axis=3) + self.more_s
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(self.least_s[:, None] > 0, own_s / self.least_s[:, None], np.inf)
@@ -118,21 +124,22 @@ class Columns:
         slowness = np.where(np.isfinite(slowness), slowness, 1.0)
         every_s = self.stage_forward_s + self.stage_backward_s
         before_s = self.before(every_s + self.sends_s + self.backs_s)
-        found = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=self.v == 1, repeats=self.v)
+        found = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=self.v == 1, repeats=self.virtual)
         if self.v == 1:
             return found
         # as if each stage had a rank of its own, whatever stands before it
-        return np.maximum(found, self._weighed_s(work_s, slowness, before_s, every_s, is_chain=True, rounds=self.v))
+        one = np.ones(len(self.m))
+        return np.maximum(found, self._weighed_s(work_s, slowness, before_s, every_s, is_chain=True, repeats=one))
 
     def _weighed_s(
-        self, work_s: Array, slowness: Array, before_s: Array, every_s: Array, *, is_chain: bool, repeats: int = 1,
-        rounds: int = 1,
+        self, work_s: Array, slowness: Array, before_s: Array, every_s: Array, *, is_chain: bool, repeats: Array,
     ) -> Array:  # fmt: skip
         after, weighed_s = np.zeros(len(self.m)), np.zeros(len(self.m))
-        for _ in range(rounds):
+        rounds = self.virtual / repeats
+        for turn in range(int(rounds.max())):
             for rank in reversed(range(slowness.shape[1])):
                 weight = (1 / slowness[:, rank] - after * is_chain) / self.m
-                weight = np.where(self.active[:, rank], np.maximum(weight, 0.0), 0.0)
+                weight = np.where(self.active[:, rank] & (turn < rounds), np.maximum(weight, 0.0), 0.0)
                 weighed_s += weight * (before_s[:, rank] + self.m * repeats * every_s[:, rank])
                 after += weight
         found: Array = (work_s + weighed_s) / after
@@ -143,7 +150,7 @@ class Columns:
         held = np.where(self.active[:, :, None], self.held, np.inf).min(axis=(1, 2))
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         least = (self.static_bytes + held[:, None, None] * self.kept_bytes.min(axis=3) + far).min(axis=1)
-        found: NDArray[np.bool_] = least @ self.counts <= self.room_bytes.sum(axis=1)
+        found: NDArray[np.bool_] = np.einsum("ik,k->i", least, self.counts) <= self.room_bytes.sum(axis=1)
         return found
 
     # --- lines
@@ -153,7 +160,7 @@ class Columns:
 
         Any price gives a law; those at which a mode of a large group costs as much as another one give the tightest.
         """
-        held = self.held.mean(axis=2)
+        held = (self.held * self.has_stage[:, None]).sum(axis=2) / self.virtual[:, None]
         found = [np.zeros(held.shape)]
         large = sorted(self.groups, key=lambda group: -self.counts[list(group)].sum())[:LARGEST]
         for group in large:

@@ -41,8 +41,8 @@ SIDE_BY_SIDE = 96
 SLACK = 1e-6
 """Of a block, up to which rounding is none."""
 
-CHUNK = 60_000
-"""Numbers of a table for each rank and line, so that tables stay small."""
+CHUNK = 128
+"""Instances side by side at most, so that tables stay in the cache."""
 
 
 def feasible_bounds(instances: Sequence[PipelineInstance], goal_s: float = np.inf) -> Array:
@@ -50,11 +50,11 @@ def feasible_bounds(instances: Sequence[PipelineInstance], goal_s: float = np.in
     found = np.zeros(len(instances))
     alike: dict[tuple[int, int], list[int]] = {}
     for i, one in enumerate(instances):
-        alike.setdefault((one.virtual_stages, one.pp.bit_length()), []).append(i)
-    for (v, bits), places in alike.items():
-        size = max(CHUNK // (v * 2**bits * 64), 1)
-        for start in range(0, len(places), size):
-            some = places[start : start + size]
+        alike.setdefault((min(one.virtual_stages, 2), (one.pp + 1).bit_length() // 2), []).append(i)
+    for (v, _), places in alike.items():
+        places.sort(key=lambda i: (instances[i].pp, instances[i].virtual_stages))
+        for start in range(0, len(places), CHUNK):
+            some = places[start : start + CHUNK]
             columns = Columns([instances[i] for i in some])
             test = _InOrder(columns) if v == 1 else _InAnyOrder(columns)
             found[some] = _least(columns.work_s(), test.possible, goal_s)
@@ -64,7 +64,9 @@ def feasible_bounds(instances: Sequence[PipelineInstance], goal_s: float = np.in
 def _least(low: Array, possible: Callable[[NDArray[np.intp], Array], NDArray[np.bool_]], goal_s: float) -> Array:
     """The largest time of each row's grid that is not possible, at most ``goal_s``."""
     every = np.arange(len(low))
-    found = np.where(possible(every, np.full(len(low), np.inf)), low, np.inf)
+    found = low.copy()
+    if np.isinf(goal_s):
+        found[~possible(every, np.full(len(low), np.inf))] = np.inf
     open_ = every[np.isfinite(found) & (low < goal_s)]
     step = float(np.log1p(PRECISION))
     # places on the grid: ``least`` is not possible (-1: the work relaxation itself), ``most`` is, or is at the goal
@@ -131,7 +133,7 @@ class _Laws:
     """
 
     def __init__(self, c: Columns) -> None:
-        self.c, v = c, c.v
+        self.c, v = c, c.virtual[:, None]
         m, prices = c.m[:, None], c.prices()
         num_left = np.maximum(c.m[:, None, None] - c.held, 0.0)
         room_s = prices * c.room_bytes[:, :, None]
@@ -141,10 +143,10 @@ class _Laws:
         start_s = sends + c.before(forward_s) + place * c.first_s[:, None]
         end_s = backs + c.before(backward_s)
         own_s = v * m * (forward_s + backward_s) + v * c.first_s[:, None]
-        all_s = c.least_forward_s @ c.counts + c.total(c.sends_s) * v - c.total(c.sends_s * c.is_last)
-        all_s = all_s + c.total(c.backs_s, but_last=True) + v * c.total(forward_s) + v * c.pp * c.first_s
+        all_s = c.least_forward_s @ c.counts + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
+        all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * (c.total(forward_s) + c.pp * c.first_s)
         third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
-        third = third + num_left.sum(axis=2) * forward_s
+        third = third + (num_left * c.has_stage[:, None]).sum(axis=2) * forward_s
         ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
         times = (start_s + own_s + ties_s, start_s + own_s + end_s, third)
         costs, fixed, peaks = [], [], []
@@ -245,13 +247,13 @@ class _InAnyOrder:
 
     def __init__(self, c: Columns) -> None:
         self.c, laws = c, _Laws(c)
-        self.laws, v = laws, c.v
+        self.laws = laws
         inner = c.counts.copy()
         inner[c.first] -= 1
         inner[c.last] -= 1
         counts = np.array([inner[list(group)].sum() for group in c.groups])
         kinds = [[k for k in group if inner[k] > 0] for group in c.groups]
-        large, stages = int(counts.argmax()), c.pp * v
+        large, stages = int(counts.argmax()), c.pp * c.virtual
         # blocks of the largest group that every stage has, as the others cannot hold them
         each = np.where(c.most < counts[large], np.maximum(counts[large] - c.most * (stages - 1), 0.0), 0.0)
         fixed = laws.fixed
@@ -260,9 +262,9 @@ class _InAnyOrder:
         self._before(kinds, large, each)
         costs = np.stack([laws.costs[..., own].min(axis=4) for own in kinds], axis=4)  # [i, r, v, l, group]
         costs = np.maximum(costs, 1e-30)
-        most = np.broadcast_to(counts, (len(c.m), v, len(counts))).copy()
-        most[:, :, large] = np.minimum(most[:, :, large], c.most[:, None])
-        self.needed = v - (c.is_first | False) * 1.0 - c.is_last
+        most = counts * c.has_stage[:, :, None]
+        most[:, :, large] = np.minimum(most[:, :, large], np.where(c.has_stage, c.most[:, None], 0.0))
+        self.needed = c.virtual[:, None] - c.is_first * 1.0 - c.is_last
         self.measures = [(np.ones(len(counts)) + np.zeros((len(c.m), 1)), True)]
         if len(counts) > 1:
             work = np.stack([c.least_s[:, own].min(axis=1) for own in kinds], axis=1)
@@ -289,7 +291,7 @@ class _InAnyOrder:
         after = c.pp[:, None] - 1 - place
         after_s = (after > 0) * tail_s + np.maximum(after - 1, 0) * backward_s
         once_s = c.once_s[:, 0, c.first] + c.tie_s
-        once_s = once_s + (c.v - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, some].min(axis=1)
+        once_s = once_s + (c.virtual - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, some].min(axis=1)
         laws.fixed[:, :, laws.line(0)] += before_s[:, :, None]
         laws.fixed[:, :, laws.line(1)] += (before_s + end_s + once_s[:, None])[:, :, None]
         laws.fixed[:, :, laws.line(2)] += (after_s + end_s + once_s[:, None])[:, :, None]

@@ -67,7 +67,8 @@ class InstanceMaker:
             return self.perfect_split(candidate)
         unsplit, layouts = self.context.unsplit(candidate), self.context.layouts
         step, floors = self.context.step(candidate, unsplit), self._of(None, candidate)
-        return self._instance(candidate, {None: floors.quickest_typing(unsplit, step, layouts.least_s(key))})
+        made = self._instance(candidate, {None: floors.quickest_typing(unsplit, step, layouts.least_s(key))})
+        return replace(made, least_work_s=layouts.quickest_s(key))
 
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate in a layout."""

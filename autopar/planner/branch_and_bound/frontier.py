@@ -19,8 +19,8 @@ from autopar.planner.space.candidates import Candidate
 LAST = LEVELS - 1
 
 SCOUTS = 8
-"""Candidates of which the best by the last bound gives an early incumbent where ranks have different devices: bounds there cost
-many times less where there is a time to be below."""
+"""Candidates of which the best by the last bound gives an early incumbent: bounds cost many times less where there is a time to
+be below."""
 
 
 class Frontier:
@@ -70,7 +70,7 @@ class Frontier:
         self._level |= {i: 0 for own in self.parts.values() for i in own}
         self._heap += [(self.bounds[self.pool[i]], 0, i) for i in self._level]
         heapq.heapify(self._heap)
-        if self.scouts and self.evaluator.model.is_mixed:
+        if self.scouts:
             yield from self._scout()
         while self._heap:
             bound_s, level, i = heapq.heappop(self._heap)
@@ -85,17 +85,21 @@ class Frontier:
                 self._raise(self.parts[self.keys[i]], level)
 
     def _scout(self) -> Iterator[int]:
-        """A primal heuristic: of the smallest micro-batches, whose pipelines fill best, the candidate of the least bound."""
-        few = min((key.micro_batch_size for key in self.parts), default=0)
-        for key, own in self.parts.items():
-            if key.micro_batch_size == few and self.crew.takes(key):
-                self._raise(own, 0)
-                some = heapq.nsmallest(SCOUTS, own, key=self._place)
-                self._raise(some, 1)
-                first = min(some, key=self._place)
-                if self.bounds[self.pool[first]] < self.best_s():
-                    self._given.add(first)
-                    yield first
+        """A primal heuristic for an early incumbent: of the smallest micro-batches, whose bounds are nearest to their plans.
+
+        Of the few of least bound the best one by the last bound is evaluated; where none of them fits, larger micro-batches are next.
+        """
+        for size in sorted({key.micro_batch_size for key in self.parts}):
+            own = [k for key, part in self.parts.items() if key.micro_batch_size == size for k in part]
+            some = heapq.nsmallest(SCOUTS, (k for k in own if self.crew.takes(self.keys[k])), key=self._place)
+            for made in range(LAST):
+                self._raise(some, made)
+            first = min(some, key=self._place, default=-1)
+            if first >= 0 and self._level[first] == LAST and math.isfinite(self.bounds[self.pool[first]]):
+                self._given.add(first)
+                yield first
+            if math.isfinite(self.best_s()):
+                return
 
     def _place(self, index: int) -> tuple[float, int]:
         return self.bounds[self.pool[index]], index
