@@ -160,8 +160,8 @@ class Columns:
 
         Any price gives a law; those at which a mode of a large group costs as much as another one give the tightest.
         """
-        held = (self.held * self.has_stage[:, None]).sum(axis=2) / self.virtual[:, None]
-        found = [np.zeros(held.shape)]
+        found = [np.zeros(self.active.shape)]
+        every = [self.held.max(axis=2), self.held.min(axis=2)][: min(self.v, 2)]
         large = sorted(self.groups, key=lambda group: -self.counts[list(group)].sum())[:LARGEST]
         for group in large:
             kind = max(group, key=lambda k: self.counts[k])
@@ -170,7 +170,7 @@ class Columns:
                 more_s, freed = seconds[..., other] - seconds[..., one], kept[..., one] - kept[..., other]
                 with np.errstate(divide="ignore", invalid="ignore"):
                     rate = np.where(freed * more_s > 0, more_s / freed, 0.0)
-                found.append(self.m[:, None] * rate / held)
+                found += [self.m[:, None] * rate / held for held in every]
         return np.stack(found, axis=2)
 
 

@@ -277,19 +277,17 @@ class _InAnyOrder:
         c, laws = self.c, self.laws
         some = [k for own in kinds for k in own]
 
-        def on_stage(values: Array) -> Array:
-            """The least of the blocks of one stage."""
-            return np.maximum(values[:, some].min(axis=1), each * values[:, kinds[large]].min(axis=1))
+        def stages(values: Array, count: Array, end: int) -> Array:
+            """The least of so many stages at an end of the model, whose block of that end is on one of them."""
+            some_s, large_s = values[:, some].min(axis=1), values[:, kinds[large]].min(axis=1)
+            others = np.maximum(np.maximum(count - 1, 0) * some_s[:, None], count * (each * large_s)[:, None])
+            found: Array = (count > 0) * values[:, end][:, None] + others
+            return found
 
-        place = np.arange(c.active.shape[1])[None]
-        forward_s, backward_s = on_stage(c.least_forward_s)[:, None], on_stage(c.least_backward_s)[:, None]
-        # before a rank's first stage stands the first block of all on a stage of its own
-        head = [c.least_forward_s[:, c.first][:, None], c.least_backward_s[:, c.first][:, None]]
-        before_s = (place > 0) * head[0] + np.maximum(place - 1, 0) * forward_s
-        end_s = (place > 0) * head[1] + np.maximum(place - 1, 0) * backward_s
-        tail_s = c.least_backward_s[:, c.last][:, None]
-        after = c.pp[:, None] - 1 - place
-        after_s = (after > 0) * tail_s + np.maximum(after - 1, 0) * backward_s
+        before = np.broadcast_to(np.arange(c.active.shape[1]), c.active.shape)
+        before_s = stages(c.least_forward_s, before, c.first)
+        end_s = stages(c.least_backward_s, before, c.first)
+        after_s = stages(c.least_backward_s, np.maximum(c.pp[:, None] - 1 - before, 0), c.last)
         once_s = c.once_s[:, 0, c.first] + c.tie_s
         once_s = once_s + (c.virtual - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, some].min(axis=1)
         laws.fixed[:, :, laws.line(0)] += before_s[:, :, None]
