@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from autopar.planner.bounds.columns import Chain, Columns, line_costs
 from autopar.planner.bounds.instance import Array, PipelineInstance
+from autopar.planner.bounds.whole_recompute import WholeRecompute
 
 PRECISION = 5e-4
 """The ratio of a bound to the next one of the grid, less one."""
@@ -37,6 +38,9 @@ FARTHEST = 16_384
 
 SIDE_BY_SIDE = 96
 """Times that are tried at once, of all instances together."""
+
+TRIES = 3
+"""Blocks that are taken off a rank at most, where whole ones recompute longer than there is time."""
 
 SLACK = 1e-6
 """Of a block, up to which rounding is none."""
@@ -195,6 +199,7 @@ class _InOrder:
         """What a block of each run costs less if it stands before a rank [i, r, l, run], and for the first ones of all up to a run's."""
         self.saved = np.concatenate([zeros, np.cumsum(self.less * sizes, axis=3)], axis=3)
         once = c.once_s[:, 0][:, kinds]
+        self.whole = WholeRecompute(c, np.full((len(c.m), 1), np.inf))
         self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
@@ -236,10 +241,35 @@ class _InOrder:
             taken = np.maximum(own, rank)
             fits &= ~is_here | (taken <= left - 1)
             first = np.where(is_here & (rank == 0), left, first)
+            if np.isfinite(time_s).all():
+                taken = self._whole(rows, rank, left, taken, time, cost)
+                fits &= ~is_here | (taken <= left - 1)
             left = np.where(is_here, np.minimum(taken, left), left)
             if not fits.any():
                 return fits, first
         return fits & (left <= 0), first
+
+
+    def _whole(
+        self, rows: NDArray[np.intp], rank: int, left: Array, begin: Array, time: Array, cost: Array
+    ) -> Array:
+        """Where the blocks of a rank begin at the least, as those that recompute do so whole."""
+        c, laws = self.c, self.laws
+        lines = [chain * laws.num_prices for chain in range(3)]  # those of time alone
+        ends = 1.0 * (rank == 0) + c.is_last[rows, rank]
+        saved, less = self.saved[rows, rank][:, lines], self.less[rows, rank][:, lines]
+        over = (cost + laws.fixed[rows, rank] - time)[:, lines]
+        for _ in range(TRIES):
+            count = (left - begin - ends)[:, None]
+            again_s = c.m[rows] * self.whole.least_s(rows, np.array([rank]), count)[:, 0]
+            run = np.clip(np.searchsorted(self.ends, begin, side="right") - 1, 0, len(self.sizes) - 1)
+            at = np.take_along_axis(saved, run[:, None, None], axis=2)[..., 0]
+            at = at + (begin - self.ends[run])[:, None] * np.take_along_axis(less, run[:, None, None], axis=2)[..., 0]
+            is_late = (at < over + again_s[:, None]).any(axis=1) & c.active[rows, rank] & (begin < left)
+            if not is_late.any():
+                break
+            begin = begin + is_late
+        return begin
 
 
 class _InAnyOrder:
@@ -269,6 +299,7 @@ class _InAnyOrder:
         if len(counts) > 1:
             work = np.stack([c.least_s[:, own].min(axis=1) for own in kinds], axis=1)
             self.measures.append((work, False))
+        self.whole = WholeRecompute(c, most.sum(axis=2))
         self.tables = [self._table(costs, most, value) for value, _ in self.measures]
         self.totals = [(value * counts).sum(axis=1) for value, _ in self.measures]
 
@@ -324,6 +355,34 @@ class _InAnyOrder:
                 value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
             if is_whole:
                 value = np.floor(value + SLACK)
+                value = self._whole(rows, value, budget, own, had[rows])
                 fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
             fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
         return fits
+
+    def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array, spent: Array, had: Array) -> Array:
+        """So many blocks, or fewer where those that recompute have to do so whole."""
+        lines = [chain * self.laws.num_prices for chain in range(3)]  # those of time alone
+        for _ in range(TRIES):
+            again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, slice(None), value)
+            is_late = np.zeros(value.shape, dtype=bool)
+            for line in lines:
+                cost = _between(had[:, :, line], spent[:, :, line], value)
+                is_late |= cost + again_s > budget[:, :, line]
+            is_late &= self.c.active[rows] & (value > 0)
+            if not is_late.any():
+                break
+            value = value - is_late
+        return value
+
+
+def _between(xs: Array, ys: Array, at: Array) -> Array:
+    """Piecewise linear through points [n, r, points], at places [n, r]."""
+    place = np.clip((xs <= at[..., None]).sum(axis=2) - 1, 0, xs.shape[2] - 2)[..., None]
+    x0, y0, x1, y1 = (
+        np.take_along_axis(values, where, axis=2)[..., 0] for where in (place, place + 1) for values in (xs, ys)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = np.where(x1 > x0, (y1 - y0) / (x1 - x0), 0.0)
+    found: Array = y0 + (at - x0) * slope
+    return found
