@@ -4,8 +4,7 @@
 |---|---|---|
 | 0 | total work over total speed; total memory | divided perfectly over ``cp`` and ``tp``, nothing sent inside of the model |
 | 1 | feasibility | likewise |
-| 2 | feasibility | as 1, but no block is quicker than in its own quickest typing |
-| 3 | feasibility | priced, in each of the layouts that some price of memory makes best |
+| 2 | feasibility | priced, in each of the layouts that some price of memory makes best |
 
 Each is a function of the candidate and of the goal alone: the same alone and in company, and no lower when the goal rises.
 """
@@ -20,15 +19,18 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.planner.bounds.columns import Columns
-from autopar.planner.bounds.feasibility import feasible_bounds
+from autopar.planner.bounds.feasibility import PRECISION, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.bounds.instances import InstanceMaker
 from autopar.planner.context import SearchContext, load_of
 from autopar.planner.layouts.types import LayoutKey, Load, TypedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 
-LEVELS = 4
+LEVELS = 3
 """Of bounds; the last one is that of the priced layouts."""
+
+COARSE = 4e-3
+"""The precision of bounds that are raised once more before a candidate is evaluated."""
 
 ROUNDING = 1e-9
 """A bound is below the time of its plan up to this part of it."""
@@ -51,8 +53,8 @@ class Cascade:
         if level == 0:
             return self._work_s(candidates)
         if level < LEVELS - 1:
-            made = self.maker.perfect_split if level == 1 else self.maker.quickest_typing
-            return self._bounds_s([(level, c) for c in candidates], [lambda c=c: made(c) for c in candidates], goal_s)
+            keys = [(level, c) for c in candidates]
+            return self._bounds_s(keys, [partial(self.maker.perfect_split, c) for c in candidates], goal_s, COARSE)
         self._solve_ahead(candidates)
         every = [self.context.known_layouts(c) for c in candidates]
         return [min(found, default=0.0) for found in self._of_layouts_s(candidates, every, goal_s)]
@@ -99,7 +101,7 @@ class Cascade:
             if not asked:
                 return found
             keys = [(candidates[i], layouts[i][j]) for i, j in asked]
-            bounds_s = self._bounds_s(keys, [partial(self._priced, *key) for key in keys], goal_s)
+            bounds_s = self._bounds_s(keys, [partial(self._priced, *key) for key in keys], goal_s, PRECISION)
             for (i, j), bound_s in zip(asked, bounds_s, strict=True):
                 found[i][j] = max(found[i][j], bound_s)
 
@@ -114,7 +116,7 @@ class Cascade:
         return max(m * work_s / pp, work_s / (1 - (1 - 1 / m) ** (pp * candidate.virtual_stages)))
 
     def _bounds_s(
-        self, keys: Sequence[tuple[object, ...]], made: Sequence[Callable[[], PipelineInstance]], goal_s: float
+        self, keys: Sequence[tuple[object, ...]], made: Sequence[Callable[[], PipelineInstance]], goal_s: float, precision: float
     ) -> list[float]:
         """Feasibility bounds of what these make, each worked out as far as it was asked for."""
         asked = []
@@ -122,7 +124,7 @@ class Cascade:
             bound_s, known_goal_s = self._known.get(key, (0.0, 0.0))
             if bound_s == known_goal_s < goal_s:  # excluded up to there, and not looked at beyond
                 asked.append(i)
-        found = feasible_bounds([made[i]() for i in asked], goal_s).tolist()
+        found = feasible_bounds([made[i]() for i in asked], goal_s, precision=precision).tolist()
         self._known.update((keys[i], (bound_s, goal_s)) for i, bound_s in zip(asked, found, strict=True))
         return [min(self._known[key][0], goal_s) if math.isfinite(self._known[key][0]) else math.inf for key in keys]
 

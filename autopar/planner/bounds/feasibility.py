@@ -49,8 +49,14 @@ CHUNK = 128
 """Instances side by side at most, so that tables stay in the cache."""
 
 
-def feasible_bounds(instances: Sequence[PipelineInstance], goal_s: float = np.inf) -> Array:
-    """For each instance the step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory."""
+def feasible_bounds(
+    instances: Sequence[PipelineInstance], goal_s: float = np.inf, *, precision: float = PRECISION
+) -> Array:
+    """For each instance the step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
+
+    Args:
+        precision: the ratio of a bound to the next one of the grid, less one.
+    """
     found = np.zeros(len(instances))
     alike: dict[tuple[int, int], list[int]] = {}
     for i, one in enumerate(instances):
@@ -61,18 +67,19 @@ def feasible_bounds(instances: Sequence[PipelineInstance], goal_s: float = np.in
             some = places[start : start + CHUNK]
             columns = Columns([instances[i] for i in some])
             test = _InOrder(columns) if v == 1 else _InAnyOrder(columns)
-            found[some] = _least(columns.work_s(), test.possible, goal_s)
+            found[some] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)))
     return found
 
 
-def _least(low: Array, possible: Callable[[NDArray[np.intp], Array], NDArray[np.bool_]], goal_s: float) -> Array:
-    """The largest time of each row's grid that is not possible, at most ``goal_s``."""
+def _least(
+    low: Array, possible: Callable[[NDArray[np.intp], Array], NDArray[np.bool_]], goal_s: float, step: float
+) -> Array:
+    """The largest time of each row's grid that is not possible, at most ``goal_s``; ``step``: of the logarithms of its times."""
     every = np.arange(len(low))
     found = low.copy()
     if np.isinf(goal_s):
         found[~possible(every, np.full(len(low), np.inf))] = np.inf
     open_ = every[np.isfinite(found) & (low < goal_s)]
-    step = float(np.log1p(PRECISION))
     # places on the grid: ``least`` is not possible (-1: the work relaxation itself), ``most`` is, or is at the goal
     ends = np.full(len(low), FARTHEST)
     if np.isfinite(goal_s):
@@ -199,7 +206,6 @@ class _InOrder:
         """What a block of each run costs less if it stands before a rank [i, r, l, run], and for the first ones of all up to a run's."""
         self.saved = np.concatenate([zeros, np.cumsum(self.less * sizes, axis=3)], axis=3)
         once = c.once_s[:, 0][:, kinds]
-        self.whole = WholeRecompute(c, np.full((len(c.m), 1), np.inf))
         self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
@@ -241,35 +247,10 @@ class _InOrder:
             taken = np.maximum(own, rank)
             fits &= ~is_here | (taken <= left - 1)
             first = np.where(is_here & (rank == 0), left, first)
-            if np.isfinite(time_s).all():
-                taken = self._whole(rows, rank, left, taken, time, cost)
-                fits &= ~is_here | (taken <= left - 1)
             left = np.where(is_here, np.minimum(taken, left), left)
             if not fits.any():
                 return fits, first
         return fits & (left <= 0), first
-
-
-    def _whole(
-        self, rows: NDArray[np.intp], rank: int, left: Array, begin: Array, time: Array, cost: Array
-    ) -> Array:
-        """Where the blocks of a rank begin at the least, as those that recompute do so whole."""
-        c, laws = self.c, self.laws
-        lines = [chain * laws.num_prices for chain in range(3)]  # those of time alone
-        ends = 1.0 * (rank == 0) + c.is_last[rows, rank]
-        saved, less = self.saved[rows, rank][:, lines], self.less[rows, rank][:, lines]
-        over = (cost + laws.fixed[rows, rank] - time)[:, lines]
-        for _ in range(TRIES):
-            count = (left - begin - ends)[:, None]
-            again_s = c.m[rows] * self.whole.least_s(rows, np.array([rank]), count)[:, 0]
-            run = np.clip(np.searchsorted(self.ends, begin, side="right") - 1, 0, len(self.sizes) - 1)
-            at = np.take_along_axis(saved, run[:, None, None], axis=2)[..., 0]
-            at = at + (begin - self.ends[run])[:, None] * np.take_along_axis(less, run[:, None, None], axis=2)[..., 0]
-            is_late = (at < over + again_s[:, None]).any(axis=1) & c.active[rows, rank] & (begin < left)
-            if not is_late.any():
-                break
-            begin = begin + is_late
-        return begin
 
 
 class _InAnyOrder:
@@ -355,9 +336,14 @@ class _InAnyOrder:
                 value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
             if is_whole:
                 value = np.floor(value + SLACK)
-                value = self._whole(rows, value, budget, own, had[rows])
                 fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
-            fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
+                fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
+                left = np.flatnonzero(fits & np.isfinite(time_s))
+                if len(left):
+                    some = self._whole(rows[left], value[left], budget[left], own[left], had[rows[left]])
+                    fits[left] = np.where(is_here[left], some, 0.0).sum(axis=1) >= total[rows[left]] * (1 - 1e-9)
+            else:
+                fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
         return fits
 
     def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array, spent: Array, had: Array) -> Array:

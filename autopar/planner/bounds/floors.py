@@ -1,4 +1,4 @@
-"""What the blocks of a candidate take and hold at the least: divided perfectly, at their quickest typing, in a priced layout.
+"""What the blocks of a candidate take and hold at the least: divided perfectly, or in a priced layout.
 
 What the data axes add to each micro-batch follows from the parameters of a block, which need no pricing: no layout on ``tp`` has less
 than one part of each on a rank. Bytes that a collective moves beside work are hidden but for the device's interference (see
@@ -93,18 +93,7 @@ class BlockFloors:
         Args:
             unsplit: the layout of the same micro-batch with neither axis.
         """
-        return self._split(unsplit, step, None)
-
-    def quickest_typing(self, unsplit: PricedLayout, step: Step, least_s: tuple[float, ...]) -> FloorTable:
-        """As :meth:`perfect_split`, but no block's work takes less than in its own quickest typing.
-
-        Args:
-            least_s: forward and backward of one micro-batch through each block of the compact graph, at the least.
-        """
-        return self._split(unsplit, step, least_s)
-
-    def _split(self, unsplit: PricedLayout, step: Step, least_s: tuple[float, ...] | None) -> FloorTable:
-        key = (unsplit, least_s, *_kind(step))
+        key = (unsplit, *_kind(step))
         if key not in self._tables:
             ranks, tp = step.mesh.cp * step.mesh.tp, step.mesh.tp
             ideal = self._ideal_work(unsplit, ranks)
@@ -112,28 +101,25 @@ class BlockFloors:
             known: dict[tuple[object, ...], BlockFloor] = {}
             found = []
             for k, cost in enumerate(self.costs(unsplit)):
-                more_s = least_s[k] if least_s else 0.0
-                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k], more_s
+                same = unsplit.keys[k] if k else -1, self.blocks.modes[k], added[k]
                 if same not in known:
-                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], more_s, step, tp)
+                    known[same] = self._split_floor(cost, parts[k], ideal[k], added[k], step, tp)
                 found.append(known[same])
             self._tables[key] = FloorTable(blocks=tuple(found))
         return self._tables[key]
 
     def _split_floor(
-        self, cost: BlockCost, part: BlockCost, ideal: list[tuple[float, float, float]], added: Added, least_s: float,
+        self, cost: BlockCost, part: BlockCost, ideal: list[tuple[float, float, float]], added: Added,
         step: Step, tp: int,
     ) -> BlockFloor:  # fmt: skip
         """Of a block, from seconds of work (forward first), bytes kept and in passing of each mode."""
         (forward_s, work_s, _), *modes = ideal
-        quick_s = added.least_s(work_s)
         return BlockFloor(
             forward_s=forward_s,
             modes=tuple(
                 ModeFloor(backward_s=added.least_s(work_s + again_s) - forward_s, kept_bytes=kept, passing_bytes=passing)
                 for again_s, kept, passing in modes
             ),
-            more_s=max(added.least_s(least_s) - quick_s, 0.0),
             once_s=self.model.block_once_s(part, step),
             static_bytes=self.model.block_static_bytes(cost, step) / tp,
         )
@@ -156,7 +142,7 @@ class BlockFloors:
     def _ideal_modes(
         self, cost: BlockCost, modes: tuple[Recompute, ...], ranks: int
     ) -> list[tuple[float, float, float]]:
-        # a measured part may be quicker than its share of the whole (caches): then only the quickest typing bounds it from below
+        # a measured part may be quicker than its share of the whole (caches): then nothing is known before it is priced
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
         device = self.model.device
         byte_s = bool(share) / (device.memory_bandwidth_bytes_per_s * device.kernel_fraction)

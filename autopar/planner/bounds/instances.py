@@ -12,7 +12,7 @@ from autopar.planner.bounds.floors import BlockFloors
 from autopar.planner.bounds.gradient_sums import tie_s
 from autopar.planner.bounds.instance import FloorTable, PipelineInstance, runs_of
 from autopar.planner.context import SearchContext
-from autopar.planner.layouts.types import PricedLayout, layout_key_of
+from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.rank_orders import origins
 from autopar.planner.stages.equal_blocks import EqualBlocks
@@ -56,19 +56,6 @@ class InstanceMaker:
         for places in dict.fromkeys(self.places(candidate)):
             tables[places] = self._of(places, candidate).perfect_split(self._on(places, unsplit), step)
         return self._instance(candidate, tables)
-
-    def quickest_typing(self, candidate: Candidate) -> PipelineInstance:
-        """As :meth:`perfect_split`, but each block's work takes no less than in its own quickest typing.
-
-        Typings are solved at the prices of the slowest device: where ranks differ this says nothing of quicker ones.
-        """
-        key = layout_key_of(candidate.micro_batch_size, candidate.mesh)
-        if key.tp == key.cp == 1 or self.is_mixed(candidate):
-            return self.perfect_split(candidate)
-        unsplit, layouts = self.context.unsplit(candidate), self.context.layouts
-        step, floors = self.context.step(candidate, unsplit), self._of(None, candidate)
-        made = self._instance(candidate, {None: floors.quickest_typing(unsplit, step, layouts.least_s(key))})
-        return replace(made, least_work_s=layouts.quickest_s(key))
 
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """A candidate in a layout."""
