@@ -29,7 +29,7 @@ from autopar.planner.space.candidates import Candidate
 LEVELS = 3
 """Of bounds; the last one is that of the priced layouts."""
 
-COARSE = 4e-3
+COARSE = 0.03
 """The precision of bounds that are raised once more before a candidate is evaluated."""
 
 ROUNDING = 1e-9

@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
+from autopar.planner.bounds.instance import FIELDS, Array, PipelineInstance, forwards_done
 
 LARGEST = 2
 """Groups of blocks whose modes say at which prices memory is weighed against time."""
@@ -37,8 +37,11 @@ class Columns:
     """
 
     def __init__(self, instances: Sequence[PipelineInstance]) -> None:
-        own = instances[0]
-        self.runs, self.groups = own.runs, own.groups
+        own, tables = instances[0], _tables(instances)
+        kind_of, num_kinds = _same_kinds(tables)
+        self.runs = _merged([(kind_of[kind], count) for kind, count in own.runs])
+        self.groups = tuple(dict.fromkeys(tuple(sorted({kind_of[k] for k in group})) for group in own.groups))
+        tables = tables[:, :, [kind_of.index(k) for k in range(num_kinds)]]
         self.pp = np.array([one.pp for one in instances])
         self.m = np.array([float(one.num_micro_batches) for one in instances])
         self.virtual = np.array([float(one.virtual_stages) for one in instances])
@@ -50,9 +53,7 @@ class Columns:
         device = np.zeros((num, ranks), dtype=np.int64)
         self.sends_s, self.backs_s = np.zeros((num, ranks)), np.zeros((num, ranks))
         self.held = np.ones((num, ranks, self.v))
-        most = max(len(one.floors) for one in instances)
-        tables = np.zeros((num, most, len(own.floors[0].blocks), FIELDS + 3 * MODES))
-        by_device = np.zeros((3, num, most))
+        by_device = np.zeros((3, num, tables.shape[1]))
         for i, one in enumerate(instances):
             device[i, : one.pp] = one.device_of_rank
             if one.sends_s:
@@ -60,15 +61,13 @@ class Columns:
             held = forwards_done(one.schedule, one.pp, one.virtual_stages, one.num_micro_batches)
             self.held[i, : one.pp, : held.shape[1]] = held
             self.held[i, : one.pp, held.shape[1] :] = held[:, -1:]
-            for d, table in enumerate(one.floors):
-                tables[i, d] = table.numbers
             by_device[:, i, : len(one.floors)] = one.limit_bytes, one.forward_s, one.backward_s
         rows = np.arange(num)[:, None]
         found = tables[rows, device]
         (self.forward_s, self.more_s, self.hidden_s, self.gather_s, self.once_s, self.static_bytes) = np.moveaxis(
             found[..., :FIELDS], -1, 0
         )
-        modes = found[..., FIELDS:].reshape(*found.shape[:-1], MODES, 3)
+        modes = found[..., FIELDS:].reshape(*found.shape[:-1], -1, 3)
         self.num_modes = max(len(block.modes) for one in instances for t in one.floors for block in t.blocks)
         self.backward_s, self.kept_bytes, self.passing_bytes = np.moveaxis(modes[..., : self.num_modes, :], -1, 0)
         limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
@@ -81,9 +80,10 @@ class Columns:
         self.tie_s = np.array([one.tie_s for one in instances])
         self.least_work_s = np.array([one.least_work_s for one in instances])
         self.most = np.array([one.most_blocks for one in instances])
-        kinds = own.kind_of_block
-        self.counts = np.bincount(kinds, minlength=self.forward_s.shape[2]).astype(float)
-        self.first, self.last = int(kinds[0]), int(kinds[-1])
+        self.counts = np.zeros(num_kinds)
+        for kind, count in self.runs:
+            self.counts[kind] += count
+        self.first, self.last = self.runs[0][0], self.runs[-1][0]
         # of each kind the least of all ranks [i, k]
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         self.least_forward_s = (self.forward_s + self.gather_s + far).min(axis=1)
@@ -165,13 +165,61 @@ class Columns:
         large = sorted(self.groups, key=lambda group: -self.counts[list(group)].sum())[:LARGEST]
         for group in large:
             kind = max(group, key=lambda k: self.counts[k])
-            seconds, kept = self.backward_s[:, :, kind], self.kept_bytes[:, :, kind]
-            for one, other in combinations(range(self.num_modes), 2):
-                more_s, freed = seconds[..., other] - seconds[..., one], kept[..., one] - kept[..., other]
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    rate = np.where(freed * more_s > 0, more_s / freed, 0.0)
+            for rate in _rates(self.backward_s[:, :, kind], self.kept_bytes[:, :, kind]):
                 found += [self.m[:, None] * rate / held for held in every]
         return np.stack(found, axis=2)
+
+
+def _tables(instances: Sequence[PipelineInstance]) -> Array:
+    """The numbers of the floors of each kind of device of each instance [i, device, k, columns]."""
+    own = instances[0].floors[0].numbers
+    found = np.zeros((len(instances), max(len(one.floors) for one in instances), *own.shape))
+    for i, one in enumerate(instances):
+        for d, table in enumerate(one.floors):
+            found[i, d] = table.numbers
+    return found
+
+
+def _same_kinds(tables: Array) -> tuple[list[int], int]:
+    """Of each kind of blocks a number, equal for those whose floors are equal in all instances; and how many there are."""
+    found: list[int] = []
+    firsts: list[int] = []
+    for k in range(tables.shape[2]):
+        same = [i for i, other in enumerate(firsts) if np.array_equal(tables[:, :, k], tables[:, :, other])]
+        found.append(same[0] if same else len(firsts))
+        if not same:
+            firsts.append(k)
+    return found, len(firsts)
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Runs of which those of one kind that follow each other are one."""
+    found: list[tuple[int, int]] = []
+    for kind, count in runs:
+        if found and found[-1][0] == kind:
+            found[-1] = kind, found[-1][1] + count
+        else:
+            found.append((kind, count))
+    return tuple(found)
+
+
+def _rates(seconds: Array, kept: Array) -> list[Array]:
+    """Seconds for a freed byte from each mode [i, r, o] to the next one on the lower hull of seconds against bytes, of up to three modes."""
+    order = np.argsort(-kept, axis=2)
+    seconds, kept = np.take_along_axis(seconds, order, axis=2), np.take_along_axis(kept, order, axis=2)
+
+    def rate(one: int, other: int) -> Array:
+        more_s, freed = seconds[..., other] - seconds[..., one], kept[..., one] - kept[..., other]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Array = np.where((freed > 0) & (more_s > 0), more_s / freed, 0.0)
+        return found
+
+    count = seconds.shape[2]
+    if count == 3:
+        first, second, both = rate(0, 1), rate(1, 2), rate(0, 2)
+        is_hull = first <= second
+        return [np.where(is_hull, first, both), np.where(is_hull, second, both)]
+    return [rate(one, other) for one, other in combinations(range(count), 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

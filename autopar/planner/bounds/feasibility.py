@@ -60,7 +60,7 @@ def feasible_bounds(
     found = np.zeros(len(instances))
     alike: dict[tuple[int, int], list[int]] = {}
     for i, one in enumerate(instances):
-        alike.setdefault((min(one.virtual_stages, 2), (one.pp + 1).bit_length() // 2), []).append(i)
+        alike.setdefault((min(one.virtual_stages, 2), one.pp.bit_length() // 4), []).append(i)
     for (v, _), places in alike.items():
         places.sort(key=lambda i: (instances[i].pp, instances[i].virtual_stages))
         for start in range(0, len(places), CHUNK):

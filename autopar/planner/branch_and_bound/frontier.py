@@ -81,6 +81,8 @@ class Frontier:
             if level == LAST:
                 self._given.add(i)
                 yield i
+            elif level == 0:  # no layout is asked for: all at once
+                self._raise([k for key, own in self.parts.items() if self.crew.takes(key) for k in own], level)
             else:
                 self._raise(self.parts[self.keys[i]], level)
 
