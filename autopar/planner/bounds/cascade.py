@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.planner.bounds.chain_program import chain_bound
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import PRECISION, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
@@ -68,9 +69,15 @@ class Cascade:
         layouts = self.context.known_layouts(candidate)
         found = self.layout_bounds_s(candidate, layouts, goal_s)
         for i, typed in enumerate(layouts):
-            if found[i] < goal_s and candidate.mesh.pp == 1 and not (candidate.moves or self.context.moved):
-                one = self.maker.one_stage(candidate, self.context.layouts.option(typed))
+            if found[i] >= goal_s or candidate.moves or self.context.moved:
+                continue
+            priced = self.context.layouts.option(typed)
+            if candidate.mesh.pp == 1:
+                one = self.maker.one_stage(candidate, priced)
                 found[i] = max(found[i], float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING))
+            else:
+                proof = chain_bound(self.maker.priced(candidate, priced), goal_s)
+                found[i] = max(found[i], min(proof.bound_s, goal_s) if proof else 0.0)
         return min(found, default=0.0)
 
     def _work_s(self, candidates: Sequence[Candidate]) -> list[float]:

@@ -16,7 +16,7 @@ from autopar.planner.space.candidates import Candidate
 GAP = 0.05
 """Of a bound, up to which the best time above it is near enough."""
 
-MOST = 256
+MOST = 32
 """Candidates whose bounds are raised at most."""
 
 
