@@ -71,7 +71,6 @@ class InstanceMaker:
             return replace(made, forward_s=tuple(own + ends_s for own in prelude_s))
         sends, back = self._sends_s(candidate, layout)
         shared = next(iter(found.values())).shared
-        stages = mesh.pp * candidate.virtual_stages
         return replace(
             made,
             forward_s=tuple(prelude + own for prelude, own in zip(prelude_s, made.forward_s, strict=True)),
@@ -80,7 +79,7 @@ class InstanceMaker:
             sends_back_s=back,
             sent_bytes=float(_sent_bytes(layout)[0]),
             tie_s=self._tie_s(candidate, shared, step),
-            most_blocks=self._blocks[False].most_blocks(layout, stages) if candidate.virtual_stages > 1 else math.inf,
+            most_blocks=self._most_blocks(candidate, layout),
         )
 
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
@@ -105,6 +104,12 @@ class InstanceMaker:
         stage = StageCost(blocks=blocks, recompute=tuple(slowest[k] for k in compact.class_of))
         beside_s = max(model.breakdown([stage], step).total_s - counted_s, 0.0)
         return replace(made, first_s=made.first_s + beside_s)
+
+    def _most_blocks(self, candidate: Candidate, layout: PricedLayout) -> float:
+        """Of the largest group on a stage: virtual stages of equal devices are cut as evenly as whole blocks allow."""
+        if candidate.virtual_stages == 1 or self.is_mixed(candidate):
+            return math.inf
+        return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
 
     # --- devices
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, MutableMapping, Sequence
 
 from autopar.planner.space.candidates import Candidate
 
-GAP = 0.05
+GAP = 0.03
 """Of a bound, up to which the best time above it is near enough."""
 
 MOST = 32
