@@ -17,7 +17,6 @@ from autopar.graph.ir import Graph
 from autopar.graph.trace import LossFunction
 from autopar.plan import FP32, Plan
 from autopar.plan_io import load_plan
-from autopar.planner.branch_and_bound.collection import seldom_collected
 from autopar.planner.branch_and_bound.process_group import cores
 from autopar.planner.outcome import Limits, Progress
 from autopar.planner.planner import Planner
@@ -120,9 +119,8 @@ def search(  # noqa: PLR0913  keywords of the public call
         progress,
     )
     limits = Limits(trials=trials, timeout_s=timeout_s, max_step_time_s=max_step_time_s)
-    with seldom_collected():
-        processes = _idle_cores() if workers is None else workers
-        return Planner(task).search(limits=limits, sharing=sharing, progress=progress, processes=processes)
+    processes = _idle_cores() if workers is None else workers
+    return Planner(task).search(limits=limits, sharing=sharing, progress=progress, processes=processes)
 
 
 def _idle_cores() -> int:
@@ -193,7 +191,7 @@ def operator_calls(  # noqa: PLR0913  keywords of the public call
     Returns:
         Calls as :class:`autopar.measured.OperatorTime` has them.
     """
-    from autopar.planner.explain.operator_shapes import operator_calls as calls_of
+    from autopar.planner.operator_calls import operator_calls as calls_of
 
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     samples = global_batch_size or SAMPLES_PER_RANK * where.world_size

@@ -191,55 +191,21 @@ class Cluster:
 
     def tier_of(self, ranks: Iterable[int]) -> str:
         """The innermost tier that holds all ranks: ``device``, ``node``, the name of a :class:`Tier`, or ``network``."""
-        members = tuple(ranks)
-        nodes = {self.node_of(rank) for rank in members}
-        if len(nodes) <= 1:
-            return "node" if len(set(members)) > 1 else "device"
-        for tier in self.tiers:
-            if len({node // tier.num_nodes for node in nodes}) == 1:
-                return tier.name
-        return NETWORK
+        from autopar import topology  # it reads clusters
+
+        return topology.Fabric(self).tier_of(ranks)
 
     def link_between(self, rank: int, other: int) -> Link:
         """The link that a message from ``rank`` to ``other`` feels when it is alone: the narrowest, with all delays."""
-        ours, theirs = self.group_of(rank), self.group_of(other)
-        tier = self.tier_of([rank, other])
-        if tier in ("device", "node"):
-            return ours.intra_node
-        crossed = [ours.nic, theirs.nic]
-        for level in self.tiers:
-            if level.name == tier:
-                break
-            crossed.append(level.uplink)
-        narrowest = min(crossed, key=lambda link: link.bandwidth_bytes_per_s)
-        return replace(narrowest, latency_s=sum(link.latency_s for link in crossed[1:]))
+        from autopar import topology
+
+        return topology.Fabric(self).link_between(rank, other)
 
     def topology(self) -> networkx.Graph[str]:
-        """Devices, node switches, cards and switches as a graph.
+        """Devices, node switches, cards and switches as a graph of networkx; see :func:`autopar.topology.topology`."""
+        from autopar import topology
 
-        Nodes have ``kind`` (``device``, ``switch``, ``nic``); edges have ``bandwidth_bytes_per_s`` and ``latency_s`` of
-        one direction. Names: ``device:RANK``, ``node:NODE``, ``nic:NODE.CARD``, ``TIER:DOMAIN`` and ``network``.
-        """
-        import networkx  # only drawing and trees need it
-
-        graph: networkx.Graph[str] = networkx.Graph()
-        graph.add_node(NETWORK, kind="switch")
-        rank = node = 0
-        for group in self.groups:
-            for _ in range(group.num_nodes):
-                above = self._add_switches(graph, node)
-                graph.add_node(f"node:{node}", kind="switch")
-                for card in range(group.nics_per_node):
-                    graph.add_node(f"nic:{node}.{card}", kind="nic")
-                    _connect(graph, f"nic:{node}.{card}", above, group.nic)
-                for index in range(group.devices_per_node):
-                    graph.add_node(f"device:{rank}", kind="device", device=group.device.name)
-                    _connect(graph, f"device:{rank}", f"node:{node}", group.intra_node)
-                    card = index * group.nics_per_node // group.devices_per_node
-                    _connect(graph, f"device:{rank}", f"nic:{node}.{card}", replace(group.nic, latency_s=0.0))
-                    rank += 1
-                node += 1
-        return graph
+        return topology.topology(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The cluster as plain data with nothing left to look up; a cluster file as well once written as TOML."""
@@ -284,25 +250,3 @@ class Cluster:
         raise UsageError(
             "a rank lies between 0 and the world size", value=f"{rank} of {self.world_size}", place=self.name
         )
-
-    def _add_switches(self, graph: networkx.Graph[str], node: int) -> str:
-        """The switch that the node's cards hang on; adds the tiers above it as they are first met."""
-        innermost = below = NETWORK
-        uplink: Link | None = None
-        for tier in self.tiers:
-            switch = f"{tier.name}:{node // tier.num_nodes}"
-            graph.add_node(switch, kind="switch")
-            if uplink is None:
-                innermost = switch
-            else:
-                _connect(graph, below, switch, uplink)
-            below, uplink = switch, tier.uplink
-        if uplink is not None:
-            _connect(graph, below, NETWORK, uplink)
-        return innermost
-
-
-def _connect(graph: networkx.Graph[str], one: str, other: str, link: Link) -> None:
-    graph.add_edge(
-        one, other, link=link.name, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
-    )

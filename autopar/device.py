@@ -172,6 +172,14 @@ class Device:
         others = tuple(rate for rate in self.matmul if rate.dtype != dtype)
         return replace(self, matmul=(*others, replace(self.rate(products), dtype=dtype)))
 
+    def at_best(self) -> Device:
+        """A device on which no part of a product takes less than its share of the whole; see :meth:`MatmulRate.at_best`.
+
+        This one where that is so here.
+        """
+        best = tuple(rate.at_best() for rate in self.matmul)
+        return self if best == self.matmul else replace(self, matmul=best)
+
     def to_dict(self) -> dict[str, Any]:
         """The profile's ``[device]`` table, as plain data."""
         notes = dict(self.provenance)

@@ -206,6 +206,26 @@ def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.t(), bias)
 
 
+class _RealClasses(torch.autograd.Function):
+    """The first ``classes`` of padded logits in a dtype: one pass each way, where a slice and a cast are two and four."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+        ctx.like, ctx.classes = (logits.shape, logits.dtype), classes
+        return logits[..., :classes].to(dtype, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shape, dtype = ctx.like
+        whole = grad.new_empty(shape, dtype=dtype)
+        whole[..., : ctx.classes].copy_(grad)
+        whole[..., ctx.classes :].zero_()
+        return whole, None, None
+
+
+spmd_types.register_local_autograd_function(_RealClasses)
+
+
 def cross_entropy_sum(
     logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, classes: int = 0
 ) -> Tensor:
@@ -213,11 +233,11 @@ def cross_entropy_sum(
 
     ``classes``: how many of the logits are real, the first ones; 0: all.
     """
-    logits = logits[..., :classes] if classes else logits
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
+    wide = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+    if classes:
+        logits = cast("Tensor", _RealClasses.apply(logits, classes, wide))  # type: ignore[no-untyped-call]
     return F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]),
+        logits.to(wide).reshape(-1, logits.shape[-1]),
         target.reshape(-1),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,

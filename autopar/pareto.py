@@ -3,7 +3,7 @@
 Time is minimised for each limit of the others (the epsilon-constraint method of Haimes, Lasdon and Wismer, 1971): each
 cluster's plan is searched as usual, then again with less memory than the one before took. Every point is a search of its
 own, with its certificate. Where a space has a sampler and more candidates than are searched to the end, time and memory of a
-cluster are those of the candidates that NSGA-II asks for (:mod:`autopar.planner.branch_and_bound.several`).
+cluster are those of the candidates that NSGA-II asks for (:mod:`autopar.planner.branch_and_bound.sampling`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _plans(ask: Ask, text: str, cluster: Cluster, *, with_memory: bool) -> Itera
     limits, factor = Limits(max_step_time_s=ask.max_step_time_s), 1.0
     if with_memory and (planner := ask.planner(cluster)).is_sampled:
         ask.say(f"trying {text}, time and memory")
-        yield from ((plan, 1 - peak_bytes(plan.predicted) / whole) for plan in planner.several(limits))
+        yield from ((plan, 1 - peak_bytes(plan.predicted) / whole) for plan in planner.front(limits))
         return
     while True:
         ask.say(f"trying {text}" + (f", {100 * factor:.0f} % of its memory" if factor < 1 else ""))

@@ -304,7 +304,8 @@ class Plan:
         optimizer: its name for memory and time (``adamw``, ``sgd``, ``momentum``).
         prelude: strategy names of the prelude operators on axis ``batch``.
         layouts, blocks, stages: see there; blocks in order, stages in order of the model.
-        padding: parameters that are longer than the model's, so that they split evenly over ``tp``.
+        padding: parameters that are longer than the model's, so that they split evenly over ``tp`` and are aligned.
+        vocab_multiple: of the rows of each rank's part of a vocabulary; 1: as ``padding`` needs for a split alone.
         pins: as the user wrote them.
         notes: what a reader should know (replicated operators, opaque regions).
         opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
@@ -339,6 +340,7 @@ class Plan:
     offload: tuple[Offload, ...] = field(default=(), metadata=RARE)
     bucket_bytes: int = field(default=BUCKET_BYTES, metadata=RARE)
     data_shares: tuple[int, ...] = field(default=(), metadata=RARE)
+    vocab_multiple: int = field(default=1, metadata=RARE)
     version: int = FORMAT_VERSION
 
     @property

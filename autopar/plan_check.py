@@ -67,7 +67,7 @@ def _degrees(plan: Plan) -> Iterator[_Fault]:
     if mesh.ep not in (mesh.ep_data, mesh.ep_data * mesh.tp):
         law = f"experts borrow ep_data={mesh.ep_data} data ranks and none or all of tp={mesh.tp}: ep is their product"
         yield "mesh.ep", law, mesh.ep, _AGAIN
-    for name in ("global_batch_size", "micro_batch_size", "virtual_stages", "bucket_bytes"):
+    for name in ("global_batch_size", "micro_batch_size", "virtual_stages", "bucket_bytes", "vocab_multiple"):
         if getattr(plan, name) < 1:
             yield name, "the value is at least 1", getattr(plan, name), _AGAIN
     if not plan.data_shares and plan.global_batch_size % (plan.micro_batch_size * mesh.data):

@@ -17,10 +17,13 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Progress
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.candidates import divisors
 from autopar.planner.space.pins import NumberPin, Pins
+from autopar.planner.space.preferences import leanness
 from autopar.planner.space.space import load_space
 from autopar.scaling import scaled
 from autopar.table import closest
@@ -216,11 +219,19 @@ def _with_time(ask: Ask, text: str) -> Iterator[tuple[str, Cluster]]:
     ):
         planner = ask.planner(Cluster.parse(sizes[0], cache_dir=ask.cache_dir))
         # batch statistics and experts over data ranks have micro-batches and products of other sizes on more devices
-        least_s = 0.0 if planner.mixing or planner.problem.experts else planner.least_time_s()
+        least_s = 0.0 if planner.mixing or planner.problem.experts else _least_time_s(planner)
     for size in sizes:
         cluster = Cluster.parse(size, cache_dir=ask.cache_dir)
         if ask.max_step_time_s is None or least_s / cluster.world_size <= ask.max_step_time_s:
             yield size, cluster
+
+
+def _least_time_s(planner: Planner) -> float:
+    """What one device computes at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
+    most, evaluator = planner.task.global_batch_size, planner.evaluator
+    keys = [LayoutKey(micro_batch_size=m, tp=most) for m in planner.task.space.micro_batches if m <= most]
+    times = (evaluator.pipelines.placed.least_s(evaluator.layouts.whole(key)) / key.micro_batch_size for key in keys)
+    return most * min(times, default=0.0)
 
 
 def _none_within(ask: Ask) -> str:
@@ -355,11 +366,19 @@ def _missing(ask: Ask, cluster: Cluster) -> str:
     """Why there is no plan; empty where there is one."""
     planner = ask.planner(cluster)
     if ask.max_step_time_s is None:
-        found = planner.fits()
+        found = _fits(planner)
     else:
         limits = Limits(max_step_time_s=ask.max_step_time_s)
         found = planner.fastest(limits, processes=ask.processes) is not None
     return "" if found else _none_within(ask)
+
+
+def _fits(planner: Planner) -> bool:
+    """Whether some plan fits in memory, however slow: the leanest candidates that may fit are tried first."""
+    evaluator = planner.evaluator
+    bounds_s = evaluator.bounds_s(0, planner.pool)
+    may_fit = [c for c, bound_s in zip(planner.pool, bounds_s, strict=True) if bound_s < math.inf]
+    return any(isinstance(evaluator.evaluate(c), Evaluation) for c in sorted(may_fit, key=leanness))
 
 
 def _largest(

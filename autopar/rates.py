@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.table import Table
@@ -47,7 +47,7 @@ class MatmulRate:
             (deterministic); 0: not known, and as without.
         num_units: that take tiles of a product side by side; 0: only the curve counts.
         tile_elements: of the output, of one tile.
-        wave_loss, fill_depth, unaligned_fraction: see :meth:`product_flops_per_s`.
+        wave_loss, fill_depth, unaligned_fraction, unaligned_batched_fraction: see :meth:`product_flops_per_s`.
     """
 
     dtype: str
@@ -69,13 +69,16 @@ class MatmulRate:
     wave_loss: float = 0.0
     fill_depth: float = 0.0
     unaligned_fraction: float = 1.0
+    unaligned_batched_fraction: float = 1.0
 
     def product_flops_per_s(self, count: int, rows: int, columns: int, depth: int) -> float:
         """The rate of ``count`` products [rows, depth] x [depth, columns] in one kernel.
 
         The output is cut in tiles that the units take in waves: the last wave is ``wave_loss`` of one idle on average,
         and each tile loads and stores for as long as ``fill_depth`` more of its depth would take. Rows of a length
-        that is no multiple of 8 elements cannot be loaded as the matrix units want them.
+        that is no multiple of 8 elements cannot be loaded as the matrix units want them: one product of those reaches
+        ``unaligned_fraction`` of the rate, several in one kernel ``unaligned_batched_fraction`` (other kernels, and measured
+        apart).
 
         >>> rate = MatmulRate(dtype="float16", ceiling_flops_per_s=1e12, datasheet_flops_per_s=1e12, calibrated=True,
         ...                   curve=(CurvePoint(smallest_dim=1, efficiency=0.5),), provenance="example", num_units=1,
@@ -86,8 +89,24 @@ class MatmulRate:
         waves = count * rows * columns / (self.tile_elements * self.num_units)
         share = waves / (waves + self.wave_loss) * depth / (depth + self.fill_depth)
         if columns % ALIGNED_ELEMENTS or depth % ALIGNED_ELEMENTS:
-            share *= self.unaligned_fraction
+            share *= self.unaligned_fraction if count == 1 else self.unaligned_batched_fraction
         return self.flops_per_s(min(rows, columns, depth)) * share
+
+    def at_best(self) -> MatmulRate:
+        """A rate that no padding, cut or order of dims takes a product above: the floor of its time rests on it.
+
+        Rows are aligned, and a smaller product is no faster than a larger one. Parts of a product then take together no less
+        time than the whole: ``product_flops_per_s`` and ``flops_per_s`` fall with each dim.
+        """
+        best = tuple(
+            replace(
+                point,
+                efficiency=max(p.efficiency for p in self.curve[: i + 1]),
+                backward_efficiency=max(p.backward_efficiency or p.efficiency for p in self.curve[: i + 1]),
+            )
+            for i, point in enumerate(self.curve)
+        )
+        return replace(self, curve=best, unaligned_fraction=1.0, unaligned_batched_fraction=1.0)
 
     def attention_flops_per_s(self, smallest_dim: int, *, backward: bool = False) -> float:
         """The rate of fused attention forward or backward, masked scores not counted."""
@@ -197,8 +216,17 @@ def rate_of(dtype: str, table: Table) -> MatmulRate:
         tile_elements=table.number("tile_elements", 128.0 * 128.0),
         wave_loss=table.number("wave_loss", 0.0, positive=False),
         fill_depth=table.number("fill_depth", 0.0, positive=False),
-        unaligned_fraction=table.number("unaligned_fraction", 1.0),
+        unaligned_fraction=_share(table, "unaligned_fraction"),
+        unaligned_batched_fraction=_share(table, "unaligned_batched_fraction"),
         provenance=table.text("provenance"),
     )
     table.finish()
     return rate
+
+
+def _share(table: Table, key: str) -> float:
+    """What is left of a rate: more than 0 and at most 1, which it is where the profile does not say."""
+    found = table.number(key, 1.0)
+    if found > 1:
+        raise table.fault(key, "what is left of a rate is at most 1", value=found)
+    return found

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cluster import Cluster
-from autopar.cost.network.link_fit import links_of
+from autopar.measure.link_fit import links_of
 from autopar.measured import load_json
 from autopar.profile.detect import device_name
 from autopar.profile.files import write_json

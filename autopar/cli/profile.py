@@ -302,7 +302,7 @@ def _measure_links(job: LinkJob, output: Path, nics: int | None) -> dict[str, An
 
 
 def _write_links(found: LinkPoints, path: Path, output: Path, nics: int | None) -> dict[str, Any]:
-    from autopar.cost.network.link_fit import links_of
+    from autopar.measure.link_fit import links_of
     from autopar.profile.files import write_toml
 
     where = f"measured {time.strftime('%Y-%m-%d')} on {len(found.job['nodes'])} ranks of {found.job['device']}, "

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.graph.elements import (
     Argument,
@@ -29,6 +29,9 @@ from autopar.graph.elements import (
     map_refs,
 )
 from autopar.graph.lookups import Index
+
+if TYPE_CHECKING:
+    import networkx
 
 __all__ = [
     "Argument",
@@ -195,6 +198,45 @@ class Graph:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "passes"}
+
+    def to_networkx(self) -> networkx.MultiDiGraph[str]:
+        """The graph for networkx: its algorithms, and drawing.
+
+        Nodes are the tensors and operators by name, in topological order. Each has ``kind``: ``input``, ``parameter``, ``buffer``,
+        ``prelude`` or ``op``; ``outputs``, the specs (:class:`TensorSpec`) of the tensors that it makes; and ``num_bytes``, their
+        size. Operators have ``target``, ``module`` and ``source`` also, live ones ``block``, the index of theirs; a parameter
+        has ``fqn``, its name in the model.
+
+        Edges go from what makes a value to what reads it, one for each time that it is read, and have ``output``, which of the
+        maker's outputs it is, and ``num_bytes``. A value that is read as a total over the batch is an edge like any other.
+        The graph itself has ``name``, ``batch_size`` and ``loss``, the name of the node that makes the loss.
+
+        >>> import networkx
+        >>> from autopar.models import resolve_model
+        >>> graph = resolve_model("gpt:layers=2,hidden=32,heads=2,vocab=64", sequence_length=8).trace().to_networkx()
+        >>> networkx.is_directed_acyclic_graph(graph), graph.nodes[graph.graph["loss"]]["kind"]
+        (True, 'op')
+        """
+        import networkx  # only this needs it
+
+        found: networkx.MultiDiGraph[str] = networkx.MultiDiGraph(
+            name=self.name, batch_size=self.batch_size, loss=self.loss.name
+        )
+        for kind, leaves in (("input", self.inputs), ("parameter", self.parameters), ("buffer", self.buffers)):
+            for leaf in leaves:
+                more = {"fqn": leaf.fqn} if isinstance(leaf, Parameter) else {}
+                found.add_node(leaf.name, kind=kind, outputs=(leaf.spec,), num_bytes=leaf.spec.num_bytes, **more)
+        for i, op in enumerate((*self.prelude, *self.ops)):
+            is_live = i >= len(self.prelude)
+            num_bytes = sum(spec.num_bytes for spec in op.outputs)
+            block = {"block": self.block_of(op.name)} if is_live else {}
+            found.add_node(
+                op.name, kind="op" if is_live else "prelude", outputs=op.outputs, num_bytes=num_bytes,
+                target=op.target, module=op.module, source=op.source, **block,
+            )  # fmt: skip
+            for ref in op.operands:
+                found.add_edge(ref.name, op.name, output=ref.index, num_bytes=self.spec(ref).num_bytes)
+        return found
 
     def share_names(self, other: Graph, made: dict[str, tuple[TensorSpec, ...]]) -> None:
         """Take the look-ups by name of a graph with the same names and wiring and other shapes.

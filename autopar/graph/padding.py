@@ -1,4 +1,4 @@
-"""Vocabularies made longer, so that they split evenly: 50257 rows over 4 ranks become 50260.
+"""Vocabularies made longer, so that they split evenly and their rows are aligned: 50257 over 4 ranks become 50260 or 50432.
 
 A vocabulary is a set of dims that must have one length: rows of embedding tables, features out of heads (weights and
 biases), classes of logits. Padding is a change of shapes alone: the same operators in the same order. Rows that are
@@ -31,7 +31,7 @@ _ELEMENTWISE = frozenset(
 """Of one tensor: with a finite derivative at zero, so that a gradient of zero stays zero."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Vocabulary:
     """Dims of one length.
 
@@ -48,24 +48,22 @@ class Vocabulary:
     losses: dict[str, None] = field(default_factory=dict)
 
 
-def vocabularies(graph: Graph, parts: int = 0) -> tuple[Vocabulary, ...]:
-    """Every vocabulary of the graph all of whose uses are understood; with ``parts`` those alone that it pads: :func:`lengths`."""
-    known, key = graph._index.named, f"vocabularies {parts}"
+def vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
+    """Every vocabulary of the graph all of whose uses are understood."""
+    known, key = graph._index.named, "vocabularies"
     if key not in known:
-        known[key] = _vocabularies(graph, parts)
+        known[key] = _vocabularies(graph)
     found: tuple[Vocabulary, ...] = known[key]
     return found
 
 
-def _vocabularies(graph: Graph, parts: int) -> tuple[Vocabulary, ...]:
+def _vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
     found: list[Vocabulary] = []
     done: set[str] = set()
     for op in graph.ops:
         dim = 0 if op.target == "aten.embedding.default" else _LINEARS.get(op.target)
         weight = None if dim is None else op.operands[0 if op.target == "aten.embedding.default" else 1]
         if dim is None or weight is None or weight.name in done or not graph.is_parameter(weight):
-            continue
-        if parts and not _is_padded(graph.parameter(weight.name).spec.shape[dim], parts):
             continue
         vocabulary = _Walk(graph).run(weight.name, dim)
         if vocabulary is not None:
@@ -74,23 +72,49 @@ def _vocabularies(graph: Graph, parts: int) -> tuple[Vocabulary, ...]:
     return tuple(found)
 
 
-def lengths(graph: Graph, parts: int) -> dict[str, int]:
-    """The padded length of each parameter whose vocabulary does not divide by ``parts``, by its key.
+def lengths(graph: Graph, ranks: int, multiple: int = 1) -> dict[str, int]:
+    """The padded length of each parameter whose vocabulary is not as long as :func:`length` says, by its key.
 
-    Shorter ones than ``parts`` squared stay as they are: some rank would hold more padding than anything else.
+    Args:
+        ranks: over which vocabularies may be split.
+        multiple: of the rows that a rank then holds, of vocabularies that are multiplied with (tables that are only looked up
+            in, such as those of positions, gain nothing by it).
     """
-    if parts == 1:
+    if ranks == multiple == 1:
         return {}
+    found = {v: length(v.size, ranks, multiple if v.values else 1) for v in vocabularies(graph)}
     return {
-        graph.parameter(name).key: -(-vocabulary.size // parts) * parts
-        for vocabulary in vocabularies(graph, parts)
-        if _is_padded(vocabulary.size, parts)
+        graph.parameter(name).key: size
+        for vocabulary, size in found.items()
+        if size > vocabulary.size
         for name in vocabulary.parameters
     }
 
 
-def _is_padded(size: int, parts: int) -> bool:
-    return size % parts > 0 and size >= parts * parts
+def vocabulary_sizes(graph: Graph) -> tuple[tuple[int, int], ...]:
+    """Of each vocabulary that is multiplied with its length, and the elements that its parameters have for one of it."""
+    return tuple(
+        (v.size, sum(graph.parameter(name).spec.numel // v.size for name in v.parameters))
+        for v in vocabularies(graph)
+        if v.values
+    )
+
+
+def length(size: int, ranks: int, multiple: int = 1) -> int:
+    """A vocabulary of ``size`` so long that each of ``ranks`` has a multiple of ``multiple`` rows.
+
+    Where some rank would hold more padding than anything else, rows are not aligned; where that is so even then, nothing is
+    padded.
+
+    >>> length(50257, 1, 64), length(50257, 8, 64), length(50257, 8), length(50257, 1)
+    (50304, 50688, 50264, 50257)
+    >>> length(200, 4, 64), length(21, 5)
+    (200, 21)
+    """
+    for parts in (ranks * multiple, ranks):
+        if size >= parts * ranks:
+            return -(-size // parts) * parts
+    return size
 
 
 def pad(graph: Graph, wanted: Mapping[str, int]) -> Graph:

@@ -57,9 +57,9 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
         raise _equal_shares(plan, f"{totalled[0].name} ({totalled[0].target}), {totalled[0].module}")
     if plan.mesh.ep_data > 1:
         result = spread.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
+    result = _padded(plan, result)
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
-            result = _padded(plan, result) if axis == "tp" else result
             typings.append(axis_typing(plan, result, axis))
             result = shard(result, typings[-1])
     return result, tuple(typings)

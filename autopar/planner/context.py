@@ -87,8 +87,8 @@ class SearchContext:
         )
 
     def unsplit(self, candidate: Candidate) -> PricedLayout:
-        """The layout of a candidate's micro-batch with neither ``cp`` nor ``tp``."""
-        return self.layouts.whole(candidate.micro_batch_size, candidate.mesh.ep_data)
+        """What the parts of a candidate's layouts are taken of; see :meth:`Layouts.whole`."""
+        return self.layouts.whole(layout_key_of(candidate))
 
     def typed_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
         """The layouts of a candidate before they are priced.
@@ -96,7 +96,7 @@ class SearchContext:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        return self.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+        return self.layouts.drafts(layout_key_of(candidate), load_of(candidate))
 
     def known_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
         """As :meth:`typed_layouts`; none where there is none, which the candidate's evaluation explains."""

@@ -1,54 +1,58 @@
-"""From a graph to a plan: the pieces of the search put together, and an account of why it chose as it did."""
+"""From a graph to a plan: the story of the search.
+
+1. Equal blocks are folded and the batch axis is typed (:class:`~autopar.planner.context.SearchContext`).
+2. The space gives the candidates: mesh, micro-batch, ZeRO, schedule, order of devices, offload, shares.
+3. Branch and bound takes the candidate of the least dual bound, raises the bound or evaluates it, and stops when no bound is
+   below the incumbent; then the certificate closes the gap (:mod:`autopar.planner.branch_and_bound`).
+4. The best plan is polished and compared with its neighbours; one that turns out faster becomes the plan.
+5. The plan is written down with its certificate, the comparisons and notes. Where there is none, :mod:`~autopar.planner.infeasible` says why.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from math import nextafter
+from math import inf, nextafter
 from typing import TypeVar
 
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import is_mixed
-from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Graph, Op
+from autopar.graph.padding import vocabulary_sizes
 from autopar.plan import Plan
+from autopar.planner import infeasible
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch, on_device
-from autopar.planner.branch_and_bound.collection import seldom_collected
+from autopar.planner.branch_and_bound.branch_and_bound import ROUNDING, BranchAndBound
 from autopar.planner.branch_and_bound.ledger import Ledger
-from autopar.planner.branch_and_bound.process_group import Crew, LostProcessError
-from autopar.planner.branch_and_bound.rounds import Sampled
-from autopar.planner.branch_and_bound.rules_of_thumb import seeds
-from autopar.planner.evaluate.evaluator import Evaluation, Misfit, memory_of_devices
+from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
+from autopar.planner.branch_and_bound.sampling import Sampling, front
+from autopar.planner.collector import objects_set_aside
+from autopar.planner.evaluate.evaluator import Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.explain.alternatives import explain
+from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
-from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Limits, Outcome, Progress, peak_bytes
 from autopar.planner.sharding.batch_axis import mixes_samples
 from autopar.planner.sharding.sequence_axis import attention_heads, attention_sequences, has_written_attention
-from autopar.planner.space.candidates import Candidate, Problem, candidates, conflict, remedies
-from autopar.planner.space.data_shares import against, equally_shared, shared
+from autopar.planner.space.candidates import Candidate, Problem, candidates
+from autopar.planner.space.data_shares import equally_shared, shared
 from autopar.planner.space.host_offload import offloaded
-from autopar.planner.space.pins import ChoicePin, NumberPin, ParameterPin, Pin, Pins, StagePin
-from autopar.planner.space.preferences import usual
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.preferences import leanness, seeds, usual
 from autopar.planner.space.rank_orders import in_orders
 from autopar.planner.studies.workers import Sharing, helpers
-from autopar.planner.task import Task
+from autopar.planner.task import Task, checked
 from autopar.rules.missing import complete
 from autopar.rules.spread import expert_counts
 
 __all__ = ["Planner", "Task"]
 
 Found = TypeVar("Found")
-
-MAX_CONFLICT_TRIALS = 24
-"""Candidates tried, leanest first, before a set of pins counts as too large for the memory."""
 
 
 class Planner:
@@ -57,73 +61,44 @@ class Planner:
     Args:
         explains: False leaves out why there is no plan: without candidates there is then an empty pool, no error.
 
+    Attributes:
+        pool: the candidates.
+        mixing: operators by which samples meet.
+
     Raises:
         UsageError: pins that name nothing of the model; a global batch below one.
         RuleError: an operator mixes samples.
+        InfeasibleError: constraints leave no candidate; names the smallest set that conflicts.
     """
 
-    @seldom_collected()
+    @objects_set_aside()
     def __init__(self, task: Task, *, explains: bool = True) -> None:
-        pins = Pins.parse(dict.fromkeys((*task.graph.pins, *task.pins.texts)))
-        task = replace(task, pins=pins, opaque=tuple(dict.fromkeys((*task.opaque, *pins.opaque))))
-        self.task, self.start = task, time.monotonic()
-        if not isinstance(task.global_batch_size, int) or task.global_batch_size < 1:
-            raise UsageError(
-                "the global batch is a whole number of samples, at least one", value=task.global_batch_size
-            )
-        if task.graph.exact and task.global_batch_size != task.graph.batch_size:
-            raise UsageError(
-                "a graph in which samples are counted or meet is for one global batch size",
-                value=f"{task.global_batch_size}, traced at {task.graph.batch_size}",
-                place=task.graph.mixing or task.graph.name,
-                remedy="trace the model at this global batch, or give the model instead of its graph",
-            )
-        task.pins.check(task.graph)
-        if not task.pins.allows("precision", task.precision.name):
-            raise InfeasibleError(
-                "pins and options agree",
-                value=f"precision {task.precision.name} and {', '.join(_texts_on(task.pins, 'precision'))}",
-                remedy="change one of them",
-            )
-        self.found = complete(task.graph, cache_dir=task.cache_dir)
+        self.start = time.monotonic()
+        self.task = task = checked(task)
+        self.rules_found = complete(task.graph, cache_dir=task.cache_dir)
         self.model = CostModel(task.cluster, task.precision, task.optimizer)
         self.evaluator = self._evaluator(task.pins, task.global_batch_size)
-        layouts = self.evaluator.layouts
-        same = layouts.compact.graph  # equal blocks have equal attention
-        self.mixing = mixes_samples(same, layouts.batch)
-        self.problem = Problem(
-            world_size=task.cluster.world_size,
-            devices_per_node=task.cluster.devices_per_node,
-            global_batch_size=task.global_batch_size,
-            num_blocks=len(task.graph.blocks),
-            heads=attention_heads(same),
-            key_heads=attention_heads(same, operand=1),
-            sequences=attention_sequences(same),
-            has_written_attention=has_written_attention(same),
-            space=task.space,
-            mixes_samples=bool(self.mixing),
-            experts=expert_counts(task.graph),
-            casts=is_mixed(task.precision),
-            num_layers=_num_layers(task.graph),
-        )
+        folded = self.evaluator.layouts.compact.graph  # equal blocks have equal attention
+        self.mixing = mixes_samples(folded, self.evaluator.layouts.batch)
+        self.problem = problem_of(task, folded, self.mixing, unaligned_fraction=self.model.unaligned_fraction)
         self.pool = self._candidates(self.problem, task.pins)
         if not self.pool and explains:
-            raise self._structural()
+            raise infeasible.conflicting(self.problem, task.pins)
+
+    def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
+        graph, space = self.task.graph, self.task.space
+        return Evaluator.of(graph, self.model, global_batch_size=global_batch_size, pins=pins, space=space)
 
     def _candidates(self, problem: Problem, pins: Pins) -> list[Candidate]:
         task = self.task
-        pool = in_orders(candidates(problem, pins), task.cluster, pins)
-        equal = offloaded(equally_shared(pool, pins), task.cluster, pins, task.space.offload, task.optimizer)
+        pool = equally_shared(in_orders(candidates(problem, pins), task.cluster, pins), pins)
+        pool = offloaded(pool, task.cluster, pins, task.space.offload, task.optimizer)
         where = self.mixing[0].name if self.mixing else ""
-        return [*equal, *shared(problem, pins, task.cluster, self.evaluator.shares.seconds, mixing=where)]
-
-    def _evaluator(self, pins: Pins, global_batch_size: int) -> Evaluator:
-        task = self.task
-        return Evaluator.of(task.graph, self.model, global_batch_size=global_batch_size, pins=pins, space=task.space)
+        return [*pool, *shared(problem, pins, task.cluster, self.evaluator.shares.seconds, mixing=where)]
 
     # --- verbs
 
-    @seldom_collected()
+    @objects_set_aside()
     def search(
         self,
         *,
@@ -143,122 +118,51 @@ class Planner:
             UsageError: the storage cannot be opened, or its study is of something else.
             KeyboardInterrupt: before any plan was found; later it ends the search with the best so far.
         """
-        return self._together(processes if sharing is None else 1, partial(self._search, limits, sharing, progress))
 
-    def _together(self, processes: int, search: Callable[[Crew], Found]) -> Found:
-        """A search by several processes; by one where another is lost."""
-        try:
-            with Crew(processes) as crew:
-                return search(crew)
-        except LostProcessError as error:
-            logging.getLogger("autopar").warning(
-                "a process of the search ended early, one alone searches again: %s", error
-            )
-            return search(Crew())
-
-    def _search(self, limits: Limits, sharing: Sharing | None, progress: Progress | None, crew: Crew) -> Plan:
-        outcome = self._outcome(limits, sharing=sharing, progress=progress, crew=crew)
-        if outcome.best is None:
-            if outcome.finished and limits.max_step_time_s is not None:
-                raise self._too_slow(outcome, limits.max_step_time_s)
-            if not outcome.finished:
-                raise InfeasibleError(
-                    "a plan is found within the trials and the time that were given",
-                    value=f"none of {outcome.evaluated} of {outcome.candidates} candidates fits",
-                    remedy="raise trials or timeout_s",
+        def search(group: ProcessGroup) -> Plan:
+            outcome = self._outcome(limits, sharing=sharing, progress=progress, group=group)
+            if outcome.best is None:
+                group.dissolve()
+                raise infeasible.unfound(
+                    self.task, self.problem, self.pool, self.evaluator, outcome, limits, self._may_fit
                 )
-            raise self._too_large(outcome.misfits)
-        return self._best_plan(outcome.best, outcome, crew)
+            return self._improved(outcome.best, outcome, group)
 
-    @seldom_collected()
+        return _together(1 if sharing is not None else processes, search)
+
+    @objects_set_aside()
     def fastest(self, limits: Limits, *, progress: Progress | None = None, processes: int = 1) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
-        return self._together(processes, partial(self._fastest, limits, progress))
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether there are too many candidates to be searched to the end, and a sampler asks for a part of these."""
-        return self.task.space.sampler != "none" and len(on_device(self.pool)) > self.task.space.exhaustive
+        def search(group: ProcessGroup) -> Plan | None:
+            outcome = self._outcome(limits, progress=progress, group=group)
+            return None if outcome.best is None else self._improved(outcome.best, outcome, group)
 
-    @seldom_collected()
-    def several(self, limits: Limits) -> list[Plan]:
+        return _together(processes, search)
+
+    @objects_set_aside()
+    def front(self, limits: Limits) -> list[Plan]:
         """Plans of which none is better in time and memory, of those that NSGA-II asks for; the first one is :meth:`fastest`'s.
 
         Each with the certificate of that one: no plan of the space is faster.
         """
-        from autopar.planner.branch_and_bound.several import several  # optuna is slow to import
-
-        outcome, space = self._outcome(limits, sharing=None, progress=None, crew=Crew()), self.task.space
+        outcome, space = self._outcome(limits), self.task.space
         if outcome.best is None:
             return []
-        bounds = dict(enumerate(self.evaluator.bounds_s(0, self.pool)))
-        first = seeds(self.pool, self.task.cluster.devices_per_node, lambda i: bounds[i] < float("inf"))
-        first = {self.pool.index(outcome.best.candidate): "fastest", **first}
-        below_s = float("inf") if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, float("inf"))
+        may_fit = [bound_s < inf for bound_s in self.evaluator.bounds_s(0, self.pool)]
+        first = {self.pool.index(outcome.best.candidate): "fastest"}
+        first |= seeds(self.pool, self.task.cluster.devices_per_node, may_fit.__getitem__)
+        most_s = inf if limits.max_step_time_s is None else nextafter(limits.max_step_time_s, inf)
         trials = limits.trials or space.trials
-        found = several(
-            self.evaluator, tuple(self.pool), first, trials=trials, seed=self.task.seed, below_s=below_s
-        )  # fmt: skip
+        found = front(self.evaluator, self.pool, first, trials=trials, seed=self.task.seed, max_s=most_s)
         least = peak_bytes(outcome.best.prediction)
-        rest = [own for own in found if peak_bytes(own.prediction) < least]
-        return [self._best_plan(own, outcome, Crew()) for own in (outcome.best, *rest)]
+        rest = [evaluation for evaluation in found if peak_bytes(evaluation.prediction) < least]
+        plans = [self._compared(self.evaluator.polished(evaluation), outcome) for evaluation in rest]
+        return [self._improved(outcome.best, outcome, ProcessGroup()), *plans]
 
-    def _fastest(self, limits: Limits, progress: Progress | None, crew: Crew) -> Plan | None:
-        outcome = self._outcome(limits, sharing=None, progress=progress, crew=crew)
-        return None if outcome.best is None else self._best_plan(outcome.best, outcome, crew)
-
-    def _best_plan(self, best: Evaluation, outcome: Outcome, crew: Crew) -> Plan:
-        return self._plan(crew.of_first(partial(self.evaluator.polished, best)), outcome, crew)
-
-    @seldom_collected()
-    def fits(self) -> bool:
-        """Whether some plan fits in memory, however slow: the leanest that may are tried first."""
-        bounds = self.evaluator.bounds_s(0, self.pool)
-        may = [c for c, bound in zip(self.pool, bounds, strict=True) if bound < float("inf")]
-        return any(isinstance(self.evaluator.evaluate(c), Evaluation) for c in sorted(may, key=_leanness))
-
-    def least_time_s(self) -> float:
-        """What one device would compute at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
-        most = self.task.global_batch_size
-        layouts, placed = self.evaluator.layouts, self.evaluator.pipelines.placed
-        sizes = [m for m in self.task.space.micro_batches if m <= most]
-        return most * min((placed.least_s(layouts.whole(size, 1)) / size for size in sizes), default=0.0)
-
-    def _outcome(self, limits: Limits, *, sharing: Sharing | None, progress: Progress | None, crew: Crew) -> Outcome:
-        with ExitStack() as stack:
-            ledger = None
-            if sharing is not None:
-                ledger = stack.enter_context(helpers(self.task, self.pool, sharing, limits))
-            return self.outer(limits, ledger=ledger, progress=progress, crew=crew).run()
-
-    def outer(
-        self,
-        limits: Limits,
-        *,
-        ledger: Ledger | None = None,
-        progress: Progress | None = None,
-        is_wanted: Callable[[], bool] = lambda: True,
-        crew: Crew | None = None,
-    ) -> OuterSearch:
-        """The search over this planner's candidates."""
-        return OuterSearch(
-            self.evaluator,
-            self.pool,
-            exhaustive=self.task.space.exhaustive,
-            trials=self.task.space.trials,
-            sampling=Sampled(
-                kind=self.task.space.sampler, seed=self.task.seed, node=self.task.cluster.devices_per_node
-            ),
-            limits=limits,
-            ledger=ledger,
-            progress=progress,
-            is_wanted=is_wanted,
-            crew=crew,
-        )
-
-    @seldom_collected()
+    @objects_set_aside()
     def estimate(self) -> Plan:
-        """The plan that the pins describe; what they leave open is as usual (see ``usual``), as far as it fits.
+        """The plan that the pins describe; what they leave open is as usual (:func:`usual`), as far as it fits.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -267,113 +171,140 @@ class Planner:
         for candidate in sorted(self.pool, key=usual):
             found = self.evaluator.evaluate(candidate)
             if isinstance(found, Evaluation):
-                bound = self.evaluator.bounds_s(LEVELS - 1, [candidate])[0]
                 outcome = Outcome(
                     best=found,
                     candidates=1,
                     evaluated=len(misfits) + 1,
-                    lower_bound_s=bound,
+                    lower_bound_s=self.evaluator.bounds_s(LEVELS - 1, [candidate])[0],
                     misfits=tuple(misfits),
                     finished=True,
                 )
-                return self._plan(found, outcome, Crew())
+                return self._compared(found, outcome)
             misfits.append(found)
-        raise self._too_large(misfits)
+        raise infeasible.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
 
-    def _plan(self, best: Evaluation, outcome: Outcome, crew: Crew) -> Plan:
-        reasons = explain(self.evaluator, self.pool, best, crew)
-        notes = notes_of(self.task, self.evaluator, best, outcome, self.found, self.mixing)
-        record = record_of(best, outcome, reasons, time.monotonic() - self.start)
+    # --- the search
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether there are too many candidates to be searched to the end, and a sampler asks for a part of these."""
+        return self.task.space.sampler != "none" and self._is_large
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether there are too many candidates; those with something on the host count where there are no others."""
+        num_on_device = sum(not candidate.on_host for candidate in self.pool)
+        return (num_on_device or len(self.pool)) > self.task.space.exhaustive
+
+    def branch_and_bound(
+        self,
+        limits: Limits,
+        *,
+        ledger: Ledger | None = None,
+        progress: Progress | None = None,
+        group: ProcessGroup | None = None,
+    ) -> BranchAndBound:
+        """The search over this planner's candidates."""
+        task = self.task
+        sampling = Sampling(
+            kind=task.space.sampler if self._is_large else "none",
+            seed=task.seed,
+            devices_per_node=task.cluster.devices_per_node,
+        )
+        if limits.trials is None and self._is_large:
+            limits = replace(limits, trials=task.space.trials)
+        return BranchAndBound(
+            self.evaluator, self.pool, limits=limits, sampling=sampling, ledger=ledger, group=group, progress=progress
+        )  # fmt: skip
+
+    def _outcome(
+        self,
+        limits: Limits,
+        *,
+        sharing: Sharing | None = None,
+        progress: Progress | None = None,
+        group: ProcessGroup | None = None,
+    ) -> Outcome:
+        with ExitStack() as stack:
+            ledger = stack.enter_context(helpers(self.task, self.pool, sharing, limits)) if sharing else None
+            return self.branch_and_bound(limits, ledger=ledger, progress=progress, group=group).run()
+
+    def _may_fit(self, pins: Pins, problem: Problem) -> bool:
+        """Whether something fits under other pins or for another problem, of the candidates that are likely to be leanest."""
+        pool = sorted(self._candidates(problem, pins), key=leanness)
+        evaluator = self._evaluator(pins, problem.global_batch_size)
+        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[: infeasible.MAX_CONFLICT_TRIALS])
+
+    # --- the plan
+
+    def _improved(self, best: Evaluation, outcome: Outcome, group: ProcessGroup) -> Plan:
+        """The plan of the best evaluation, polished; an alternative that is faster takes its place, until none is.
+
+        The certificate holds for each of them: it bounds all candidates.
+        """
+        steps: list[str] = []
+        best = group.broadcast(partial(self.evaluator.polished, best))
+        while True:
+            alternatives = compare(self.evaluator, self.pool, best, group)
+            faster = _fastest(alternatives, best.prediction.step_time_s * (1 - ROUNDING))
+            if faster is None:
+                return self._written(best, outcome, (*steps, *map(str, alternatives)))
+            before, best = best, group.broadcast(partial(self.evaluator.polished, faster))
+            less = 1 - best.prediction.step_time_s / before.prediction.step_time_s
+            steps.append(
+                f"compared with the best plan of the search ({before.candidate}) this one was {less:.1%} faster and took its place"
+            )
+
+    def _compared(self, best: Evaluation, outcome: Outcome) -> Plan:
+        """The plan of an evaluation, with its alternatives, however fast these are."""
+        return self._written(best, outcome, map(str, compare(self.evaluator, self.pool, best)))
+
+    def _written(self, best: Evaluation, outcome: Outcome, reasons: Iterable[str]) -> Plan:
+        notes = notes_of(self.task, self.evaluator, best, outcome, self.rules_found, self.mixing)
+        record = record_of(best, outcome, tuple(reasons), time.monotonic() - self.start)
         return plan_of(self.task, self.evaluator, best, record, notes)
 
-    # --- no plan
 
-    def _structural(self) -> InfeasibleError:
-        shares = against(self.problem, self.task.pins)
-        if shares is not None:
-            return shares
-        names = conflict(self.problem, self.task.pins)
-        ways = ("drop one of the pins named", *remedies(self.problem, self.task.pins, names))
-        return InfeasibleError(
-            "some plan satisfies all constraints",
-            value="these conflict: " + "; ".join(names or (pin.text for pin in self.task.pins.pins)),
-            remedy=", or ".join(ways),
-        )
+def problem_of(task: Task, graph: Graph, mixing: Sequence[Op], *, unaligned_fraction: float) -> Problem:
+    """What the candidates of a task depend on.
 
-    def _too_slow(self, outcome: Outcome, most_s: float) -> InfeasibleError:
-        bound = outcome.lower_bound_s
-        found = f"none in {bound:.4g} s or less" if bound < float("inf") else "none fits in memory in any layout"
-        return InfeasibleError(
-            f"a plan takes at most {most_s:g} s a step",
-            value=found if bound > most_s else f"none of {outcome.candidates} candidates",
-            remedy="allow more time, or take more devices",
-        )
-
-    def _too_large(self, misfits: Iterable[Misfit]) -> AutoparError:
-        """Deletion-based: a pin is named if without it (and those already found needless) something fits."""
-        found = [m for m in misfits if m.needs_bytes]
-        if not found:
-            reasons = sorted({m.reason for m in misfits})
-            pins = ", ".join(pin.text for pin in self.task.pins.pins if isinstance(pin, StagePin | ParameterPin))
-            return InfeasibleError(
-                "some plan satisfies all constraints",
-                value=f"these conflict: {pins}; {'; '.join(reasons[:3])}",
-                remedy="drop one of them",
-            )
-        left = self.task.pins
-        for pin in self.task.pins.pins:
-            without = left.without(pin.text)
-            if not self._anything_fits(without, self.problem):
-                left = without
-        more = replace(self.problem, global_batch_size=self.task.global_batch_size * self.problem.world_size)
-        least = min(m.needs_bytes for m in found)
-        model = self.evaluator.model
-        has, needs = memory_of_devices(model), readable(least * model.memory_spread)
-        memory = f"{has} of memory a device (the leanest plan needs {needs})"
-        batch = f"a global batch of {self.task.global_batch_size}"
-        samples = (batch,) if self._anything_fits(left, more) else ()
-        world = f"{self.problem.world_size} devices"
-        return InfeasibleError(
-            "some plan satisfies all constraints",
-            value="these conflict: " + "; ".join((*left.texts, memory, world, *samples)),
-            remedy=("drop one of the pins named, or take more devices" if left.texts else "take more or larger devices")
-            + ", or search --space wide, where optimizers may live on the host" * self._may_offload(),
-        )
-
-    def _may_offload(self) -> bool:
-        """Whether optimizers could live on the host, but the space has none there."""
-        task = self.task
-        tried = not task.space.offload and task.pins.allows("offload", "optimizer")
-        return tried and len(offloaded(self.pool[:1], task.cluster, task.pins, ("optimizer",), task.optimizer)) > 1
-
-    def _anything_fits(self, pins: Pins, problem: Problem) -> bool:
-        pool = sorted(self._candidates(problem, pins), key=_leanness)
-        evaluator = self._evaluator(pins, problem.global_batch_size)
-        return any(isinstance(evaluator.evaluate(c), Evaluation) for c in pool[:MAX_CONFLICT_TRIALS])
-
-
-def _num_layers(graph: Graph) -> int:
-    """Blocks that have others equal to them."""
-    counts = Counter(block.hash for block in graph.blocks)
-    return sum(n for n in counts.values() if n > 1)
-
-
-def _leanness(candidate: Candidate) -> tuple[int, ...]:
-    mesh = candidate.mesh
-    return (
-        -len(candidate.on_host),
-        -candidate.zero_stage,
-        candidate.micro_batch_size,
-        mesh.dp_replicate,
-        -mesh.tp * mesh.cp,
-        candidate.num_micro_batches if candidate.schedule == "GPipe" else 0,
-        -mesh.pp,
-        candidate.virtual_stages,
+    Args:
+        graph: of the model, with equal blocks folded.
+        mixing: operators by which samples meet.
+        unaligned_fraction: of the rate of a product that unaligned rows leave on the devices (the least of them).
+    """
+    repeats = Counter(block.hash for block in task.graph.blocks)
+    return Problem(
+        world_size=task.cluster.world_size,
+        devices_per_node=task.cluster.devices_per_node,
+        global_batch_size=task.global_batch_size,
+        num_blocks=len(task.graph.blocks),
+        heads=attention_heads(graph),
+        key_heads=attention_heads(graph, operand=1),
+        sequences=attention_sequences(graph),
+        has_written_attention=has_written_attention(graph),
+        space=task.space,
+        mixes_samples=bool(mixing),
+        experts=expert_counts(task.graph),
+        casts=is_mixed(task.precision),
+        num_layers=sum(n for n in repeats.values() if n > 1),
+        vocabularies=vocabulary_sizes(task.graph),
+        unaligned_fraction=unaligned_fraction,
     )
 
 
-def _texts_on(pins: Pins, key: str) -> list[str]:
-    def named(pin: Pin) -> str:
-        return pin.key if isinstance(pin, NumberPin | ChoicePin) else ""
+def _fastest(alternatives: Iterable[Alternative], below_s: float) -> Evaluation | None:
+    """Of the alternatives' plans that take less than ``below_s`` the fastest; of equals the first."""
+    evaluated = [alternative.evaluation for alternative in alternatives if alternative.evaluation is not None]
+    faster = [evaluation for evaluation in evaluated if evaluation.prediction.step_time_s < below_s]
+    return min(faster, key=lambda evaluation: evaluation.prediction.step_time_s, default=None)
 
-    return [pin.text for pin in pins.pins if named(pin) == key]
+
+def _together(processes: int, search: Callable[[ProcessGroup], Found]) -> Found:
+    """A search by several processes; by one where another is lost."""
+    try:
+        with ProcessGroup(processes) as group:
+            return search(group)
+    except LostProcessError as error:
+        logging.getLogger("autopar").warning("a process of the search ended early, one alone searches again: %s", error)
+        return search(ProcessGroup())

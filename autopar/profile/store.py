@@ -5,7 +5,9 @@ Clusters in one line of text are read by ``autopar.profile.described``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from autopar.errors import UsageError
 from autopar.links import CollectiveLibrary, Link
 from autopar.profile.links_file import Links
 from autopar.table import Table, closest
+
+RESERVED_TIERS = ("device", "node", "nic", "network")
+"""What else the topology of a cluster is made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +236,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
         table.finish()  # a misspelt [[group]] is named, with its line
         raise table.fault("group", "a cluster has at least one [[group]] of nodes", value="none")
     tiers = tuple(_tier(item) for item in table.tables("tier"))
+    _check_tiers(table, tiers)
     cluster = Cluster(
         name=table.text("name", default_name),
         groups=tuple(groups),
@@ -283,6 +289,26 @@ def _tier(table: Table) -> Tier:
     )
     table.finish()
     return tier
+
+
+def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
+    """Tiers are a tree of switches, in which each is known by its name.
+
+    Raises:
+        UsageError: they are not.
+    """
+    names = [*RESERVED_TIERS, *(tier.name for tier in tiers)]
+    if len({*names}) < len(names):
+        raise table.fault(
+            "tier", f"each tier has a name of its own, and none is called {', '.join(RESERVED_TIERS)}",
+            value=", ".join(tier.name for tier in tiers),
+        )  # fmt: skip
+    for below, above in pairwise(tiers):
+        if above.num_nodes % below.num_nodes:
+            raise table.fault(
+                "tier", "a domain of a tier is made of whole domains of the one before it",
+                value=f"{above.name} of {above.num_nodes} nodes over {below.name} of {below.num_nodes}",
+            )  # fmt: skip
 
 
 def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary:

@@ -95,6 +95,11 @@ def _head(plan: Plan) -> str:
             if plan.bucket_bytes != BUCKET_BYTES
             else []
         ),
+        *(
+            [("vocabulary", f"padded: each rank's rows of it are a multiple of {plan.vocab_multiple}")]
+            if plan.vocab_multiple > 1
+            else []
+        ),
         ("precision", f"{precision.name} ({dtypes})"),
         ("optimizer", plan.optimizer),
         *([("offload", _offload(plan))] if plan.offload or any(block.offload for block in plan.blocks) else []),

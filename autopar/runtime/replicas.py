@@ -37,6 +37,7 @@ class Replicas:
     def __init__(self, held: Sequence[Held], world: World, everyone: Group | None) -> None:
         self._everyone, self._device, self._rank = everyone, world.device, world.rank
         self._told = False
+        self._looked_at = 0
         self._of_axis: list[tuple[Group, list[Held]]] = []
         for axis in AXES:
             if getattr(world.mesh, axis) > 1:
@@ -47,8 +48,9 @@ class Replicas:
                     self._of_axis.append((group, members))
 
     def check(self, step: int) -> None:
-        """Before a step that has the number ``step``; looks at one in :data:`EVERY`. All ranks call it."""
-        if step and step % EVERY == 0:
+        """Before a step, or an evaluation, that has the number ``step``; looks at one in :data:`EVERY`, once. All ranks call it."""
+        if step % EVERY == 0 and step != self._looked_at:  # an evaluation of many batches has one number
+            self._looked_at = step
             self.check_now()
 
     def check_now(self) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.cluster import Cluster
+from autopar.cost.blocks.block_collectives import Message
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_price import price_block
 from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.operators.fusion import Kernels
 from autopar.device import Kind
 from autopar.graph.ir import Graph, Op
 from autopar.graph.trace import trace
@@ -30,6 +30,8 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.validate.families import Sizes, build
 from autopar.validate.filled import filled
+from autopar.validate.foreign import ForeignRuntime
+from autopar.validate.kernels.fusion import EAGER, ForeignKernels
 from autopar.validate.practice import as_megatron, attention_core, cheap, regathered, second_products
 from autopar.validate.runs import Run
 from autopar.validate.sites import PLAIN, Site
@@ -180,7 +182,10 @@ def _structure(layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Ru
             again.append(lambda op: op.name in seconds)
     kernels = kernels_of(site, run)
     works = tuple(
-        block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=kernels) for b in graph.blocks
+        block_work(
+            graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=None if kernels == EAGER else kernels
+        )
+        for b in graph.blocks
     )
     if site.deterministic:
         works = tuple(filled(done, graph) for done in works)
@@ -189,10 +194,10 @@ def _structure(layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Ru
     return Structure(works=works, members=members, block_flops=flops)
 
 
-def kernels_of(site: Site, run: Run) -> Kernels:
+def kernels_of(site: Site, run: Run) -> ForeignKernels:
     """The kernels of a site's software; BLOOM's scores add to positions."""
     keeps_scores = site.megatron_kernels and run.attention == "scores"
-    return Kernels(
+    return ForeignKernels(
         elementwise=site.fused_elementwise,
         loss=site.fused_loss,
         half_loss=site.half_loss,
@@ -222,7 +227,7 @@ def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
 
 def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
     """The prediction of a run on a cluster: the fastest of its structures, as much slower as its site says."""
-    model = CostModel(cluster, precision_of(run, site), "adamw")
+    model = CostModel(cluster, precision_of(run, site), "adamw", runtime=runtime_of(run, site))
     found = min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
     return slower(found, 1.0 + site.slowdown)
 
@@ -247,7 +252,7 @@ def step_time_s(
     run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site, collectives: CollectiveModel
 ) -> float:
     """The step time of :func:`predict` alone; ``collectives``: of the cluster."""
-    model = CostModel(cluster, precision_of(run, site), "adamw", collectives)
+    model = CostModel(cluster, precision_of(run, site), "adamw", collectives, runtime=runtime_of(run, site))
     least = min(model.breakdown(*_laid_out(run, s, model, site)).total_s for s in structures)
     return least * (1.0 + site.slowdown)
 
@@ -267,7 +272,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
     for i, (done, count) in enumerate(zip(structure.works, structure.members, strict=True)):
         priced = price_block(
             done, mesh, model.device, model.collectives, quantized=quantized,
-            overlapped=site.overlapped_tensor_parallel, overlapped_gradients=site.overlapped_gradients,
+            exposed=partial(exposed, site=site, mesh=mesh, interference=model.device.interference),
         )  # fmt: skip
         # the checkpoints of those programs run the whole forward again; torch's stops when nothing is left to keep
         made[i] = replace(
@@ -291,12 +296,19 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         global_batch_size=run.global_batch,
         flops_per_sample=structure.flops_per_sample,
         tokens_per_sample=run.seq,
+        adds_gradients=not site.adds_in_products,
+    )
+    return stages, step
+
+
+def runtime_of(run: Run, site: Site) -> ForeignRuntime:
+    """How the site's program carries out the steps of a run."""
+    return ForeignRuntime(
         blocking_sends=site.blocking_sends,
         partitioned_sends=site.partitioned_sends and run.sequence_parallel is False,
         copied_sends=site.copied_sends and run.pp > 1,
         overlapped_reductions=site.overlapped_reductions,
         gathers_after_step=site.gathers_after_step,
-        adds_gradients=not site.adds_in_products,
         casts_gradients=site.casts_gradients and run.precision == "bf16_fp32_grad_accum",
         late_reductions=site.late_reductions,
         reduces_last=site.reduces_last,
@@ -304,7 +316,19 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         all_reduces=site.all_reduces_sums,
         broadcasts=site.broadcasts_parameters,
     )
-    return stages, step
+
+
+def exposed(message: Message, *, site: Site, mesh: Mesh, interference: float) -> float:
+    """Seconds that a block waits for each second of one of its collectives, by the site's software.
+
+    Transformer Engine's user buffers run collectives beside the products that make or read their values, in as many parts as there are
+    ranks, which copy engines move: one part has no product beside it, and the others take nothing from the multiprocessors. Megatron
+    sums a gradient over ``tp`` beside the product that makes the weight's.
+    """
+    if site.overlapped_tensor_parallel:
+        return 1.0 / mesh.size((message.axis,))
+    is_beside = site.overlapped_gradients and message.sums_gradient and message.axis == "tp"
+    return interference if is_beside else 1.0
 
 
 def schedule_of(run: Run, micro_batches: int) -> str:

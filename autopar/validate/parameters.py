@@ -85,7 +85,7 @@ PARAMETERS = (
         prior=0.07,
         lower=0.02,
         upper=1.0,
-        meaning="of the rate of products whose rows are no multiple of 16 bytes",
+        meaning="of the rate of batched products whose rows are no multiple of 16 bytes",
     ),
     Parameter(name="float8", architecture="hopper", prior=0.8, lower=0.3, upper=1.0, meaning="as matmul, in float8"),
 )
@@ -97,8 +97,9 @@ Checked since: 80 A100s ran 200B parameters at 91.04 TFLOP/s where the host wait
 (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md; none of the runs of the table), which is
 39.5 us for each kernel that the model counts; at 160 they saw no difference.
 
-Rows that matrix units cannot load: sums of half precision are in single precision in PyTorch, so that the units beside
-them multiply in it: 19.5 TFLOP/s of an A100 (datasheet) over the ceiling of 271.
+Rows that matrix units cannot load, in batched products (heads of 108 with written attention): sums of half precision are in single precision in PyTorch, so that the units beside
+them multiply in it: 19.5 TFLOP/s of an A100 (datasheet) over the ceiling of 271. Single products lose less, by measurements that no run of the
+table repeats (``unaligned_fraction`` of the profiles).
 
 Fused attention on Hopper: that of cuDNN, causal, at 128 and 8192 tokens (Shah et al. 2024, arXiv 2407.08608, figures 5
 and 6); backward without a mask there, times what a mask leaves forward.
@@ -117,7 +118,7 @@ _RATE_FIELDS = {
     "attention_backward": "attention_backward_fraction",
     "triton": "triton_fraction",
     "triton_backward": "triton_backward_fraction",
-    "unaligned": "unaligned_fraction",
+    "unaligned": "unaligned_batched_fraction",
 }
 HALVES = ("bfloat16", "float16")
 

@@ -5,10 +5,10 @@ Which strategies its tensor parallelism has, and what its recompute makes again 
 
 from __future__ import annotations
 
-from autopar.cost.operators.fusion import LOSSES
 from autopar.cost.operators.work import LINEAR
 from autopar.graph.ir import Graph, Op, Ref
 from autopar.rules.types import Strategy
+from autopar.validate.kernels.fusion import LOSSES
 
 TABLE = Ref("p_embedding_weight")
 """The vocabulary of the models of ``families.py``."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from autopar.benchmark import gpu
 from autopar.benchmark.facts import facts_text, machine_facts
 from autopar.benchmark.gpus import __main__ as gpus
+from autopar.benchmark.gpus import ranks
 from autopar.benchmark.gpus.cases import BATCH, cases_of
 from autopar.benchmark.gpus.page import page
 from autopar.planner.space.pins import Pins
@@ -26,21 +29,21 @@ def test_without_gpus_a_line_says_what_would_run(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("ranks", gpus.SIZES)
-def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(ranks: int) -> None:
+@pytest.mark.parametrize("num_ranks", gpus.SIZES)
+def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(num_ranks: int) -> None:
     axes = set()
-    for case in cases_of(ranks):
+    for case in cases_of(num_ranks):
         Pins.parse(case.pins)
         degrees = {name: int(value) for name, value in (pin.split("=") for pin in case.pins) if value.isdecimal()}
         mesh = {axis: degrees.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
         size = 1
         for degree in mesh.values():
             size *= degree
-        assert size == ranks, case
+        assert size == num_ranks, case
         assert BATCH % (mesh["dp_replicate"] * mesh["dp_shard"]) == 0
         axes |= {axis for axis, degree in mesh.items() if degree > 1} | ({"ep"} if "ep" in degrees else set())
     assert axes == {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}
-    assert len({case.name for case in cases_of(ranks)}) == len(cases_of(ranks))
+    assert len({case.name for case in cases_of(num_ranks)}) == len(cases_of(num_ranks))
 
 
 @pytest.mark.distributed
@@ -61,6 +64,29 @@ def test_plans_are_held_against_one_device_and_a_failure_is_told(tmp_path: Path)
             row = json.loads(result.read_text(encoding="utf-8"))
             assert gpus._is_right(row["loss_error"], row["parameter_error"], case.precision), row
             assert row["num_parameters"] > 10 and row["step_s"] > 0 and row["predicted_s"] > 0
+
+
+def test_ranks_on_cpus_see_no_gpu_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        seen.append(options["env"])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(subprocess, "run", run)
+    for device in ("cpu", "cuda"):
+        gpus._torchrun(argparse.Namespace(device=device, ranks=2), tmp_path / "log", [])
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in seen] == ["", "0"]
+
+
+def test_a_job_is_begun_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks, "start", begun.append)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
+    assert ranks.job_size("cpu") == 2
+    assert begun == ["cpu"]
 
 
 def test_a_page_says_what_failed_and_what_is_wrong() -> None:

@@ -24,10 +24,10 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
-from autopar.planner.branch_and_bound import rules_of_thumb as experts
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
+from autopar.planner.space import preferences as experts
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.profile.files import write_text

@@ -43,7 +43,7 @@ NOT_TRACING = frozenset(
         "integrations",
     ]
 )
-"""Packages that a traced graph does not depend on."""
+"""Packages in which the classes of a graph are not."""
 
 NO_PLAN_S = 3
 """How many times its limit a search may take before it is ended: the limit is looked at between two evaluations only."""
@@ -120,7 +120,7 @@ class Tree:
     revision: str
 
     def key(self, *, for_traces: bool = False) -> str:
-        """Of the files that results depend on; of those alone that a traced graph depends on."""
+        """Of the files that results depend on; or of those alone by which a traced model is made and read."""
         files = sorted((self.path / "autopar").rglob("*.py"))
         if for_traces:
             files = [f for f in files if f.relative_to(self.path).parts[1] not in NOT_TRACING]
@@ -183,10 +183,12 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         """An interrupt ends it in the middle of a question too."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         if error[0] is not None:
             os.killpg(self._process.pid, signal.SIGTERM)  # with the copy that is at work
         self._process.wait()
+        self._process.stdout.close()
 
     def ask(self, verb: str, problem: Problem, graph: Path, *, most_s: float | None = None, **options: Any) -> Any:
         """The answer.
@@ -214,14 +216,20 @@ class AnswerError(Exception):
 
 
 def traced(worker: Worker, problem: Problem) -> Path:
-    """The file of the problem's traced model, made where it is not there."""
+    """The file of the problem's traced model, made where it is not there.
+
+    All trees get the same graph, as it is the planner that is compared; a tree that cannot read it, since its classes
+    differ, gets one of its own.
+    """
     asked = {key: value for key, value in problem.asked().items() if key not in ("cluster", "groups", "space", "pins")}
-    key = hashlib.sha256(json.dumps([asked, worker.tree.key(for_traces=True)]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     home = os.environ.get("AUTOPAR_CACHE")
     folder = Path(home) / "problems" if home else ROOT / "out" / "problems" / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}.graph"
+    if path.exists() and not worker.ask("reads", problem, path):
+        path = folder / f"{key}-{worker.tree.key(for_traces=True)}.graph"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         worker.ask("trace", problem, path)
     return path
 

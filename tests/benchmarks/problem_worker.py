@@ -5,6 +5,7 @@ any revision; it imports nothing of ``tests``. It loads the package, and answers
 it prints: every question in a copy of this process, so that memory and caches are clean, and imports are not timed.
 
 - ``trace`` writes the file ``graph``, the pickled traced model;
+- ``reads``: whether this tree's classes are those of that file;
 - ``search``: the record of one search by one process, with a limit of ``limit_s`` CPU seconds;
 - ``evaluate`` evaluates each candidate that has no line in the file ``kept``, and adds its line.
 """
@@ -24,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -88,6 +90,16 @@ def graph_of(problem: Mapping[str, Any]) -> Any:
     return trace_model(
         source.model, source.example_inputs, precision, global_batch_size=problem["batch"], name=problem["model"]
     )
+
+
+def reads(graph_file: Path) -> bool:
+    """Whether a graph that another tree has written is one of this tree: its classes are there, and have the same fields."""
+    try:
+        graph = pickle.loads(graph_file.read_bytes())
+        parts = (graph, graph.ops[0], graph.parameters[0], graph.inputs[0], graph.blocks[0], graph.ops[0].outputs[0])
+        return all(hasattr(part, field.name) for part in parts for field in fields(part))
+    except (ImportError, AttributeError, TypeError):
+        return False
 
 
 def cluster_of(problem: Mapping[str, Any]) -> Any:
@@ -222,11 +234,13 @@ def answer(question: Mapping[str, Any]) -> Any:
         made = graph_file.with_suffix(f".{os.getpid()}")
         made.write_bytes(pickle.dumps(graph_of(problem)))
         return made.replace(graph_file).name
+    if verb == "reads":
+        return reads(graph_file)
     if verb == "search":
         return searched(problem, graph_file, question["limit_s"])
     if verb == "evaluate":
         return evaluate_all(problem, graph_file, Path(question["kept"]))
-    raise ValueError(f"Unknown verb {verb!r}. Choose one of: trace, search, evaluate.")
+    raise ValueError(f"Unknown verb {verb!r}. Choose one of: trace, reads, search, evaluate.")
 
 
 def in_a_copy(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,21 +19,21 @@ from pathlib import Path
 from autopar.api import PRECISIONS
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.branch_and_bound.rounds import BY_BOUNDS, BY_SAMPLER, Sampled, Share
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
+from autopar.planner.branch_and_bound.sampling import BY_BOUNDS, BY_SAMPLER, Sampling
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Sampling, load_space
+from autopar.planner.space.space import SamplerName, load_space
 from tests.benchmarks import baselines
 
 ROUND = BY_BOUNDS + BY_SAMPLER
-METHODS: dict[str, tuple[Sampling, Share]] = {
-    "bounds alone": ("none", Share()),
-    "TPE alone": ("tpe", Share(by_bounds=0, by_sampler=ROUND)),
-    "both, TPE": ("tpe", Share()),
-    "both, NSGA-II": ("nsga2", Share()),
-    "both, CMA-ES": ("cmaes", Share()),
+METHODS: dict[str, tuple[SamplerName, int, int]] = {
+    "bounds alone": ("none", BY_BOUNDS, BY_SAMPLER),
+    "TPE alone": ("tpe", 0, ROUND),
+    "both, TPE": ("tpe", BY_BOUNDS, BY_SAMPLER),
+    "both, NSGA-II": ("nsga2", BY_BOUNDS, BY_SAMPLER),
+    "both, CMA-ES": ("cmaes", BY_BOUNDS, BY_SAMPLER),
 }
 CASES = {
     "GPT 1.3B, 16 A10G of 4 nodes": ("default", (16, 48)),
@@ -62,9 +62,11 @@ def run(problem: baselines.Problem, graph: Graph, space: str, method: str, trial
         graph=graph, cluster=Cluster.parse(problem.cluster), global_batch_size=problem.global_batch_size,
         precision=PRECISIONS["bf16"], optimizer="adamw", pins=Pins.parse(()), space=replace(load_space(space), exhaustive=1),
     )  # fmt: skip
-    made, (kind, share) = Planner(task), METHODS[method]
-    sampling = Sampled(kind=kind, node=task.cluster.devices_per_node, share=share)
-    search = OuterSearch(made.evaluator, made.pool, exhaustive=1, trials=trials, limits=Limits(), sampling=sampling)
+    made, (kind, by_bounds, by_sampler) = Planner(task), METHODS[method]
+    sampling = Sampling(
+        kind=kind, devices_per_node=task.cluster.devices_per_node, by_bounds=by_bounds, by_sampler=by_sampler
+    )
+    search = BranchAndBound(made.evaluator, made.pool, limits=Limits(trials=trials), sampling=sampling)
     found = search.run()
     return Row(
         method=method,

@@ -83,7 +83,6 @@ def test_cpu_seconds_count_by_their_mean_too_and_only_side_by_side() -> None:
 
 
 def test_a_plan_where_there_was_none_is_no_fault() -> None:
-    assert faults_of(result(), result(), before=None) == []
     table, faults = comparison(
         ["a", "b"], {"a": {"asked": {"model": "m"}, "failed": "late"}, "b": result()}, {"a": result(), "b": result()},
         judges_cpu=True,
@@ -106,6 +105,7 @@ def test_candidates_that_beat_a_plan_or_its_bound_are_counted() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_tiny_problem_through_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

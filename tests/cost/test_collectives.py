@@ -17,6 +17,7 @@ from autopar.cost.network.group_shape import GroupShape, group_place, group_shap
 from autopar.errors import UsageError
 from autopar.links import Link
 from autopar.mesh import Mesh
+from autopar.topology import Fabric
 
 TABLE = Path(__file__).parents[3] / "shared" / "validation" / "collective_bandwidth.csv"
 
@@ -68,35 +69,35 @@ def test_more_bandwidth_is_never_slower(kind: str, cluster: Cluster, mesh: Mesh,
 
 def test_shapes_of_groups() -> None:
     mesh = Mesh(dp_shard=4, tp=8)
-    (inside,) = group_shape(mesh, ("tp",), H100)
+    (inside,) = group_shape(mesh, ("tp",), Fabric(H100))
     assert (inside.size, inside.num_nodes, inside.ranks_per_node) == (8, 1, 8)
-    (across,) = group_shape(mesh, ("dp_shard",), H100)  # one rank a node, eight siblings, a card each
+    (across,) = group_shape(mesh, ("dp_shard",), Fabric(H100))  # one rank a node, eight siblings, a card each
     assert (across.size, across.num_nodes, across.ranks_per_node) == (4, 4, 1)
     assert across.egress_bytes_per_s == NIC
-    (whole,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), H100)
+    (whole,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), Fabric(H100))
     assert whole.egress_bytes_per_s == 8 * NIC
 
 
 def test_siblings_share_the_cards_of_a_node() -> None:
     one_card = benchmarked("h100-sxm5-80gb:4x8?nics=1")
-    (across,) = group_shape(Mesh(dp_shard=4, tp=8), ("dp_shard",), one_card)
+    (across,) = group_shape(Mesh(dp_shard=4, tp=8), ("dp_shard",), Fabric(one_card))
     assert across.egress_bytes_per_s == NIC / 8
-    (alone,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), one_card)
+    (alone,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), Fabric(one_card))
     assert alone.egress_bytes_per_s == NIC
 
 
 def test_an_oversubscribed_tier_narrows_what_crosses_it() -> None:
     uplink = Link(name="spine", bandwidth_bytes_per_s=NIC, latency_s=1e-6, provenance="test")
     cluster = replace(H100, tiers=(Tier(name="rack", num_nodes=2, uplink=uplink),))
-    (shape,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), cluster)
+    (shape,) = group_shape(Mesh(dp_shard=32), ("dp_shard",), Fabric(cluster))
     assert shape.egress_bytes_per_s == NIC
     assert shape.inter_latency_s == pytest.approx(H100.groups[0].nic.latency_s + 1e-6)
-    inside_racks = group_shape(Mesh(dp_replicate=2, dp_shard=16), ("dp_shard",), cluster)
+    inside_racks = group_shape(Mesh(dp_replicate=2, dp_shard=16), ("dp_shard",), Fabric(cluster))
     assert [s.egress_bytes_per_s for s in inside_racks] == [8 * NIC]
 
 
 def test_uneven_nodes_have_several_shapes() -> None:
-    shapes = group_shape(Mesh(dp_shard=4, tp=3), ("tp",), Cluster.parse("h100-sxm5-80gb:3x4"))
+    shapes = group_shape(Mesh(dp_shard=4, tp=3), ("tp",), Fabric(Cluster.parse("h100-sxm5-80gb:3x4")))
     assert {(s.num_nodes, s.ranks_per_node) for s in shapes} == {(1, 3), (2, 1)}
 
 
@@ -114,7 +115,7 @@ def test_an_unknown_collective_and_a_large_mesh_are_named() -> None:
     with pytest.raises(UsageError, match="all_shuffle"):
         CollectiveModel(H100).time_s("all_shuffle", 1, Mesh(tp=2), ("tp",))
     with pytest.raises(UsageError, match="64 ranks for 32"):
-        group_shape(Mesh(tp=64), ("tp",), H100)
+        group_shape(Mesh(tp=64), ("tp",), Fabric(H100))
 
 
 @pytest.mark.parametrize("devices", [4, 5, 6, 7, 8])

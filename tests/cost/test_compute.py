@@ -16,6 +16,7 @@ from autopar.cost.operators.work import operand_specs, work
 from autopar.errors import UsageError
 from autopar.graph import trace
 from autopar.graph.ir import Argument, Op, Ref, TensorSpec
+from autopar.rates import CurvePoint
 
 H100 = Cluster.parse("h100-sxm5-80gb:1x8").devices[0]
 BF16, F32 = torch.bfloat16, torch.float32
@@ -234,3 +235,49 @@ def test_recurrent_networks_multiply_each_row_with_each_matrix(kind: str, option
     assert done.smallest_dim == samples
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
     assert done.saved_bytes == 4 * samples * steps * networks * (gates * 24 + 2 * options.get("proj_size", 24))
+
+
+A100 = Cluster.parse("a100-sxm4-80gb:1x8").devices[0]
+SIZES = st.integers(1, 3000)
+
+
+@given(
+    count=st.integers(1, 16),
+    rows=SIZES,
+    columns=SIZES,
+    depth=SIZES,
+    parts=st.integers(1, 8),
+    padding=st.integers(0, 64),
+)
+@pytest.mark.parametrize("cut", ["count", "rows", "columns", "depth"])
+def test_no_padding_or_cut_takes_a_product_below_its_share_at_best(
+    cut: str, count: int, rows: int, columns: int, depth: int, parts: int, padding: int
+) -> None:
+    """Whatever one dim is cut into and the others are padded to, the parts take no less than the whole at best."""
+    rate = A100.rate("bfloat16")
+    whole = {"count": count, "rows": rows, "columns": columns, "depth": depth}
+    least_s = 2.0 * count * rows * columns * depth / rate.at_best().product_flops_per_s(**whole)
+    part = {name: -(-size // parts) if name == cut else size + padding for name, size in whole.items()}
+    flops = 2.0 * part["count"] * part["rows"] * part["columns"] * part["depth"]
+    assert flops / rate.product_flops_per_s(**part) >= least_s / parts * (1 - 1e-12)
+
+
+def test_curves_at_best_do_not_fall() -> None:
+    points = tuple(
+        CurvePoint(smallest_dim=n, efficiency=e, backward_efficiency=b)
+        for n, e, b in ((1, 0.2, 0.5), (64, 0.9, 0.3), (512, 0.6, 0.0))
+    )
+    rate = replace(A100.rate("float32"), curve=points)
+    for backward in (False, True):
+        for n in (1, 7, 64, 200, 512, 4096):
+            least = max(rate.efficiency(m, backward=backward) for m in (1, 7, 64, 200, 512, 4096) if m <= n)
+            assert rate.at_best().efficiency(n, backward=backward) >= least
+
+
+def test_unaligned_rows_of_one_product_and_of_several() -> None:
+    rate = A100.rate("bfloat16")
+    alone, several = (
+        (rate.product_flops_per_s(n, 4096, 768, 4096), rate.product_flops_per_s(n, 4096, 769, 4096)) for n in (1, 8)
+    )
+    assert alone[1] / alone[0] == pytest.approx(rate.unaligned_fraction, rel=1e-3)
+    assert several[1] / several[0] == pytest.approx(rate.unaligned_batched_fraction, rel=1e-3)

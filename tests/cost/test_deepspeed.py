@@ -10,14 +10,14 @@ from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.model import CostModel
-from autopar.cost.operators.fusion import Kernels
 from autopar.cost.operators.work_record import Work
-from autopar.cost.step.stage_time import copies_s
 from autopar.graph import trace
 from autopar.graph.ir import Graph
 from autopar.mesh import Mesh
 from autopar.plan import FP32, Precision
 from autopar.validate.families import Sizes, build
+from autopar.validate.foreign import ForeignRuntime, copies_s
+from autopar.validate.kernels.fusion import ForeignKernels
 from tests.cost.blocks_by_hand import block, stage, step
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
@@ -27,7 +27,7 @@ SIZES = Sizes(
     family="bloom", hidden=HIDDEN, ffn=4 * HIDDEN, heads=HEADS, kv_heads=HEADS, vocabulary=VOCABULARY,
     sequence=SEQUENCE, attention="scores", dtype="bfloat16", dropout=True,
 )  # fmt: skip
-PLAIN = Kernels(elementwise=True, projections=True, dropout=True)
+PLAIN = ForeignKernels(elementwise=True, projections=True, dropout=True)
 MEGATRON = replace(PLAIN, megatron=True)
 
 
@@ -41,7 +41,7 @@ def graph() -> Graph:
     return trace(model, (), batch, name="bloom")
 
 
-def works(graph: Graph, kernels: Kernels, target: str) -> list[Work]:
+def works(graph: Graph, kernels: ForeignKernels, target: str) -> list[Work]:
     """Of one kind of operator, in all blocks."""
     done: list[BlockWork] = [block_work(graph, each, "cuda", kernels=kernels) for each in graph.blocks]
     return [w for one in done for w, op in zip(one.works, one.ops, strict=True) if op.target == target]
@@ -82,7 +82,7 @@ def test_the_gradient_of_a_split_product_is_put_together(graph: Graph) -> None:
 
 
 def test_the_loss_computes_on_whole_logits_one_kernel_after_the_other(graph: Graph) -> None:
-    def loss(kernels: Kernels) -> Work:
+    def loss(kernels: ForeignKernels) -> Work:
         (found,) = works(graph, kernels, "autopar.cross_entropy_sum")
         return found
 
@@ -96,9 +96,10 @@ def test_the_loss_computes_on_whole_logits_one_kernel_after_the_other(graph: Gra
 def test_deepspeeds_messages_are_copied() -> None:
     stages = [stage(b) for b in blocks(4, sends=(10**7,), send_gradients=(10**7,))]
     mesh, count = Mesh(pp=4, tp=8), 8
-    model = CostModel(H100, FP32, "sgd")
-    how = replace(step(mesh, schedule="1F1B", count=count), blocking_sends=True, partitioned_sends=True)
-    parts, copied = (model.predict(stages, replace(how, copied_sends=c)) for c in (False, True))
+    runtimes = [ForeignRuntime(blocking_sends=True, partitioned_sends=True, copied_sends=c) for c in (False, True)]
+    model, other = (CostModel(H100, FP32, "sgd", runtime=runtime) for runtime in runtimes)
+    how = step(mesh, schedule="1F1B", count=count)
+    parts, copied = model.predict(stages, how), other.predict(stages, how)
     forward_s, backward_s = copies_s(0, 10**7, 8, model.device)  # the first rank finishes last
     gathered_s = model.collectives.time_s("all_gather", 10**7, mesh, ("tp",))
     more_s = copied.breakdown.pipeline_s - parts.breakdown.pipeline_s
@@ -130,7 +131,8 @@ def test_gradients_that_are_cast_first() -> None:
     how = replace(step(mesh, schedule="1F1B", count=count), zero_stage=1, adds_gradients=True)
     numel, launches = first.parameters[0].numel, len(first.parameters)
     bandwidth = model.device.memory_bandwidth_bytes_per_s
-    inside = model.block_adding_s(first, how)
+    inside = model.of(how).block_adding_s(first)
     assert inside == pytest.approx((10 * numel / bandwidth + launches * model.device.launch_s) * (count - 1) / count)
-    apart = model.block_adding_s(first, replace(how, casts_gradients=True))
+    casting = CostModel(H100, precision, "sgd", runtime=ForeignRuntime(casts_gradients=True))
+    apart = casting.of(how).block_adding_s(first)
     assert apart == pytest.approx(18 * numel / bandwidth + 2 * launches * model.device.launch_s)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from autopar.cost.blocks.block_work import BlockWork, block_work
-from autopar.cost.operators.fusion import EAGER, Kernels, fuse_ring
 from autopar.cost.operators.work import LINEAR
 from autopar.cost.operators.work_record import Work
 from autopar.graph import trace
 from autopar.graph.ir import Graph, Op, Ref, TensorSpec
 from autopar.validate.families import Sizes, build
+from autopar.validate.kernels.fusion import EAGER, ForeignKernels, fuse_ring
 from autopar.validate.practice import second_products
 
 HIDDEN, FFN, TOKENS, HALF = 64, 160, 2 * 32, 2
@@ -29,7 +29,7 @@ def graph() -> Graph:
     return trace(model, (), batch, name="llama")
 
 
-def layer(graph: Graph, kernels: Kernels) -> BlockWork:
+def layer(graph: Graph, kernels: ForeignKernels) -> BlockWork:
     """The block with most operators: a whole layer."""
     block = max(graph.blocks, key=lambda block: len(graph.block_ops(block)))
     return block_work(graph, block, "cuda", kernels=kernels)
@@ -40,7 +40,7 @@ def linear(done: BlockWork) -> list[Work]:
 
 
 def test_projections_of_one_input_are_one_product(graph: Graph) -> None:
-    plain, joined = layer(graph, EAGER), layer(graph, Kernels(projections=True))
+    plain, joined = layer(graph, EAGER), layer(graph, ForeignKernels(projections=True))
     assert sum(w.flops for w in linear(plain)) == sum(w.flops for w in linear(joined))
     assert sum(w.backward_flops for w in linear(plain)) == sum(w.backward_flops for w in linear(joined))
     widths = [w.products[0].columns for w in linear(joined) if w.products]
@@ -53,12 +53,12 @@ def test_projections_of_one_input_are_one_product(graph: Graph) -> None:
 
 
 def test_dropout_by_torchs_kernel_writes_a_mask(graph: Graph) -> None:
-    def dropped(kernels: Kernels) -> list[Work]:
+    def dropped(kernels: ForeignKernels) -> list[Work]:
         done = layer(graph, kernels)
         return [w for w, op in zip(done.works, done.ops, strict=True) if op.target == "autopar.dropout"]
 
     scores, added = 2 * 4 * 32 * 32, TOKENS * HIDDEN
-    own, chained = dropped(Kernels(dropout=True)), dropped(Kernels(dropout=True, elementwise=True))
+    own, chained = dropped(ForeignKernels(dropout=True)), dropped(ForeignKernels(dropout=True, elementwise=True))
     assert [w.num_bytes for w in own] == [5 * scores, 5 * added, 5 * added]
     assert [w.num_bytes for w in chained] == [5 * scores, added, added]
     assert [w.backward_bytes for w in chained] == [w.backward_bytes for w in own]

@@ -18,6 +18,7 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.data_parallel import DataParallel
 from autopar.cost.step.memory import State, state_bytes
 from autopar.cost.step.optimizer import optimizer_cost
+from autopar.cost.step.runtime import Runtime
 from autopar.errors import UsageError
 from autopar.graph import trace
 from autopar.mesh import Mesh
@@ -41,7 +42,7 @@ def state(
     mesh = Mesh(pp=pp, dp_shard=shards)
     data = DataParallel(mesh, zero, precision, pp > 1)
     parameter = ParameterCost(name="w", shape=(numel // 16, 16), num_bytes=numel * 4)
-    unit = data.unit((parameter,), CollectiveModel(CLUSTER), CLUSTER.devices[0])
+    unit = Runtime().unit((parameter,), data, CollectiveModel(CLUSTER), CLUSTER.devices[0])
     return state_bytes(unit, data, optimizer_cost(optimizer), count)
 
 

@@ -17,6 +17,7 @@ from autopar.errors import UsageError
 from autopar.host import HostLink
 from autopar.mesh import Mesh
 from autopar.plan import BF16, FP32, Prediction, Recompute
+from autopar.validate.foreign import ForeignRuntime
 from tests.cost.blocks_by_hand import block, stage, step
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
@@ -80,16 +81,20 @@ def test_messages_between_stages_are_exposed_in_part() -> None:
     assert found.breakdown.pipeline_s > alone.breakdown.pipeline_s > 0  # across nodes, then within one
 
 
+def foreign(**does: bool) -> CostModel:
+    """The model of H100s for a program that does otherwise than autopar's runtime."""
+    return CostModel(H100, FP32, "sgd", runtime=ForeignRuntime(**does))
+
+
 def test_blocking_messages_are_part_of_the_step() -> None:
     stages = [stage(b) for b in layers(4, sends=(10**7,), send_gradients=(10**7,), **SMALL)]
     mesh, count = Mesh(pp=4, tp=8), 8
-    model = CostModel(H100, FP32, "sgd")
-    how = replace(step(mesh, schedule="1F1B", count=count), blocking_sends=True)
-    whole, parts = (model.predict(stages, replace(how, partitioned_sends=p)) for p in (False, True))
+    model, how = CostModel(H100, FP32, "sgd"), step(mesh, schedule="1F1B", count=count)
+    whole, parts = (foreign(blocking_sends=True, partitioned_sends=p).predict(stages, how) for p in (False, True))
     sent = model.collectives.send_time_s(10**7, mesh)
     # a rank in the middle receives and sends in each of its forwards and backwards, the first one half of that
     assert 2 * count * sent <= whole.breakdown.pipeline_s <= 4 * count * sent
-    free = model.predict(stages, replace(how, blocking_sends=False))
+    free = model.predict(stages, how)
     assert whole.step_time_s >= free.step_time_s + 2 * count * sent - free.breakdown.pipeline_s
     gathered = model.collectives.time_s("all_gather", 10**7, mesh, ("tp",))
     part = model.collectives.send_time_s(10**7 / 8, mesh)
@@ -123,8 +128,7 @@ def test_zero_stages_communicate_as_often_as_the_runtime() -> None:
         zero: predict(blocks, mesh, cluster=CPU, zero=zero, count=count).breakdown.data_parallel_s for zero in (1, 2, 3)
     }
     model = CostModel(CPU, FP32, "sgd")
-    data = model._data(step(mesh, zero=3))
-    unit = model._unit(blocks[0].blocks[0], data)
+    unit = model.of(step(mesh, zero=3)).unit(blocks[0].blocks[0])
     loss = model.collectives.time_s("all_reduce", 4, mesh, ("dp_shard",))
     found = {zero: seconds - loss for zero, seconds in found.items()}
     assert found[1] == pytest.approx(unit.gather_s + unit.reduce_s)
@@ -138,52 +142,39 @@ def test_gathers_after_the_step_do_not_add_up_along_a_pipeline() -> None:
     stages = [stage(b) for b in layers(pp, sends=(), send_gradients=())]
     model = CostModel(H100, FP32, "sgd")
     how = step(Mesh(pp=pp, dp_shard=8), schedule="1F1B", count=count, zero=1)
-    gather_s = model._unit(stages[0].blocks[0], model._data(how)).gather_s
-    first, late = (model.predict(stages, replace(how, gathers_after_step=late)) for late in (False, True))
+    gather_s = model.of(how).unit(stages[0].blocks[0]).gather_s
+    first, late = model.predict(stages, how), foreign(gathers_after_step=True).predict(stages, how)
     assert first.step_time_s - late.step_time_s == pytest.approx((pp - 1) * gather_s)
     assert first.breakdown.data_parallel_s == pytest.approx(late.breakdown.data_parallel_s)
     device = model.device
-    hidden = model.predict(stages, replace(how, gathers_after_step=True, overlapped_reductions=True)).breakdown
+    hidden = foreign(gathers_after_step=True, overlapped_reductions=True).predict(stages, how).breakdown
     unhidden = late.breakdown.data_parallel_s - hidden.data_parallel_s
-    unit = model._unit(stages[0].blocks[0], model._data(how))
+    unit = model.of(how).unit(stages[0].blocks[0])
     assert unhidden == pytest.approx((1 - device.interference) * (unit.gather_s + unit.reduce_s))
 
 
 def test_sums_that_every_rank_takes_whole_cost_an_all_reduce() -> None:
     """DeepSpeed's BF16_Optimizer: each rank steps a part, and has summed all of it."""
-    model, how = CostModel(H100, FP32, "sgd"), step(Mesh(dp_shard=8), zero=1)
+    models, how = [foreign(all_reduces=a) for a in (False, True)], step(Mesh(dp_shard=8), zero=1)
     stages = [stage(*layers(3))]
-    parts, whole = (model.predict(stages, replace(how, all_reduces=a)).breakdown for a in (False, True))
-    units = [
-        [model._unit(b, model._data(replace(how, all_reduces=a))).reduce_s for b in stages[0].blocks]
-        for a in (False, True)
-    ]
-    assert sum(units[1]) > 1.2 * sum(units[0])
+    parts, whole = (model.predict(stages, how).breakdown for model in models)
+    scattered_s, summed_s = (sum(model.of(how).unit(b).reduce_s for b in stages[0].blocks) for model in models)
+    assert summed_s > 1.2 * scattered_s
     assert whole.data_parallel_s > parts.data_parallel_s
-    kinds = [
-        {c.kind for t in model.traffic(stages, replace(how, all_reduces=a)) for c in t if c.num_bytes > 1000}
-        for a in (False, True)
-    ]
-    assert "reduce_scatter" in kinds[0]
-    assert "reduce_scatter" not in kinds[1]
 
 
 def test_parameters_that_their_owners_broadcast_cost_a_ring_each() -> None:
     """InternEvo's ZeRO 1: one collective for each parameter, whose hops grow with the ranks, and no copies."""
     mesh, blocks = Mesh(dp_shard=8), layers(3)
-    model, how = CostModel(H100, FP32, "sgd"), replace(step(mesh, zero=1), gathers_after_step=True)
-    stages, sent = [stage(*blocks)], replace(how, broadcasts=True)
-    unit = model._unit(stages[0].blocks[0], model._data(sent))
-    times = [
-        model.collectives.time_s("broadcast", p.numel * 4, mesh, ("dp_shard",)) for p in blocks[0].parameters if p.shape
-    ]
+    gathering, sending = (foreign(gathers_after_step=True, broadcasts=a) for a in (False, True))
+    stages, how = [stage(*blocks)], step(mesh, zero=1)
+    unit = sending.of(how).unit(stages[0].blocks[0])
+    time_s = sending.collectives.time_s
+    times = [time_s("broadcast", p.numel * 4, mesh, ("dp_shard",)) for p in blocks[0].parameters if p.shape]
     assert unit.gather_s == pytest.approx(sum(times))
-    gathered, broadcast = (model.predict(stages, x).breakdown.data_parallel_s for x in (how, sent))
+    gathered, broadcast = (model.predict(stages, how).breakdown.data_parallel_s for model in (gathering, sending))
     assert gathered != broadcast
-    assert unit.reduce_s == model._unit(stages[0].blocks[0], model._data(how)).reduce_s
-    found = [{c.kind for t in model.traffic(stages, x) for c in t if c.num_bytes > 1000} for x in (how, sent)]
-    assert "all_gather" in found[0] and "broadcast" not in found[0]
-    assert "broadcast" in found[1] and "all_gather" not in found[1]
+    assert unit.reduce_s == gathering.of(how).unit(stages[0].blocks[0]).reduce_s
 
 
 def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> None:

@@ -77,6 +77,14 @@ def _plans() -> dict[str, dict[str, Case]]:
             model=LLAMA, ranks=4, pins=("pp=2", "dp_shard=2", "micro_batch=1", "zero=1"), run=(0, 3)
         ),
         "pp with dropout": Case(model=GPT2, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
+        "pp x cp": Case(model=LLAMA, ranks=4, pins=("pp=2", "cp=2", "cp_attention=ring", "micro_batch=1"), run=(3,)),
+        "interleaved x tp with dropout": Case(
+            model=GPT2.replace("n_layer=2", "n_layer=4"),
+            layers=4,
+            ranks=4,
+            pins=("pp=2", "virtual_stages=2", "tp=2", "micro_batch=1"),
+            run=(3,),
+        ),
         "pp recomputed": Case(model=LLAMA, ranks=2, pins=("pp=2", "micro_batch=1", "recompute=full"), run=(0, 1)),
     }
     experts = {
@@ -87,12 +95,22 @@ def _plans() -> dict[str, dict[str, Case]]:
         "experts over data and tp": Case(
             model=MIXTRAL, ranks=4, pins=("ep=4", "ep_data=2", "dp_shard=2", "tp=2"), run=(0, 3)
         ),
+        "experts over data and tp, ZeRO 3 recomputed": Case(
+            model=MIXTRAL,
+            ranks=8,
+            pins=("ep=4", "ep_data=2", "dp_shard=4", "tp=2", "zero=3", "recompute=full"),
+            run=(5,),
+        ),
         "experts in a pipeline": Case(model=MIXTRAL, ranks=2, pins=("pp=2", "micro_batch=1"), run=(0, 1)),
     }
     others = {
         "dropout": Case(model=GPT2, ranks=1, is_called=True),
         "dropout tp": Case(model=GPT2, ranks=2, pins=("tp=2",)),
         "dropout recomputed": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=full")),
+        "dropout ZeRO 3": Case(
+            model=GPT2, ranks=2, pins=("dp_shard=2", "zero=3", "recompute=full", "micro_batch=1"), run=(1,)
+        ),
+        "dropout cp x tp": Case(model=GPT2, ranks=4, pins=("cp=2", "cp_attention=ulysses", "tp=2"), run=(3,)),
         "dropout selective": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=selective")),
         "fp16 unscaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16"),
         "fp16 scaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16", scales=True),
@@ -109,8 +127,8 @@ def _plans() -> dict[str, dict[str, Case]]:
 
 PLANS = _plans()
 
-SAVES = "save"
-"""The phase in which everything is read: a checkpoint is written on the host."""
+SAVES, LOADS = "save", "load"
+"""Phases in which the host waits for everything: a checkpoint is written and read there."""
 
 LISTED: dict[tuple[str, str, str], str] = {
     (
@@ -130,5 +148,10 @@ LISTED: dict[tuple[str, str, str], str] = {
         "autopar/runtime/monitor.py:_between",
     ): "the first steps of a run are measured, and no later",
     ("host waits", "Tensor.item", "autopar/runtime/loss_scale.py:step"): "torch's scaler asks whether a step is made",
+    (
+        "host waits",
+        "Tensor.__int__",
+        "autopar/runtime/replicas.py:check_now",
+    ): "whether copies of parameters differ: before one step in a thousand, and before a checkpoint",
 }
 """Where a program may wait or keep states: kind, what, and file and function, with the reason."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.cuda.cases import PLANS, Case
+from tests.cuda.cases import LOADS, PLANS, Case
 
 BATCH = 4
 
@@ -37,6 +37,7 @@ def run(case: Case, rank: int, record: Any) -> int:
     from autopar.runtime.job import stop
     from autopar.runtime.materialize import ModelWeights
     from autopar.runtime.parallel import Parallel
+    from autopar.runtime.replicas import EVERY
     from autopar.runtime.world import World
     from tests.cuda.watch import Watch
 
@@ -70,7 +71,14 @@ def run(case: Case, rank: int, record: Any) -> int:
             if case.evaluates:
                 record.phase = "evaluate"
                 parallel.evaluate(batch)
-            _save(parallel, optimizer, record)
+            state = _save(parallel, optimizer, record)
+            _load(parallel, state, record)
+            record.phase = "loaded"
+            parallel.step_count = EVERY  # the step before which copies are compared
+            if case.evaluates:
+                parallel.evaluate(batch)
+            with parallel._calls.together("train_step"):
+                parallel._train_step(batch)
             record.phase = "end"
             for name, parameter in parallel.named_parameters():
                 if parameter.device.type != "cuda":
@@ -110,8 +118,8 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
         parallel(**batch).backward()
 
 
-def _save(parallel: Any, optimizer: Any, record: Any) -> None:
-    """What goes to a checkpoint and comes from one, but for the files."""
+def _save(parallel: Any, optimizer: Any, record: Any) -> dict[str, Any]:
+    """What goes to a checkpoint, but for the files."""
     from autopar.runtime import checkpoint
 
     kept: list[Any] = []
@@ -125,6 +133,42 @@ def _save(parallel: Any, optimizer: Any, record: Any) -> None:
     assert all(key.startswith(("model.", "optimizer.", "progress.", "buffer.")) for key in kept[0])
     if parallel.plan.mesh.pp == 1:
         parallel.full_state_dict()
+    state: dict[str, Any] = kept[0]
+    return state
+
+
+def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
+    """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
+    import numpy
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from autopar.runtime import checkpoint
+
+    def read(path: Path, state: dict[str, Any]) -> None:
+        assert saved.keys() >= state.keys(), sorted(state.keys() - saved.keys())
+        for key, value in state.items():
+            if key == f"progress.{checkpoint.SCALER}":  # as the host reads it, which fake tensors have no numbers for
+                state[key] = numpy.ones(value.shape)
+                continue
+            if not isinstance(value, torch.Tensor) or key.startswith("progress."):
+                state[key] = saved[key]
+                continue
+            target = value._local_tensor if isinstance(value, DTensor) else value
+            target.detach().copy_(
+                torch.zeros(target.shape, dtype=target.dtype)
+            )  # as the planner of torch does from a file
+
+    def all_say(said: list[Any], own: Any, group: Any = None) -> None:
+        said[:] = [own] * len(said)
+
+    record.phase = LOADS
+    with (
+        mock.patch.object(checkpoint, "_load", read),
+        mock.patch.object(checkpoint, "_check_holds", mock.Mock()),
+        mock.patch.object(torch.distributed, "all_gather_object", all_say),
+    ):
+        parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
 
 
 def _traced(case: Case) -> tuple[Any, Any, Any]:
@@ -223,7 +267,7 @@ def main(guard: str, output: str, group: str) -> None:
             except Exception as failure:  # noqa: BLE001  of whatever kind: it is what the test shows
                 import traceback
 
-                error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc(limit=-8)}"
+                error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc(limit=-25)}"
             found[f"{name} rank {rank}"] = {"error": error, "micro_batches": batches, **_told(record)}
     Path(output).write_text(json.dumps(found))
 

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.cuda.build import build
-from tests.cuda.cases import LISTED, PLANS
+from tests.cuda.cases import LISTED, PLANS, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "launches.md"
 
@@ -27,6 +28,22 @@ backward of all micro-batches with their collectives; `clip` is `clip_grad_norm_
 """
 
 
+def row(name: str, case: Case, rank: int, found: dict[str, Any]) -> str:
+    """One rank of a plan: ``found`` is what the driver wrote of it."""
+    launched, batches = found["launches"], found["micro_batches"]
+    waits = sum(seen[-1] for seen in found["seen"] if seen[0] in {"step", "clip"} and seen[1] == "host waits")
+    blocks = case.layers / (2 if "pp=2" in case.pins else 1)
+    numbers = [launched.get(phase, "") for phase in ("clip", "optimizer", "evaluate")]
+    cells = [name, rank, batches, launched["step"], round(launched["step"] / batches / blocks), *numbers, waits]
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def listed() -> str:
+    """Where a host may wait, and why."""
+    lines = [f"- `{place}`, {what}: {why}.\n" for (_, what, place), why in LISTED.items()]
+    return "\nWhere a host may wait for its device:\n\n" + "".join(lines)
+
+
 def main() -> None:
     """See the module."""
     lines = [HEAD.format(version=torch.__version__.partition("+")[0])]
@@ -37,18 +54,8 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "tests.cuda.driver", str(guard), str(output), group], check=True)
             found = json.loads(output.read_text())
             for name, case in cases.items():
-                for rank in case.run:
-                    row = found[f"{name} rank {rank}"]
-                    launched, batches = row["launches"], row["micro_batches"]
-                    waits = sum(r[-1] for r in row["seen"] if r[0] in {"step", "clip"} and r[1] == "host waits")
-                    blocks = case.layers / (2 if "pp=2" in case.pins else 1)
-                    numbers = [launched.get(phase, "") for phase in ("clip", "optimizer", "evaluate")]
-                    each = round(launched["step"] / batches / blocks)
-                    cells = [name, rank, batches, launched["step"], each, *numbers, waits]
-                    lines.append("| " + " | ".join(map(str, cells)) + " |\n")
-    lines.append("\nWhere a host may wait for its device, or keeps the state of a generator:\n\n")
-    lines += [f"- `{place}`, {what}: {why}.\n" for (_, what, place), why in LISTED.items()]
-    PAGE.write_text("".join(lines))
+                lines += [row(name, case, rank, found[f"{name} rank {rank}"]) for rank in case.run]
+    PAGE.write_text("".join([*lines, listed()]))
 
 
 if __name__ == "__main__":

@@ -268,12 +268,13 @@ def _install_in_torch() -> None:
             stage._inference_mode = InferenceMode.STATIC
 
     schedules._PipelineSchedule._warmup_p2p = no_vote  # type: ignore[method-assign]
-    coordinate = DeviceMesh._compute_coordinates_from_mesh
+    make_mesh = DeviceMesh.__init__
 
-    def of_mesh(mesh: Any, rank: Any) -> Any:
-        return (0,) * mesh.ndim if isinstance(mesh, FakeTensor) else coordinate(mesh, rank)
+    def outside(self: Any, *args: Any, **options: Any) -> None:
+        with fakes.unset_fake_temporarily():  # FSDP makes meshes, which look for this rank among their numbers
+            make_mesh(self, *args, **options)
 
-    DeviceMesh._compute_coordinates_from_mesh = staticmethod(of_mesh)  # type: ignore[method-assign, assignment]
+    DeviceMesh.__init__ = outside  # type: ignore[method-assign]
     tensor: Any = Tensor
     tensor.record_stream = lambda *_: None
 
@@ -287,10 +288,12 @@ def _install_reads(record: Record) -> None:
     tensor, made = Tensor, torch.tensor
 
     def reads(name: str, value: Any) -> None:
-        real = getattr(tensor, name)
+        own, real = getattr(tensor, name), getattr(FakeTensor, name)
 
         def read(self: Tensor) -> Any:
-            if not isinstance(self, FakeTensor) or self.device.type != "cuda":
+            if not isinstance(self, FakeTensor):
+                return own(self)
+            if self.device.type != "cuda":
                 return real(self)
             record.add(SYNC, f"Tensor.{name}")
             return value(self) if callable(value) else value

@@ -643,7 +643,7 @@ def drifting(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, where: 
     parallel = build(subject, plan, graph)
     held = [h for h in parallel._assembly.held if h.replicated]
     changed, was_other = "", False
-    for _ in range(2):
+    for number in (1, 2):
         if where != "never" and dist.get_rank() == dist.get_world_size() - 1:
             values = local_part(held[-1].parameter).view(-1)
             before, changed = values[-1].clone(), held[-1].key
@@ -652,7 +652,7 @@ def drifting(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, where: 
         if where == "save":
             parallel.save(folder)
         else:
-            parallel.step_count = EVERY
+            parallel.step_count = number * EVERY
             parallel.evaluate(batch)
     logging.getLogger("autopar").removeHandler(handler)
     said = [text for text in handler.texts if "copies of" in text]

@@ -60,16 +60,42 @@ def test_logits_or_weights_that_others_see_are_not_padded(peek: str) -> None:
     assert "head.weight" not in lengths(traced(tied=False, peek=peek)[1], 4)
 
 
+def test_rows_are_aligned_without_a_split() -> None:
+    _, graph = traced(tied=True)
+    assert lengths(graph, 1, 8) == {"table.weight": 24}
+    assert lengths(graph, 2, 4) == {"table.weight": 24}
+    assert lengths(graph, 1, 7) == lengths(graph, 1) == {}
+
+
+def test_what_is_only_looked_up_in_is_not_aligned() -> None:
+    class Placed(Language):
+        def __init__(self) -> None:
+            super().__init__(tied=False)
+            self.places = nn.Embedding(5, 4)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.table(ids) + self.places(torch.arange(5)))
+            return nn.functional.cross_entropy(logits.view(-1, 21), labels.view(-1))
+
+    graph = trace(Placed().double(), (), batch())
+    assert lengths(graph, 2)["places.weight"] == 6
+    assert set(lengths(graph, 1, 4)) == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(("ranks", "multiple"), [(4, 1), (1, 8), (2, 3)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_loss_and_gradients_are_those_without_padding(tied: bool) -> None:
+def test_loss_and_gradients_are_those_without_padding(tied: bool, ranks: int, multiple: int) -> None:
     model, graph = traced(tied)
     data, parameters = batch(), dict(model.named_parameters())
-    longer = pad(graph, lengths(graph, 4))
-    assert {p.spec.shape[0] for p in longer.parameters} == {24}
+    longer = pad(graph, lengths(graph, ranks, multiple))
+    assert {p.spec.shape[0] for p in longer.parameters if p.padding and p.fqn != "table.weight"} <= {24}
     long = {
-        p.fqn: lengthened(parameters[p.fqn].detach(), 0, 24).requires_grad_() for p in longer.parameters if p.padding
+        p.fqn: lengthened(parameters[p.fqn].detach(), 0, p.spec.shape[0]).requires_grad_()
+        for p in longer.parameters
+        if p.padding
     }
-    wanted, found = evaluate(graph, data, parameters), evaluate(longer, data, long)
+    assert long
+    wanted, found = evaluate(graph, data, parameters), evaluate(longer, data, parameters | long)
     torch.testing.assert_close(found, wanted)
     wanted.backward()
     found.backward()

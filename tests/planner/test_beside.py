@@ -38,7 +38,7 @@ def drawn(chance: random.Random, name: str) -> BlockCost:
 def part_s(blocks: list[BlockCost], place: int, how: Step) -> float:
     before = blocks[place - 1] if place else None
     after = blocks[place + 1] if place + 1 < len(blocks) else None
-    time = MODEL.block_time_s(blocks[place], how, recompute="none", beside=[(before, after)])
+    time = MODEL.of(how).block_time_s(blocks[place], recompute="none", beside=[(before, after)])
     return time.forward_s + time.backward_s
 
 
@@ -60,7 +60,7 @@ def test_blocks_in_their_places_take_no_more_than_their_stage(mesh: Mesh, zero: 
         start, stop = (0, 8) if mesh.pp == 1 else sorted(chance.sample(range(9), 2))
         whole_s = stage_s(blocks[start:stop], how)
         assert sum(part_s(blocks, i, how) for i in range(start, stop)) <= whole_s * (1 + 1e-9)
-        alike = [MODEL.block_time_s(b, how, recompute="none") for b in blocks[start:stop]]
+        alike = [MODEL.of(how).block_time_s(b, recompute="none") for b in blocks[start:stop]]
         beyond += sum(time.forward_s + time.backward_s for time in alike) > whole_s * (1 + 1e-9)
     # beside others a block's gathers or reductions hide as they would not beside blocks like it
     assert bool(beyond) == (zero >= 2)
@@ -69,7 +69,7 @@ def test_blocks_in_their_places_take_no_more_than_their_stage(mesh: Mesh, zero: 
 def test_one_more_of_equal_blocks_adds_what_it_is_priced_at() -> None:
     how = replace(step(Mesh(dp_shard=16)), zero_stage=3, adds_gradients=False)
     own = drawn(random.Random(1), "a")
-    time = MODEL.block_time_s(own, how, recompute="none")
+    time = MODEL.of(how).block_time_s(own, recompute="none")
     more = stage_s([own] * 5, how) - stage_s([own] * 4, how)
     assert more == pytest.approx(time.forward_s + time.backward_s, rel=1e-9)
 
@@ -78,7 +78,7 @@ def test_the_least_of_the_blocks_beside_counts() -> None:
     how = replace(step(Mesh(dp_shard=16)), zero_stage=3)
     chance = random.Random(3)
     a, b, c = (drawn(chance, name) for name in "abc")
-    each = [MODEL.block_time_s(a, how, recompute="full", beside=[pair]) for pair in ((b, c), (c, b), (None, c))]
-    both = MODEL.block_time_s(a, how, recompute="full", beside=[(b, c), (c, b), (None, c)])
+    each = [MODEL.of(how).block_time_s(a, recompute="full", beside=[pair]) for pair in ((b, c), (c, b), (None, c))]
+    both = MODEL.of(how).block_time_s(a, recompute="full", beside=[(b, c), (c, b), (None, c)])
     assert both.forward_s == min(time.forward_s for time in each)
     assert both.backward_s == min(time.backward_s for time in each)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.ir import Graph
 from autopar.models import resolve_model
 from autopar.plan import BF16
-from autopar.planner.branch_and_bound.collection import OBJECTS, YOUNG, seldom_collected
 from autopar.planner.layouts import block_pricing as block_prices
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, PricedLayout, TypedLayout
@@ -73,23 +71,3 @@ def test_layouts_that_differ_in_some_blocks_share_the_others(graph: Graph, monke
     options = options_of(layouts, LayoutKey(micro_batch_size=4, tp=4))
     assert len(options) > 1
     assert sum(asked) < len(asked) * len(layouts.compact.graph.blocks)
-
-
-def test_cycles_are_collected_seldom_in_a_search_alone() -> None:
-    before = gc.get_threshold()
-    with seldom_collected():
-        assert gc.get_threshold() == (OBJECTS, max(before[1], YOUNG), before[2])
-        with seldom_collected():
-            assert gc.get_threshold()[0] == OBJECTS
-        assert gc.get_threshold()[0] == OBJECTS
-    assert gc.get_threshold() == before
-
-
-def test_a_threshold_that_somebody_sets_in_a_search_stays() -> None:
-    before = gc.get_threshold()
-    try:
-        with seldom_collected():
-            gc.set_threshold(1234)
-        assert gc.get_threshold()[0] == 1234
-    finally:
-        gc.set_threshold(*before)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.space.candidates import Candidate, Problem, _open, _strict, candidates, conflict, remedies
+from autopar.planner.space.candidates import Candidate, Problem, candidates, num_micro_batches, strict
+from autopar.planner.space.conflict import _open, conflict, remedies
 from autopar.planner.space.constraints import practice
-from autopar.planner.space.join import num_micro_batches
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.schedule import check_schedule
@@ -168,7 +168,7 @@ def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
     columns = np.array(list(product(*values.values())), dtype=np.int64).T
     table = dict(zip(values, columns, strict=True))
     table["num_micro_batches"] = num_micro_batches(table, batch)
-    known = {c.name: c.holds(table) for c in (*_strict(problem, pins), *practice(problem, pins))}
+    known = {c.name: c.holds(table) for c in (*strict(problem, pins), *practice(problem, pins))}
     for left_out in ((), *((name,) for name in names)):
         keep = np.ones(columns.shape[1], dtype=bool)
         for name in names:

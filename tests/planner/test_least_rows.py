@@ -56,12 +56,12 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
             schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
         )  # fmt: skip
         assert candidate.schedule in SCHEDULES
-        whole = evaluator.layouts.whole(size)
+        whole = evaluator.context.unsplit(candidate)
         step = evaluator.context.step(candidate, whole)
         ideal = evaluator.cascade.ideal(candidate)
         assert isinstance(ideal, Row)
         assert not evaluator.cascade.least_rows.is_too_large(candidate, whole, evaluator.context.step)
-        split = layout_key_of(size, mesh)
+        split = layout_key_of(candidate)
         quickest = evaluator.layouts.quickest_s(split), evaluator.layouts.least_s(split)
         for draft in evaluator.context.known_layouts(candidate):
             option = evaluator.layouts.option(draft)
@@ -87,7 +87,7 @@ def test_recompute_beside_collectives_that_outlast_blocks_is_not_counted_whole(g
         mesh=Mesh(dp_shard=8), micro_batch_size=16, num_micro_batches=4, zero_stage=zero_stage, schedule="none",
         virtual_stages=1,
     )  # fmt: skip
-    option, ideal = evaluator.layouts.whole(16), evaluator.cascade.ideal(candidate)
+    option, ideal = evaluator.context.unsplit(candidate), evaluator.cascade.ideal(candidate)
     exact = evaluator.pipelines.rows.exact(candidate, option, evaluator.context.step(candidate, option))
     assert isinstance(ideal, Row)
     for part, name in product(("first", "last", "group"), ("again_s", "least_again_s", "full_s")):
@@ -107,7 +107,7 @@ def test_the_bound_of_a_cut_is_no_more_than_its_step(graph: Graph, zero_stage: i
             mesh=mesh, micro_batch_size=16, num_micro_batches=32 // mesh.dp_shard, zero_stage=zero_stage,
             schedule="none" if pp == 1 else "1F1B", virtual_stages=1,
         )  # fmt: skip
-        option = evaluator.layouts.whole(16)
+        option = evaluator.context.unsplit(candidate)
         step = evaluator.context.step(candidate, option)
         cutters = evaluator.pipelines.cuts.cutters(candidate, option, step)
         for stop in range(1, count) if pp == 2 else (count,):

@@ -27,7 +27,7 @@ from autopar.planner.bounds.mixed_bounds import PRECISION, impossible, mixed_bou
 from autopar.planner.bounds.mixed_chains import Chains
 from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
 from autopar.planner.bounds.mixed_whole import whole_bound_s
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.context import load_of
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.evaluate.families import Evaluator
@@ -341,14 +341,14 @@ def graph() -> Graph:
     return mlp(layers=6, batch=2, width=64, hidden=256)
 
 
-def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> OuterSearch:
+def outer(graph: Graph, cluster: Cluster, space_name: str = "quick") -> BranchAndBound:
     space = load_space(space_name)
     problem = Problem(
         world_size=4, devices_per_node=2, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
     evaluator = Evaluator.of(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
     pool = in_orders(candidates(problem, Pins()), cluster)
-    return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
+    return BranchAndBound(evaluator, pool, limits=Limits())
 
 
 @pytest.mark.parametrize("memory", [None, 400 * 2**20 + 1_500_000, 400 * 2**20 + 1_200_000])
@@ -381,9 +381,7 @@ def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_mem
     for candidate in outer(graph, cluster, "default").pool:
         if candidate.virtual_stages == 1 or not placed.has(candidate):
             continue
-        for draft in evaluator.layouts.drafts(
-            layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate)
-        ):
+        for draft in evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate)):
             option = placed.option(candidate, evaluator.layouts.option(draft))
             step = placed.step(evaluator.context.step(candidate, option), option)
             cutters = cuts.cutters(candidate, option, step)
@@ -415,12 +413,12 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     evaluator = search.evaluator
     placed, below, several = evaluator.pipelines.placed, 0, 0
     for candidate in search.pool:
-        drafts = evaluator.layouts.drafts(layout_key_of(candidate.micro_batch_size, candidate.mesh), load_of(candidate))
+        drafts = evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate))
         if not placed.has(candidate):
             continue
         options = [evaluator.layouts.option(draft) for draft in drafts]
         if candidate.mesh.tp > 1:  # any other blocks do
-            options.append(evaluator.layouts.whole(candidate.micro_batch_size))
+            options.append(evaluator.layouts.whole(layout_key_of(candidate)))
         step = evaluator.context.step(candidate, options[0])
         rows = [placed.exact(candidate, option, step) for option in options]
         least_s = mixed_bounds([placed.least(candidate, options, step)])[0]

@@ -18,7 +18,7 @@ from autopar.host import HostLink
 from autopar.plan import FP32, Plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
@@ -54,7 +54,7 @@ def cluster(memory: str, host: HostLink | None = HOST) -> Cluster:
     return replace(found, groups=(replace(group, device=replace(group.device, host=host)),))
 
 
-def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), batch: int = 64) -> OuterSearch:
+def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), batch: int = 64) -> BranchAndBound:
     here, pins = cluster(memory), Pins.parse(texts)
     space = replace(load_space("quick"), offload=tried)
     model = CostModel(here, FP32, "adamw")
@@ -63,7 +63,7 @@ def outer(memory: str, *texts: str, tried: tuple[Hosted, ...] = ("optimizer",), 
         world_size=4, devices_per_node=4, global_batch_size=batch, num_blocks=len(graph().blocks), heads=(), space=space
     )
     pool = offloaded(candidates(problem, pins), here, pins, space.offload, "adamw")
-    return OuterSearch(evaluator, pool, exhaustive=10_000, trials=12, limits=Limits())
+    return BranchAndBound(evaluator, pool, limits=Limits())
 
 
 @pytest.mark.parametrize(("memory", "is_offloaded"), [("16GB", False), (ROOM_FOR_SOME, None), (NEEDS_HOST, True)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from autopar.errors import UsageError
 from autopar.mesh import Mesh
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, OuterSearch
-from autopar.planner.branch_and_bound.ledger import Told
+from autopar.planner.branch_and_bound.branch_and_bound import PATIENCE, BranchAndBound
+from autopar.planner.branch_and_bound.ledger import Result
 from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Candidate
+from tests.planner.interleaved import Turns
 
 
 def candidate(index: int) -> Candidate:
@@ -41,6 +42,7 @@ class Known:
     bounds: Sequence[float]
     times: Sequence[float]
     asked: list[int] = field(default_factory=list)
+    pause: Callable[[], None] = lambda: None
     layouts: Any = field(default_factory=lambda: SimpleNamespace(wholes={}, know=lambda wholes: None))
     model: Any = field(default_factory=lambda: SimpleNamespace(is_mixed=False))
 
@@ -64,6 +66,7 @@ class Known:
     def evaluate(self, found: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
         index = self._index(found)
         self.asked.append(index)
+        self.pause()
         if self.times[index] == float("inf"):
             return Misfit(candidate=found, reason="memory", needs_bytes=8)
         if self.times[index] * (1 + 2e-9) >= at_most_s:  # by a bound inside, which is above it by rounding
@@ -76,7 +79,7 @@ class Known:
 class Board:
     """What all searches have written."""
 
-    told: list[tuple[int, Told]] = field(default_factory=list)
+    results: list[tuple[int, Result]] = field(default_factory=list)
     claimed: dict[int, int] = field(default_factory=dict)
 
 
@@ -87,47 +90,76 @@ class View:
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self.found: dict[int, Told] = {}
-        self.least_s = float("inf")
+        self.results: dict[int, Result] = {}
+        self.incumbent_s = float("inf")
+        self.pause: Callable[[], None] = lambda: None
         self.claimed: Mapping[int, int] = {}
 
     def expect(self, seeds: Mapping[int, str]) -> None:
         """Nobody looks."""
 
-    def tidy(self, excluded_s: Callable[[int], float | None]) -> None:
+    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
         """Nothing waits."""
 
     def read(self) -> None:
-        self.claimed = dict(self.board.claimed)
-        for index, told in self.board.told:
-            before = self.found.get(index)
-            if before is None or before.at_least_s is not None:
-                self.found[index] = told
-        self.least_s = min((t.time_s for t in self.found.values() if t.time_s is not None), default=float("inf"))
+        self.pause()
+        self._take_in()
 
-    def is_running(self, index: int) -> bool:
+    def _take_in(self) -> None:
+        self.claimed = dict(self.board.claimed)
+        for index, result in self.board.results:
+            before = self.results.get(index)
+            if before is None or before.at_least_s is not None:
+                self.results[index] = result
+        times = [result.time_s for result in self.results.values() if result.time_s is not None]
+        self.incumbent_s = min(times, default=float("inf"))
+
+    def is_claimed(self, index: int) -> bool:
         return index in self.claimed
 
     def claim(self, index: int, bound_s: float) -> None:
         self.board.claimed[index] = 1
+        self.pause()
 
     def release(self, index: int) -> None:
         self.board.claimed.pop(index, None)
 
-    def tell(self, index: int, told: Told) -> None:
-        self.board.told.append((index, told))
+    def record(self, index: int, result: Result) -> None:
+        self.board.results.append((index, result))
         self.board.claimed.pop(index, None)
-        self.read()
+        self._take_in()
 
 
-def search(known: Known, ledger: View | None = None, **limits: Any) -> OuterSearch:
+def search(known: Known, ledger: View | None = None, **limits: Any) -> BranchAndBound:
     pool = [candidate(i) for i in range(len(known.bounds))]
-    return OuterSearch(
-        cast("Evaluator", known), pool, exhaustive=1000, trials=1000, limits=Limits(**limits), ledger=ledger
-    )
+    return BranchAndBound(cast("Evaluator", known), pool, limits=Limits(**limits), ledger=ledger)
 
 
-def chosen(found: OuterSearch) -> int | None:
+def in_turns(known: Known, make: Callable[[Known], BranchAndBound]) -> tuple[BranchAndBound, Turns]:
+    """A search that stops before it reads the ledger, after it has claimed a candidate, and while it evaluates one."""
+    known = replace(known)
+    made = make(known)
+    turns = Turns(made.work)
+    known.pause = made.ledger.pause = turns.pause  # type: ignore[attr-defined]
+    return made, turns
+
+
+def interleave(turns: Sequence[tuple[int, int]], running: dict[int, Turns], last: Turns, deadly: int) -> None:
+    """Give turns to searches until the last one has come to its end; where a number is ``deadly``, kill the search."""
+    for worker, chance in turns:
+        if worker in running:
+            if chance == deadly:
+                running.pop(worker).kill()
+            elif not running[worker].go_on():
+                del running[worker]
+        if not worker or chance % 2:
+            last.go_on()
+    last.finish()
+    for left in running.values():
+        left.kill()
+
+
+def chosen(found: BranchAndBound) -> int | None:
     best = found.run().best
     return None if best is None else best.candidate.mesh.dp_shard - 1
 
@@ -156,28 +188,21 @@ def test_any_interleaving_with_deaths_gives_the_choice_of_one(
     if trials is None:  # else a search without a study spends some of them out of order
         assert chosen(search(Known(known.bounds, known.times))) == alone
     board = Board()
-    running: dict[int, Iterator[None]] = {
-        w: search(known, View(board), trials=trials).steps() for w in range(1, workers)
-    }
-    for worker, chance in turns:
-        if worker in running and (chance == 40 or next(running[worker], "end") == "end"):
-            del running[worker]
-    last = search(known, View(board), trials=trials)
-    steps = last.steps()
-    for worker, _ in turns:  # the last one is not alone either
-        if worker in running and next(running[worker], "end") == "end":
-            del running[worker]
-        next(steps, None)
-    for _ in steps:
-        pass
-    index = last._chosen()
+
+    def make(known: Known) -> BranchAndBound:
+        return search(known, View(board), trials=trials)
+
+    running = {w: in_turns(known, make)[1] for w in range(1, workers)}
+    last, last_turns = in_turns(known, make)
+    interleave(turns, running, last_turns, deadly=40)
+    index = last._best_index()
     assert index == alone
 
 
 def test_ties_go_to_the_first_of_the_pool_though_others_come_first() -> None:
     known = Known(bounds=[3.0, 2.0, 2.0], times=[3.0, 3.0, 3.0])
     board = Board()
-    board.told.append((1, Told(time_s=3.0)))
+    board.results.append((1, Result(time_s=3.0)))
     assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 0
 
 
@@ -185,13 +210,13 @@ def test_ties_go_to_the_first_of_the_pool_though_others_come_first() -> None:
 def test_a_time_below_its_bound_by_rounding_is_found_by_one_search_as_by_several(first: float) -> None:
     """A bound of 2.0 does not end a search that has found 2.0: there is a little less behind it."""
     known = Known(bounds=[first, 2.0], times=[2.0, 2.0 - 2e-9])
-    board = Board(told=[(1, Told(time_s=known.times[1]))])
+    board = Board(results=[(1, Result(time_s=known.times[1]))])
     assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 1
 
 
 def test_a_time_just_below_the_best_is_found_by_one_search_as_by_several() -> None:
     known = Known(bounds=[1.0, 1.5], times=[2.0, 2.0 - 1e-9])
-    board = Board(told=[(1, Told(time_s=known.times[1]))])
+    board = Board(results=[(1, Result(time_s=known.times[1]))])
     assert chosen(search(known, View(board))) == chosen(search(Known(known.bounds, known.times))) == 1
 
 
@@ -245,6 +270,6 @@ def test_an_interrupt_gives_the_best_so_far_and_gives_back_its_claim() -> None:
 
 
 def test_times_of_another_evaluator_are_refused() -> None:
-    board = Board(told=[(0, Told(time_s=1.5))])
+    board = Board(results=[(0, Result(time_s=1.5))])
     with pytest.raises(UsageError, match=r"found 1\.5 s, here 2\.0; take another study name"):
         search(Known(bounds=[1.0], times=[2.0]), View(board)).run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, cast
@@ -19,20 +19,20 @@ from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.mesh import Mesh
 from autopar.plan import ScheduleName
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.branch_and_bound.rounds import Sampled, Share
-from autopar.planner.branch_and_bound.rules_of_thumb import rules, seeds
-from autopar.planner.branch_and_bound.sampler import Encoding, Sampler
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
+from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
+from autopar.planner.branch_and_bound.sampling import Sampling
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.space import Sampling, load_space
+from autopar.planner.space.preferences import rules, seeds
+from autopar.planner.space.space import SamplerName, load_space
 from tests.cli_runner import Run, run_fixture
 
 from .graphs import mlp
-from .test_one_order import Board, Known, View
+from .test_one_order import Board, Known, View, in_turns, interleave
 from .test_study import task_of
 
 run = run_fixture
@@ -52,7 +52,7 @@ def candidate(index: int) -> Candidate:
     )  # fmt: skip
 
 
-class Seeded(Sampled):
+class Seeded(Sampling):
     """With two candidates that are asked first."""
 
     __slots__ = ()
@@ -61,10 +61,11 @@ class Seeded(Sampled):
         return {i: "rule" for i in (len(pool) // 2, len(pool) - 1) if may_fit(i)}
 
 
-def search(known: Known, ledger: View | None, kind: Sampling, *, seed: int = 0, trials: int = TRIALS) -> OuterSearch:
-    return OuterSearch(
-        cast("Evaluator", known), [candidate(i) for i in range(len(known.bounds))], exhaustive=0, trials=trials,
-        limits=Limits(), ledger=ledger, sampling=Seeded(kind=kind, seed=seed),
+def search(
+    known: Known, ledger: View | None, kind: SamplerName, *, seed: int = 0, trials: int = TRIALS
+) -> BranchAndBound:
+    return BranchAndBound(
+        cast("Evaluator", known), [candidate(i) for i in range(len(known.bounds))], limits=Limits(trials=trials), ledger=ledger, sampling=Seeded(kind=kind, seed=seed),
     )  # fmt: skip
 
 
@@ -89,30 +90,27 @@ def fresh(known: Known) -> Known:
 )
 @settings(max_examples=15, deadline=None)
 def test_any_interleaving_with_deaths_gives_the_plan_and_the_rounds_of_one(
-    kind: Sampling, problem: int, workers: int, turns: list[tuple[int, int]]
+    kind: SamplerName, problem: int, workers: int, turns: list[tuple[int, int]]
 ) -> None:
     """A turn is a worker's next step; one in sixty kills it, wherever it stands, with its claim left behind."""
     known = loose(problem)
     alone = search(fresh(known), None, kind)
     alone.work()
     board = Board()
-    running: dict[int, Iterator[None]] = {w: search(fresh(known), View(board), kind).steps() for w in range(1, workers)}
-    last = search(fresh(known), View(board), kind)
-    steps = last.steps()
-    for worker, chance in turns:
-        if worker in running and (chance == 60 or next(running[worker], "end") == "end"):
-            del running[worker]
-        if not worker:
-            next(steps, None)
-    for _ in steps:
-        pass
+
+    def make(known: Known) -> BranchAndBound:
+        return search(known, View(board), kind)
+
+    running = {w: in_turns(known, make)[1] for w in range(1, workers)}
+    last, last_turns = in_turns(known, make)
+    interleave(turns, running, last_turns, deadly=60)
     assert last.order == alone.order
-    assert last._chosen() == alone._chosen()
+    assert last._best_index() == alone._best_index()
     assert last.finished == alone.finished
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_search_is_the_same_for_a_seed_and_goes_on_from_what_died(kind: Sampling) -> None:
+def test_a_search_is_the_same_for_a_seed_and_goes_on_from_what_died(kind: SamplerName) -> None:
     """A search stopped after each of its steps leaves a ledger from which another asks the same."""
     known = loose(3)
     alone = search(fresh(known), None, kind)
@@ -121,10 +119,11 @@ def test_a_search_is_the_same_for_a_seed_and_goes_on_from_what_died(kind: Sampli
     assert search_order(known, kind, 1) != alone.order
     for stop in range(0, 60, 7):
         board = Board()
-        steps = search(fresh(known), View(board), kind).steps()
+        _, dying = in_turns(known, lambda own, board=board: search(own, View(board), kind))  # type: ignore[misc]
         for _ in range(stop):
-            next(steps, None)
-        known_before = {index for index, _ in board.told}
+            dying.go_on()
+        dying.kill()
+        known_before = {index for index, _ in board.results}
         again = fresh(known)
         last = search(again, View(board), kind)
         last.work()
@@ -132,7 +131,7 @@ def test_a_search_is_the_same_for_a_seed_and_goes_on_from_what_died(kind: Sampli
         assert not known_before & set(again.asked)
 
 
-def search_order(known: Known, kind: Sampling, seed: int) -> list[int]:
+def search_order(known: Known, kind: SamplerName, seed: int) -> list[int]:
     made = search(fresh(known), None, kind, seed=seed)
     made.work()
     return made.order
@@ -140,7 +139,7 @@ def search_order(known: Known, kind: Sampling, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("problem", range(6))
-def test_nothing_is_asked_twice_or_evaluated_that_a_bound_excludes(kind: Sampling, problem: int) -> None:
+def test_nothing_is_asked_twice_or_evaluated_that_a_bound_excludes(kind: SamplerName, problem: int) -> None:
     known = loose(problem)
     known.bounds = [min(b * 1.5, t) for b, t in zip(known.bounds, known.times, strict=True)]
     board = Board()
@@ -152,16 +151,16 @@ def test_nothing_is_asked_twice_or_evaluated_that_a_bound_excludes(kind: Samplin
     first = [known.times[i] for i in (30, 59) if i in known.asked]
     for i in known.asked[2:]:
         assert known.bounds[i] * 0.5 < min(first) * (1 + 1e-6)
-    pruned = {i: told for i, told in board.told if i not in known.asked}
-    for i, told in pruned.items():  # recorded, with a bound that holds
-        assert told.at_least_s is not None
-        assert told.at_least_s <= known.times[i]
+    pruned = {i: result for i, result in board.results if i not in known.asked}
+    for i, result in pruned.items():  # recorded, with a bound that holds
+        assert result.at_least_s is not None
+        assert result.at_least_s <= known.times[i]
     if made.finished:
         assert min(known.times) == min(known.times[i] for i in known.asked)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_bounds_are_tight_the_search_ends_with_the_best(kind: Sampling) -> None:
+def test_where_bounds_are_tight_the_search_ends_with_the_best(kind: SamplerName) -> None:
     known = loose(5)
     known.bounds = [0.95 * t if np.isfinite(t) else np.inf for t in known.times]
     made = search(known, None, kind, trials=1000)
@@ -174,7 +173,7 @@ def test_where_bounds_are_tight_the_search_ends_with_the_best(kind: Sampling) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sampler_alone_asks_for_everything_once(kind: Sampling) -> None:
+def test_a_sampler_alone_asks_for_everything_once(kind: SamplerName) -> None:
     pool = [candidate(i) for i in range(40)]
     sampler = Sampler(kind, pool, seed=0)
     sampler.enqueue(7, "rule")
@@ -226,15 +225,15 @@ def graph() -> Graph:
     return mlp(layers=6, batch=2, width=64, hidden=256)
 
 
-def planner_of(graph: Graph, sampler: Sampling, trials: int = 12) -> Planner:
+def planner_of(graph: Graph, sampler: SamplerName, trials: int = 12) -> Planner:
     space = replace(load_space("default"), sampler=sampler, exhaustive=1, trials=trials)
     return Planner(task_of(graph, space=space))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_a_real_pool_the_plan_is_no_worse_than_by_bounds_alone(graph: Graph, kind: Sampling) -> None:
+def test_of_a_real_pool_the_plan_is_no_worse_than_by_bounds_alone(graph: Graph, kind: SamplerName) -> None:
     plain, sampled = planner_of(graph, "none"), planner_of(graph, kind)
-    before, after = plain.outer(Limits()).run(), sampled.outer(Limits()).run()
+    before, after = plain.branch_and_bound(Limits()).run(), sampled.branch_and_bound(Limits()).run()
     assert len(plain.pool) > 4 * TRIALS - 10
     assert before.best is not None
     assert after.best is not None
@@ -263,9 +262,9 @@ def test_seeds_are_what_the_rules_say_of_the_pool(graph: Graph) -> None:
 
 def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
     known = loose(2, 20)
-    made = OuterSearch(
-        cast("Evaluator", known), [candidate(i) for i in range(20)], exhaustive=0, trials=1000, limits=Limits(),
-        sampling=Sampled(kind="tpe", share=Share(by_bounds=0, by_sampler=8)),
+    made = BranchAndBound(
+        cast("Evaluator", known), [candidate(i) for i in range(20)], limits=Limits(trials=1000),
+        sampling=Sampling(kind="tpe", by_bounds=0, by_sampler=8),
     )  # fmt: skip
     outcome = made.run()
     assert outcome.finished

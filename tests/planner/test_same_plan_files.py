@@ -15,9 +15,9 @@ from autopar.plan import Plan
 from autopar.plan_io import save_plan
 from autopar.planner import planner as planning
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.process_group import Crew, available
+from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
 from autopar.planner.evaluate.evaluator import Evaluation
-from autopar.planner.explain.alternatives import explain
+from autopar.planner.explain.alternatives import compare
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
@@ -54,18 +54,18 @@ def test_neither_processes_nor_their_timing_leave_a_trace(
     cluster: str, space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = written(planner(cluster, space).search(limits=Limits()), tmp_path)
-    takes = Crew.takes
-    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    claim = ProcessGroup.claim
+    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
     for size, seed in ((2, 1), (3, 2)):
 
-        def late(crew: Crew, part: Hashable, seed: int = seed) -> bool:
+        def late(group: ProcessGroup, part: Hashable, seed: int = seed) -> bool:
             """Each process is slow at other times: others take its parts, and know of its times later."""
-            if crew.is_forked:
-                own = random.Random(f"{seed} {crew.rank} {time.monotonic_ns()}")
+            if group.is_forked:
+                own = random.Random(f"{seed} {group.rank} {time.monotonic_ns()}")
                 time.sleep(own.choice([0.0, 0.0, MAX_DELAY_S]) * own.random())
-            return takes(crew, part)
+            return claim(group, part)
 
-        monkeypatch.setattr(Crew, "takes", late)
+        monkeypatch.setattr(ProcessGroup, "claim", late)
         assert written(planner(cluster, space).search(limits=Limits(), processes=size), tmp_path) == alone
 
 
@@ -73,11 +73,13 @@ def test_neither_processes_nor_their_timing_leave_a_trace(
 def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reasons(cluster: str, space: str) -> None:
     """Of an evaluator that has searched, and of one that has not been asked for anything."""
     warm = planner(cluster, space)
-    best = warm.outer(Limits()).run().best
+    best = warm.branch_and_bound(Limits()).run().best
     assert isinstance(best, Evaluation)
     best_s = best.prediction.step_time_s
     goals = [best_s, best_s / 1.02]
-    assert explain(warm.evaluator, warm.pool, best) == explain(planner(cluster, space).evaluator, warm.pool, best)
+    fresh_evaluator = planner(cluster, space).evaluator
+    reasons = [list(map(str, compare(one, warm.pool, best))) for one in (warm.evaluator, fresh_evaluator)]
+    assert reasons[0] == reasons[1]
     first = warm.evaluator.bounds_s(0, warm.pool)
     few = sorted(range(len(warm.pool)), key=first.__getitem__)[:12]
     every = [(i, goal_s) for goal_s in goals for i in few]

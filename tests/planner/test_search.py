@@ -18,9 +18,10 @@ from autopar.layout import S
 from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluator import Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Problem, candidates
@@ -45,14 +46,14 @@ def space() -> Space:
     return load_space("quick")
 
 
-def outer(graph: Graph, space: Space, *, exhaustive: int = 10_000, trials: int | None = None) -> OuterSearch:
+def outer(graph: Graph, space: Space, *, trials: int | None = None) -> BranchAndBound:
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
     evaluator = Evaluator.of(graph, model, global_batch_size=16, pins=Pins(), space=space)
     problem = Problem(
         world_size=4, devices_per_node=4, global_batch_size=16, num_blocks=len(graph.blocks), heads=(), space=space
     )
     pool = candidates(problem, Pins())
-    return OuterSearch(evaluator, pool, exhaustive=exhaustive, trials=12, limits=Limits(trials=trials))
+    return BranchAndBound(evaluator, pool, limits=Limits(trials=trials))
 
 
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
@@ -61,7 +62,7 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
     evaluator = Evaluator.of(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
-    most = evaluator.pipelines.rows.most_blocks(evaluator.layouts.whole(2), 4)
+    most = evaluator.pipelines.rows.most_blocks(evaluator.layouts.whole(LayoutKey(micro_batch_size=2)), 4)
     assert (most == 2) == is_even
     assert most >= 2
 
@@ -133,7 +134,7 @@ def test_what_is_too_large_needs_more_than_there_is() -> None:
 
 
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph, space: Space) -> None:
-    whole, part = outer(graph, space), outer(graph, space, exhaustive=0)
+    whole, part = outer(graph, space), outer(graph, space, trials=12)
     whole.run()
     found = part.run()
     assert part.order == whole.order[:12]

@@ -14,7 +14,7 @@ from autopar.measured import OperatorTable, OperatorTime
 from autopar.models import resolve_model
 from autopar.plan import FP32
 from autopar.planner.evaluate.evaluator import Evaluation
-from autopar.planner.explain.operator_shapes import operator_calls
+from autopar.planner.operator_calls import operator_calls
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins

@@ -109,6 +109,8 @@ def _torchrun(options: argparse.Namespace, log: Path, arguments: Sequence[str]) 
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # whatever the machine has: there may be fewer GPUs than ranks
     try:
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment

@@ -17,7 +17,7 @@ from autopar.api import parallelize
 from autopar.benchmark.gpus.cases import BATCH, LENGTH, Case, cases_of
 from autopar.models import ModelSource, resolve_model
 from autopar.profile.files import write_json
-from autopar.runtime.job import stop
+from autopar.runtime.job import start, stop
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.trained import adamw, loss_of
 
@@ -72,7 +72,7 @@ def train(result: Path, device: str, case: Case) -> None:
 
 def fail(result: Path, device: str) -> None:
     """The second rank fails in its third step and stays alive; the others wait for the loss of theirs."""
-    case = Case(name="failure", pins=(f"dp_replicate={dist_size()}",))
+    case = Case(name="failure", pins=(f"dp_replicate={job_size(device)}",))
     source = resolve_model(case.model, sequence_length=LENGTH)
     parallel = _parallel(source, device, case)
     batch, rank = source.make_batch(BATCH), dist.get_rank()
@@ -100,17 +100,15 @@ class _Failing:
     evaluate = run
 
 
-def dist_size() -> int:
-    """Ranks of the job, which torchrun may have told torch alone as yet."""
-    from autopar.runtime.job import start
-
-    start("cuda" if torch.cuda.is_available() else "cpu")
+def job_size(device: str) -> int:
+    """Ranks of the job, which is begun on ``device`` where it is not yet."""
+    start(device)
     return dist.get_world_size()
 
 
 def _parallel(source: ModelSource, device: str, case: Case) -> Parallel:
     """The plan is for what the ranks stand on."""
-    size = dist_size()
+    size = job_size(device)
     return parallelize(
         _model(source),
         cluster=f"cpu:1x{size}" if device == "cpu" else None,
@@ -173,7 +171,7 @@ def main(arguments: list[str]) -> None:
     if what == "fail":
         fail(Path(result), device)
     else:
-        train(Path(result), device, cases_of(dist_size())[int(arguments[3])])
+        train(Path(result), device, cases_of(job_size(device))[int(arguments[3])])
     stop()
 
 

@@ -34,6 +34,10 @@ class ParameterCost:
     shared: bool = False
     spread: bool = False
 
+    def __hash__(self) -> int:
+        """Of two fields: parameters are parts of the keys of many tables."""
+        return hash((self.shape, self.num_bytes))
+
     @property
     def numel(self) -> int:
         """Local elements."""
@@ -118,6 +122,15 @@ class BlockCost:
     context_again_s: float = 0.0
     offloads: bool = False
     selective: Remade | None = None
+
+    def __hash__(self) -> int:
+        """Of a few fields that tell most blocks apart: blocks are keys of many tables, and have 23 fields."""
+        return hash((self.forward_s, self.backward_s, self.saved_bytes, self.forward_transient_bytes))
+
+    @property
+    def shared_names(self) -> list[str]:
+        """Names of the parameters that other blocks read too."""
+        return [p.name for p in self.parameters if p.shared]
 
     @property
     def send_bytes(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from autopar.cost.blocks.block_collectives import Message
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.network.collectives import CollectiveModel
@@ -20,18 +22,14 @@ def price_block(
     collectives: CollectiveModel,
     *,
     quantized: str | None = None,
-    overlapped: bool = False,
-    overlapped_gradients: bool = False,
+    exposed: Callable[[Message], float] | None = None,
     measured: OperatorTimes | None = None,
 ) -> BlockCost:
     """The cost of a block's work on a device and its links.
 
     Args:
         quantized: see :func:`time_of_work`.
-        overlapped: collectives of the block run beside the products that make or read their values, in as many parts as
-            there are ranks, which copy engines move (Transformer Engine's user buffers): one part has no product beside
-            it, and the others take nothing from the multiprocessors.
-        overlapped_gradients: sums of a gradient over ``tp`` run beside the product that makes the weight's.
+        exposed: seconds that the block waits for each second of a collective; None: all of it, as the runtime does.
         measured: times of operators that go before the roofline, unless they are fused or quantized.
     """
     times: list[OpTime] = []
@@ -46,9 +44,8 @@ def price_block(
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     again_s = context_again_s = 0.0
     for message, call_s in zip(done.shape.messages, calls, strict=True):
-        beside = overlapped_gradients and message.sums_gradient and message.axis == "tp"
-        exposed = 1.0 / mesh.size((message.axis,)) if overlapped else device.interference if beside else 1.0
-        time_s = exposed * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,)) + call_s
+        share = 1.0 if exposed is None else exposed(message)
+        time_s = share * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,)) + call_s
         in_context = time_s if message.axis == "cp" else 0.0
         seconds[message.backward] += time_s
         context[message.backward] += in_context

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, gradient_uses, wiring_of
 from autopar.cost.blocks.block_collectives import SENDING, messages
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost, Remade
-from autopar.cost.operators.fusion import (
-    EAGER,
-    Kernels,
-    chains,
-    fuse,
-    fuse_dropout,
-    fuse_loss,
-    fuse_projections,
-    fuse_ring,
-    halve_loss,
-    inner,
-    joined_projections,
-)
-from autopar.cost.operators.megatron import as_megatron, split_projections
 from autopar.cost.operators.work import Specs, Work, work
 from autopar.device import Kind
 from autopar.graph.again import is_dear, made_again
@@ -52,20 +39,35 @@ class BlockWork:
     same: tuple[int, ...] = field(default=(), compare=False)
 
 
+class Kernels(Protocol):
+    """Kernels of a program that does not run torch's operators one by one as eager mode does."""
+
+    def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
+        """The work of one operator; ``done``: by torch's kernel."""
+
+    def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
+        """Positions of operators whose values are not kept for backward, as its kernel makes them again."""
+
+    def joined(
+        self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
+    ) -> tuple[list[Work], Collection[int]]:
+        """The works of operators that run as one kernel with others, and positions of those that add no gradient of their own."""
+
+
 def block_work(
     graph: Graph,
     block: Block,
     kind: Kind,
     *,
     again: Callable[[Op], bool] | None = None,
-    kernels: Kernels = EAGER,
+    kernels: Kernels | None = None,
     selective: bool = False,
 ) -> BlockWork:
     """What a block of one rank's graph does for one micro-batch.
 
     Args:
         kind: of the device.
-        kernels: which are not torch's, operator by operator.
+        kernels: where they are not those of torch's eager mode.
         again: operators whose outputs are not kept but made once more in backward, as programs beside autopar do.
         selective: whether autopar's own selective recompute is looked at too.
     """
@@ -78,29 +80,24 @@ def block_work(
     for i, first in enumerate(wiring.same or range(len(ops))):
         works.append(works[first] if first < i else work(ops[i], operands[i], kind))
     repeated = frozenset() if again is None else frozenset(i for i, op in enumerate(ops) if again(op))
-    if kernels != EAGER:
-        works = [_as_run(graph, op, own, done, kernels) for op, own, done in zip(ops, operands, works, strict=True)]
-    fused = kernels.elementwise
-    unkept = repeated.union(*(inner(graph, ops, chain) for chain in chains(graph, ops))) if fused else repeated
+    unkept = repeated
+    if kernels is not None:
+        works = [kernels.operator(graph, *own) for own in zip(ops, operands, works, strict=True)]
+        unkept = repeated | kernels.unkept(graph, ops)
     storages = Storages(graph, block, works, specs, unkept)
     works = [storages.copied(i) for i in range(len(works))]
     remade = storages.without(made_again(graph, block, storages.roots)) if selective else None
     shape = _shape(graph, block, wiring, storages, works, remade)
-    if fused and not kernels.megatron:
-        works = fuse(graph, ops, works)
-    inside: set[int] = set()
-    if kernels.projections:
-        works = fuse_projections(ops, operands, works)
-        joined = joined_projections(ops)
-        inside = {i for group in joined for i in group[1:]}
-        for group in joined if kernels.megatron else ():
-            split_projections(group, works, sum(ops[i].spec.num_bytes for i in group))
+    inside: Collection[int] = ()
+    if kernels is not None:
+        works, inside = kernels.joined(graph, ops, operands, works)
     fan_in = tuple(fan_in_bytes(ops, wiring, specs, inside))
-    operands = operands if kernels == EAGER else ()
     same = tuple([first if works[i] is works[first] else i for i, first in enumerate(wiring.same)])
+    if kernels is not None:  # no operator is then one that was measured, and none is known to equal another
+        operands = same = ()
     return BlockWork(
         ops=ops, works=tuple(works), again=repeated, fan_in=fan_in, shape=shape, operands=operands,
-        remade=frozenset() if remade is None else remade.remade, same=same if kernels == EAGER else (),
+        remade=frozenset() if remade is None else remade.remade, same=same,
     )  # fmt: skip
 
 
@@ -171,23 +168,6 @@ def _kept(storages: Storages, inputs: Mapping[int, int]) -> Remade:
         forward_transient_bytes=max(storages.forward_peak() - saved, 0),
         backward_transient_bytes=max(storages.backward_peak() - saved, 0) + storages.again_bytes,
     )
-
-
-def _as_run(graph: Graph, op: Op, operands: Specs, done: Work, kernels: Kernels) -> Work:
-    """The work of one operator by other kernels of its own."""
-    if kernels.loss:
-        done = fuse_loss(op, operands[0].num_bytes if operands else 0, done)
-    elif kernels.half_loss:
-        done = halve_loss(op, operands[0].num_bytes if operands else 0, done)
-    if kernels.ring:
-        done = fuse_ring(op, operands, done)
-    if kernels.dropout:
-        done = fuse_dropout(graph, op, operands, done, in_chain=kernels.elementwise)
-    if kernels.megatron:
-        done = as_megatron(
-            graph, op, operands, done, biased_scores=kernels.biased_scores, copied_logits=kernels.copied_logits
-        )
-    return done
 
 
 def fan_in_bytes(

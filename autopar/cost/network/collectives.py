@@ -15,6 +15,7 @@ from autopar.errors import UsageError
 from autopar.links import Algorithm
 from autopar.measured import CollectiveTime
 from autopar.mesh import Mesh
+from autopar.topology import Fabric
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -36,6 +37,7 @@ class CollectiveModel:
 
     def __init__(self, cluster: Cluster, only: frozenset[int] | None = None) -> None:
         self.cluster, self.only = cluster, only
+        self._fabric = Fabric(cluster)
         self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
         self._placed: dict[tuple[object, ...], tuple[GroupShape, ...]] = {}  # by what of a mesh decides
         self._lines: dict[tuple[str, int], tuple[GroupShape, tuple[_Line, ...]]] = {}  # kept, so that ids stay theirs
@@ -59,7 +61,7 @@ class CollectiveModel:
             if self.only is not None:  # which groups lie on the nodes that are priced depends on the pipeline too
                 place = (*place, "of", mesh.pp)
             if place not in self._placed:
-                self._placed[place] = group_shape(mesh, axes, self.cluster, self.only)
+                self._placed[place] = group_shape(mesh, axes, self._fabric, self.only)
             shapes = self._groups[mesh, axes] = self._placed[place]
         if len(shapes) == 1:
             return self.shape_time_s(kind, num_bytes, shapes[0])
@@ -80,7 +82,7 @@ class CollectiveModel:
         if key not in self._groups:
             place = ("send", mesh.pp, mesh.world_size, here)
             if place not in self._placed:
-                self._placed[place] = hop_shape(mesh, self.cluster, here)
+                self._placed[place] = hop_shape(mesh, self._fabric, here)
             self._groups[key] = self._placed[place]
         return max(self.shape_time_s("send", num_bytes, shape) for shape in self._groups[key])
 
@@ -90,7 +92,7 @@ class CollectiveModel:
         if key not in self._groups:
             place = ("send", mesh.pp, mesh.world_size)
             if place not in self._placed:
-                self._placed[place] = send_shape(mesh, self.cluster)
+                self._placed[place] = send_shape(mesh, self._fabric)
             self._groups[key] = self._placed[place]
         return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._groups[key]), default=0.0)
 

@@ -19,6 +19,7 @@ from autopar.cluster import Cluster
 from autopar.errors import UsageError
 from autopar.links import Link
 from autopar.mesh import Mesh
+from autopar.topology import Fabric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class GroupShape:
         intra_node: the slowest of their nodes' links.
         egress_bytes_per_s: what the group gets out of a node (or of a domain of switches); infinite on one node.
         inter_latency_s: one-way delay between nodes; 0 on one node.
-        half_bandwidth_bytes: of the card, message size at half of its bandwidth; 0 on one node.
+        half_bandwidth_bytes: message size at half of the bandwidth of the card, or of an uplink where that is larger; 0 on one node.
     """
 
     size: int
@@ -46,23 +47,25 @@ class GroupShape:
 
 def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupShape, ...]:
     """The different shapes of groups of ranks that communicate at the same time."""
-    return _shapes(np.array(groups), cluster)
+    return _shapes(np.array(groups), Fabric(cluster))
 
 
 def group_shape(
-    mesh: Mesh, axes: tuple[str, ...], cluster: Cluster, only: frozenset[int] | None = None
+    mesh: Mesh, axes: tuple[str, ...], fabric: Fabric, only: frozenset[int] | None = None
 ) -> tuple[GroupShape, ...]:
     """The different shapes of the groups over ``axes``, all of which communicate at the same time.
 
     Ranks of the mesh are the cluster's first ones.
 
     Args:
+        fabric: of the cluster.
         only: shapes of the pipeline ranks that lie on these node groups, all of them and no others, while the others
             communicate as well; without a pipeline, of the groups over ``axes`` that lie within them. None: of all.
 
     Raises:
         UsageError: the mesh has more ranks than the cluster.
     """
+    cluster = fabric.cluster
     if mesh.world_size > cluster.world_size:
         raise UsageError(
             "the mesh fits the cluster",
@@ -74,8 +77,8 @@ def group_shape(
     order += [i for i, axis in enumerate(names) if axis in axes]
     ranks = np.arange(mesh.world_size).reshape(degrees).transpose(order).reshape(-1, mesh.size(axes))
     if only is None or "pp" in axes:
-        return _shapes(ranks, cluster)
-    return _shapes(ranks, cluster, _within(ranks, mesh.pp, cluster, only))
+        return _shapes(ranks, fabric)
+    return _shapes(ranks, fabric, _within(ranks, mesh.pp, cluster, only))
 
 
 def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]) -> NDArray[np.bool_]:
@@ -104,7 +107,7 @@ def group_place(mesh: Mesh, axes: tuple[str, ...]) -> tuple[object, ...]:
     return (distance, *found)
 
 
-def send_shape(mesh: Mesh, cluster: Cluster) -> tuple[GroupShape, ...]:
+def send_shape(mesh: Mesh, fabric: Fabric) -> tuple[GroupShape, ...]:
     """The pairs of ranks between which neighbouring pipeline stages send, all at the same time.
 
     For pp of 1 there is none.
@@ -113,23 +116,24 @@ def send_shape(mesh: Mesh, cluster: Cluster) -> tuple[GroupShape, ...]:
         return ()
     shapes: dict[GroupShape, None] = {}
     for here in range(mesh.pp):
-        shapes |= dict.fromkeys(hop_shape(mesh, cluster, here))
+        shapes |= dict.fromkeys(hop_shape(mesh, fabric, here))
     return tuple(shapes)
 
 
-def hop_shape(mesh: Mesh, cluster: Cluster, here: int) -> tuple[GroupShape, ...]:
+def hop_shape(mesh: Mesh, fabric: Fabric, here: int) -> tuple[GroupShape, ...]:
     """The pairs of ranks between which pipeline rank ``here`` and the next one send, all at the same time."""
     grid = np.arange(mesh.world_size).reshape(mesh.pp, -1)
-    return _shapes(np.stack([grid[here], grid[(here + 1) % mesh.pp]], axis=1), cluster)
+    return _shapes(np.stack([grid[here], grid[(here + 1) % mesh.pp]], axis=1), fabric)
 
 
-def _shapes(ranks: NDArray[Any], cluster: Cluster, keep: NDArray[np.bool_] | None = None) -> tuple[GroupShape, ...]:
+def _shapes(ranks: NDArray[Any], fabric: Fabric, keep: NDArray[np.bool_] | None = None) -> tuple[GroupShape, ...]:
     """Shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while the others communicate as well."""
-    first, size = cluster.groups[0], ranks.shape[1]
+    cluster, size = fabric.cluster, ranks.shape[1]
+    first = cluster.groups[0]
     if int(ranks.max()) < first.devices_per_node:  # all on one node
         return (GroupShape(size=size, num_nodes=1, ranks_per_node=size, intra_node=first.intra_node),)
-    nodes = _nodes(cluster)[ranks]
-    columns = [*_spread(nodes), *_crossing(nodes, cluster)]
+    nodes = fabric.nodes[ranks]
+    columns = [*_spread(nodes), *_crossing(nodes, fabric)]
     table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
     if keep is not None:
         table = table[keep]
@@ -148,13 +152,6 @@ def _shapes(ranks: NDArray[Any], cluster: Cluster, keep: NDArray[np.bool_] | Non
             )
         )
     return tuple(shapes)
-
-
-def _nodes(cluster: Cluster) -> NDArray[Any]:
-    """The node of each rank."""
-    groups = cluster.groups
-    per_node = np.repeat([group.devices_per_node for group in groups], [group.num_nodes for group in groups])
-    return np.repeat(np.arange(len(per_node)), per_node)
 
 
 def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -178,39 +175,30 @@ def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray
     return domains.reshape(-1)[first], first // size, counts
 
 
-def _crossing(nodes: NDArray[Any], cluster: Cluster) -> tuple[NDArray[Any], ...]:
-    """For each group: index of its slowest node group, egress, one-way delay between nodes, half-bandwidth size."""
-    kinds = np.repeat(np.arange(len(cluster.groups)), [group.num_nodes for group in cluster.groups])
-    order = np.argsort([-group.intra_node.bandwidth_bytes_per_s for group in cluster.groups], kind="stable")
+def _crossing(nodes: NDArray[Any], fabric: Fabric) -> tuple[NDArray[Any], ...]:
+    """For each group: index of its slowest node group, egress, one-way delay between nodes, half-bandwidth size.
+
+    A group that does not fit into a domain of a tier leaves each domain that it has ranks in: those ranks use a link each, as far
+    as there are, beside the other groups that leave it (:mod:`autopar.topology`).
+    """
+    groups = fabric.cluster.groups
+    kinds = np.repeat(np.arange(len(groups)), [group.num_nodes for group in groups])
+    order = np.argsort([-group.intra_node.bandwidth_bytes_per_s for group in groups], kind="stable")
     place = np.argsort(order)
     slowest = order[place[kinds[nodes]].max(axis=1)]
-    crosses = nodes.max(axis=1) > nodes.min(axis=1)
-    card = np.array([group.nic.rate_bytes_per_s for group in cluster.groups])
-    cards = np.array([group.nics_per_node for group in cluster.groups])
     egress = np.full(len(nodes), np.inf)
-    domain, group, counts = _members(nodes)
-    keep = crosses[group]
-    domain, group, counts = domain[keep], group[keep], counts[keep]
-    if len(domain):
-        beside = np.bincount(domain)[domain]
-        kind = kinds[domain]
-        np.minimum.at(egress, group, card[kind] * np.minimum(counts, cards[kind] / beside))
-    nic_latency = np.array([group.nic.latency_s for group in cluster.groups])
-    half = np.array([group.nic.half_bandwidth_bytes for group in cluster.groups])
-    latency = np.where(crosses, nic_latency[kinds[nodes]].max(axis=1), 0.0)
-    _add_tiers(nodes, cluster, egress, latency)
-    return slowest, egress, latency, np.where(crosses, half[kinds[nodes]].max(axis=1), 0.0)
-
-
-def _add_tiers(nodes: NDArray[Any], cluster: Cluster, egress: NDArray[Any], latency: NDArray[Any]) -> None:
-    """Narrow ``egress`` and lengthen ``latency`` of the groups that leave a domain of switches."""
-    for tier in cluster.tiers:
-        domains = nodes // tier.num_nodes
+    latency, half_bandwidth = np.zeros(len(nodes)), np.zeros(len(nodes))
+    for level in fabric.levels:
+        domains = level.domains[nodes]
         crosses = domains.max(axis=1) > domains.min(axis=1)
-        domain, group, _ = _members(domains)
+        domain, group, counts = _members(domains)
         keep = crosses[group]
-        domain, group = domain[keep], group[keep]
+        domain, group, counts = domain[keep], group[keep], counts[keep]
         if len(domain):
             beside = np.bincount(domain)[domain]
-            np.minimum.at(egress, group, tier.uplink.rate_bytes_per_s / beside)
-        latency[crosses] += tier.uplink.latency_s
+            shared = level.rate_bytes_per_s[domain] * np.minimum(counts, level.num_links[domain] / beside)
+            np.minimum.at(egress, group, shared)
+            latency += np.where(crosses, level.latency_s[domains].max(axis=1), 0.0)
+            half = np.where(crosses, level.half_bandwidth_bytes[domains].max(axis=1), 0.0)
+            half_bandwidth = np.maximum(half_bandwidth, half)
+    return slowest, egress, latency, half_bandwidth

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from autopar.cluster import Cluster
 from autopar.device import Device
 from autopar.errors import UsageError
+from autopar.host import HostLink
 from autopar.mesh import Mesh
 
 
@@ -60,3 +61,22 @@ def check_kinds(cluster: Cluster) -> None:
             place=cluster.name,
             remedy="plan for one of the kinds",
         )
+
+
+def host_of(device: Device, devices: Iterable[Device]) -> HostLink:
+    """What offloading can use: the slowest device's link to its host.
+
+    Args:
+        device: the slowest of ``devices``.
+
+    Raises:
+        UsageError: a device's profile has no link to a host.
+    """
+    missing = next((other.name for other in devices if other.host is None), None)
+    if device.host is None or missing is not None:
+        raise UsageError(
+            "something is offloaded where the device's profile has the link to its host",
+            value=f"none of {missing or device.name}",
+            remedy="pin offload=none, or add [device.host] to the profile (profiles/README.md)",
+        )
+    return device.host

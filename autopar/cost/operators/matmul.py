@@ -98,7 +98,7 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
     scores = query.numel // query.shape[-1] * columns
     flops = 2.0 * scores * (query.shape[-1] + op.spec.shape[-1])
     if op.target == "autopar.attention_ring":
-        flops *= 0.5 if argument(op, 5, "is_causal", False) else 1.0
+        flops *= (columns + 1) / (2 * columns) if argument(op, 5, "is_causal", False) else 1.0
     elif argument(op, 5, "is_causal", False) and rows == columns:
         flops *= (rows + 1) / (2 * rows)
     statistic = query.numel // query.shape[-1] * FLOAT

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from autopar.cost.operators.matmul import PRODUCTS
-from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, total, with_grad
+from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.device import Kind
 from autopar.frozen import replaced
 from autopar.graph.again import SAVES_OUTPUT
@@ -207,13 +207,18 @@ def _cast(logits: TensorSpec) -> tuple[int, int]:
 
 
 def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
-    """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values."""
+    """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values.
+
+    Of padded logits the real ones are copied, and their gradient back: that is the cast where there is one.
+    """
     whole, cast_bytes = _cast(operands[0])
+    is_padded = op.target == "autopar.cross_entropy_sum" and bool(argument(op, 4, "classes", 0))
+    cast_bytes = cast_bytes or 2 * whole * is_padded
     return Work(
         num_bytes=cast_bytes + 2 * whole,
         backward_bytes=cast_bytes + 4 * whole,
         launches=2 + (cast_bytes > 0),
-        backward_launches=2 + (cast_bytes > 0),
+        backward_launches=2 + (cast_bytes > 0) + is_padded,
         saved_bytes=whole,
         workspace_bytes=whole if cast_bytes else 0,
         backward_workspace_bytes=2 * whole if cast_bytes else whole,

@@ -21,7 +21,6 @@ from typing import TypeAlias
 import torch
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
-from autopar.cost.network.collectives import CollectiveModel
 from autopar.device import Device
 from autopar.errors import UsageError
 from autopar.frozen import quickly
@@ -90,9 +89,6 @@ class DataParallel:
         zero_stage: 0 to 3.
         precision: dtypes of parameters and reductions.
         is_pipelined: more than one pipeline rank, or sums wait for the last backward as they do there.
-        all_reduces: gradients are summed whole on every rank of dp_shard, of which each then steps its part.
-        quantized_gathers: parameters are gathered in one byte an element.
-        broadcasts: whole parameters come from the rank that stepped them, each by a collective of its own, in place.
         reduces_last: gradients of several micro-batches are reduced at the last one, at every ZeRO stage.
     """
 
@@ -100,9 +96,6 @@ class DataParallel:
     zero_stage: int
     precision: Precision
     is_pipelined: bool
-    all_reduces: bool = False
-    quantized_gathers: bool = False
-    broadcasts: bool = False
     reduces_last: bool = False
 
     uses_fsdp: bool = field(init=False, compare=False)
@@ -128,63 +121,13 @@ class DataParallel:
             return True
         return self.is_pipelined or ((self.zero_stage < 2 or self.reduces_last) and num_micro_batches > 1)
 
-    def unit(self, parameters: Sequence[ParameterCost], collectives: CollectiveModel, device: Device) -> Unit:
-        """What a block with these parameters costs on the data axes."""
-        shards, trained = self.mesh.dp_shard, [p for p in parameters if p.trained]
-        held = [(p, p.numel) for p in parameters if not p.spread]
-        spread_numel = sum([p.numel for p in trained if p.spread])
-        parts = [(p, numel if shards == 1 else p.shard_numel(shards)) for p, numel in held]
-        trained_shard = sum([part for p, part in parts if p.trained])
-        gather_s = reduce_s = replicate_s = 0.0
-        if self.uses_fsdp:
-            gather_s = self._gathered_s(parts, collectives, device)
-            reduce_s, replicate_s = self._reduced_s([own for own in parts if own[0].trained], collectives, device)
-        return Unit(
-            numel=sum([numel for _, numel in held]),
-            trained_numel=sum([numel for p, numel in held if p.trained]),
-            shard_numel=sum([part for _, part in parts]) + sum([p.numel for p in parameters if p.spread]),
-            trained_shard_numel=trained_shard + spread_numel,
-            trained_shard_shapes=tuple([p.shard_shape(shards) for p in trained]),
-            spread_numel=spread_numel,
-            num_trained=len(trained),
-            gather_s=gather_s,
-            reduce_s=reduce_s,
-            replicate_s=replicate_s,
-            hooks_s=self._hooks_s(len(held), device),
-        )
-
-    def _gathered_s(self, parts: Sequence[_Part], collectives: CollectiveModel, device: Device) -> float:
-        """Gathering parameters, of which each rank has these elements, in the compute dtype."""
-        compute, around = itemsize(self.precision.compute), device.overheads
-        # the gathered buffer is copied into the parameters
-        if self.broadcasts:
-            sizes = [p.numel * compute for p, _ in parts if p.shape]
-            moved_s = sum(collectives.time_s("broadcast", size, self.mesh, ("dp_shard",)) for size in sizes)
-        else:
-            whole = self._padded(parts) * (1 if self.quantized_gathers else compute)
-            moved_s = collectives.time_s("all_gather", whole, self.mesh, ("dp_shard",))
-            moved_s += 2 * whole / device.memory_bandwidth_bytes_per_s
-        return moved_s + (around.gather_s + around.gather_parameter_s * len(parts))
-
-    def _reduced_s(self, parts: Sequence[_Part], collectives: CollectiveModel, device: Device) -> tuple[float, float]:
-        """Summing the gradients of trained parameters over dp_shard, and those of a shard over dp_replicate."""
-        compute, reduced = itemsize(self.precision.compute), itemsize(self.precision.reduce)
-        padded, around = self._padded(parts), device.overheads
-        summed = "all_reduce" if self.all_reduces else "reduce_scatter"
-        # gradients are copied into the buffer that is reduced
-        reduce_s = collectives.time_s(summed, padded * reduced, self.mesh, ("dp_shard",))
-        reduce_s += padded * (compute + reduced) / device.memory_bandwidth_bytes_per_s
-        shard_bytes = padded // self.mesh.dp_shard * reduced
-        replicate_s = collectives.time_s("all_reduce", shard_bytes, self.mesh, ("dp_replicate",))
-        return reduce_s + (around.reduce_s + around.reduce_parameter_s * len(parts)), replicate_s
-
-    def _padded(self, parts: Sequence[_Part]) -> int:
+    def padded(self, parts: Sequence[_Part]) -> int:
         """Elements that FSDP moves: shards of equal size; scalars are not its own."""
         return self.mesh.dp_shard * sum([part for p, part in parts if p.shape])
 
     # --- time of a stage's blocks beside their computation; ``times`` are seconds of each block
 
-    def _hooks_s(self, held: int, device: Device) -> float:
+    def hooks_s(self, held: int, device: Device) -> float:
         """Host time of FSDP around a forward or a backward of a unit of so many parameters, whatever is gathered or reduced."""
         if not self.uses_fsdp:
             return 0.0
@@ -196,29 +139,16 @@ class DataParallel:
             return 0.0
         return _beside([unit.gather_s for unit in units], times, interference)
 
-    def adding_s(self, units: Sequence[Unit], num_micro_batches: int, device: Device, *, casts: bool = False) -> float:
-        """Adding the gradients of a micro-batch to those before, on average over a step: the first ones are only kept.
+    def added(self, units: Sequence[Unit], num_micro_batches: int) -> tuple[int, int]:
+        """Bytes and kernels of adding the gradients of a micro-batch to those before.
 
         The sum is read and written and the new gradient read: whole where gradients accumulate, else the rank's shard.
-
-        Args:
-            casts: a kernel of its own casts each new gradient to the sum's dtype before; the sums are there, filled with zeros,
-                from the first micro-batch on.
         """
         whole, compute = self.accumulates(num_micro_batches), itemsize(self.precision.compute)
         kept = itemsize(self.precision.reduce if self.uses_fsdp and whole else self.precision.storage)
         numel = sum(u.trained_numel + u.spread_numel if whole else u.trained_shard_numel for u in units)
         moved = numel * (2 * kept + (compute if self.uses_fsdp and whole else kept))
-        launches = sum(u.num_trained for u in units)
-        if casts and whole and kept > compute:
-            moved, launches = moved + 2 * numel * kept, 2 * launches
-            return moved / device.memory_bandwidth_bytes_per_s + device.launch_s * launches
-        once = moved / device.memory_bandwidth_bytes_per_s + device.launch_s * launches
-        return once * (num_micro_batches - 1) / num_micro_batches
-
-    def after_step_s(self, units: Sequence[Unit]) -> float:
-        """The gathers of :meth:`first_forward_s`, where they follow the optimizer instead and nothing runs beside them."""
-        return 0.0 if not self.uses_fsdp or self.gathers_always else sum(unit.gather_s for unit in units)
+        return moved, sum(u.num_trained for u in units)
 
     def every_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
         """What every forward takes longer."""
@@ -318,13 +248,10 @@ def shared_sums_s(blocks: Sequence[BlockCost], num_bytes: int, device: Device) -
 def own_parameters(blocks: Sequence[BlockCost]) -> Iterator[tuple[ParameterCost, ...]]:
     """For each block of a stage the parameters that no earlier block of it has."""
     seen: set[str] = set()
-    sharing: dict[int, set[str]] = {}
     for block in blocks:
-        key = id(block.parameters)
-        if key not in sharing:
-            sharing[key] = {p.name for p in block.parameters if p.shared}
-        if sharing[key].isdisjoint(seen):
+        shared = block.shared_names
+        if seen.isdisjoint(shared):
             yield block.parameters
         else:
             yield tuple(p for p in block.parameters if not (p.shared and p.name in seen))
-        seen |= sharing[key]
+        seen.update(shared)

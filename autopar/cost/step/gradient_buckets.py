@@ -51,16 +51,20 @@ def stage_parameters(
 
     Equal blocks may be one object here, so that names tell parameters apart only where they are shared.
     """
-    distinct = {id(block.parameters): block.parameters for block in blocks}
-    sharing = {key: [p for p in parameters if p.shared] for key, parameters in distinct.items()}
-    keys = [id(block.parameters) for block in blocks]
-    readers = Counter(p.name for key in keys for p in sharing[key])
-    alone = {
-        key: tuple(p for p in parameters if not p.shared or readers[p.name] == 1) if sharing[key] else parameters
-        for key, parameters in distinct.items()
+    shared = [block.shared_names for block in blocks]
+    readers = Counter(name for names in shared for name in names)
+    alone = tuple(
+        tuple(p for p in block.parameters if not p.shared or readers[p.name] == 1) if names else block.parameters
+        for block, names in zip(blocks, shared, strict=True)
+    )
+    several = {
+        p.name: p
+        for block, names in zip(blocks, shared, strict=True)
+        if names
+        for p in block.parameters
+        if p.shared and readers[p.name] > 1
     }
-    shared = {p.name: p for key in keys for p in sharing[key] if readers[p.name] > 1}
-    return tuple(alone[key] for key in keys), tuple(shared.values())
+    return alone, tuple(several.values())
 
 
 def is_fsdps(parameter: ParameterCost, uses_fsdp: bool) -> bool:
@@ -122,31 +126,27 @@ class Summed:
 
     def __init__(self, mesh: Mesh, uses_fsdp: bool) -> None:
         self.mesh, self.uses_fsdp = mesh, uses_fsdp
-        # parameters are kept too, so that their ids stay their own
-        self._known: dict[tuple[int, bool], tuple[Sequence[ParameterCost], list[Sum]]] = {}
+        self._known: dict[tuple[tuple[ParameterCost, ...], bool], list[Sum]] = {}
 
-    def in_buckets(self, parameters: Sequence[ParameterCost]) -> list[Sum]:
+    def in_buckets(self, parameters: tuple[ParameterCost, ...]) -> list[Sum]:
         """Those that FSDP does not hold, with their axes."""
         return self._of(parameters, is_late=False)
 
-    def late(self, parameters: Sequence[ParameterCost]) -> list[Sum]:
+    def late(self, parameters: tuple[ParameterCost, ...]) -> list[Sum]:
         """Those that it holds."""
         return self._of(parameters, is_late=True)
 
-    def _of(self, parameters: Sequence[ParameterCost], *, is_late: bool) -> list[Sum]:
-        key = id(parameters), is_late
-        if key in self._known:
-            return self._known[key][1]
-        some = [p for p in parameters if p.trained and is_fsdps(p, self.uses_fsdp) == is_late]
-        found = [(p, axes) for p in some if (axes := sum_axes(p, self.mesh, self.uses_fsdp))]
-        if not any(p.shared for p in parameters):  # else they are some of a block's, put together for one stage
-            self._known[key] = parameters, found
-        return found
+    def _of(self, parameters: tuple[ParameterCost, ...], *, is_late: bool) -> list[Sum]:
+        key = parameters, is_late
+        if key not in self._known:
+            some = [p for p in parameters if p.trained and is_fsdps(p, self.uses_fsdp) == is_late]
+            self._known[key] = [(p, axes) for p in some if (axes := sum_axes(p, self.mesh, self.uses_fsdp))]
+        return self._known[key]
 
 
 def _in_order(
     stages: Sequence[Sequence[BlockCost]],
-    wanted: Callable[[Sequence[ParameterCost]], list[Sum]],
+    wanted: Callable[[tuple[ParameterCost, ...]], list[Sum]],
 ) -> Iterator[tuple[int, int, ParameterCost, tuple[str, ...]]]:
     """Wanted parameters in the order in which the runtime holds them; shared ones when their first reader is done."""
     for turn, blocks in enumerate(stages):

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +30,9 @@ from autopar.frozen import quickly
 from autopar.plan import Memory, Recompute
 from autopar.schedule import peak_table
 
+Runs: TypeAlias = tuple[tuple[tuple[BlockCost, Recompute], int], ...]
+"""Blocks of a stage with what each recomputes, and how many equal ones follow each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
@@ -35,6 +40,11 @@ class StageCost:
 
     blocks: tuple[BlockCost, ...]
     recompute: tuple[Recompute, ...]
+
+    @property
+    def runs(self) -> Runs:
+        """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
+        return tuple((one, len(list(some))) for one, some in groupby(zip(self.blocks, self.recompute, strict=True)))
 
 
 @quickly
@@ -93,90 +103,130 @@ def least_state_bytes(data: DataParallel, optimizer_bytes: float, num_micro_batc
     return total + (itemsize(data.precision.reduce) if data.accumulates(num_micro_batches) else storage * share)
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What ranks of one plan have in common: bytes of equal stages, states of units, for as long as these are there."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of one stage, of which those of its rank are put together.
 
-    sizes: dict[object, int]
-    states: dict[int, State]
+    Attributes:
+        parameters, gradients, optimizer, host: of its state.
+        gathered: parameters that stay gathered.
+        kept: what one micro-batch keeps from forward to backward.
+        received, sent: what it keeps besides of its inputs and outputs, where a stage is before and after it.
+        moved: what one micro-batch keeps on the host.
+        passing: the most that is alive in passing, over what micro-batches keep.
+        reduced: the largest unit's gradients while they are summed; 0 without FSDP.
+        stepped, largest_stepped: trained elements of the rank, of all units and of the largest.
+        freed: what gradients are smaller by when they are summed; see :func:`rank_memory`.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int
+    gathered: int
+    kept: int
+    received: int
+    sent: int
+    moved: int
+    passing: int
+    reduced: int
+    stepped: int
+    largest_stepped: int
+    freed: int
+
+
+def stage_memory(
+    stage: StageCost,
+    units: Sequence[Unit],
+    states: Sequence[State],
+    data: DataParallel,
+    num_micro_batches: int,
+) -> StageMemory:
+    """The bytes of one stage.
+
+    Args:
+        units, states: of FSDP and of what lives from step to step, one for each block.
+    """
+    pairs = list(zip(stage.blocks, stage.recompute, strict=True))
+    kept = kept_bytes(stage, receives=False, sends=False)
+    reduced, storage = itemsize(data.precision.reduce), itemsize(data.precision.storage)
+    freed = 0
+    if data.uses_fsdp and data.accumulates(num_micro_batches):
+        freed = sum(u.trained_numel * reduced - (u.trained_shard_numel - u.spread_numel) * storage for u in units)
+    return StageMemory(
+        parameters=sum(s.parameters for s in states),
+        gradients=sum(s.gradients for s in states),
+        optimizer=sum(s.optimizer for s in states),
+        host=sum(s.host for s in states),
+        gathered=sum(gathered_bytes(unit, data) for unit in units),
+        kept=kept,
+        received=kept_bytes(stage, receives=True, sends=False) - kept,
+        sent=kept_bytes(stage, receives=False, sends=True) - kept,
+        moved=sum(block.moved_bytes(mode) for block, mode in pairs),
+        passing=passing_bytes(stage, units, data, num_micro_batches),
+        reduced=max((unit.trained_numel for unit in units), default=0) * reduced if data.uses_fsdp else 0,
+        stepped=sum(unit.trained_shard_numel for unit in units),
+        largest_stepped=max((unit.trained_shard_numel for unit in units), default=0),
+        freed=freed,
+    )
 
 
 def rank_memory(
-    stages: Sequence[StageCost],
-    units: Sequence[Sequence[Unit]],
+    stages: Sequence[StageMemory],
     data: DataParallel,
     *,
+    copied_bytes: int,
     optimizer: OptimizerCost,
     device: Device,
     step: Step,
     pp_rank: int,
-    known: Known | None = None,
 ) -> Memory:
     """Memory of one pipeline rank.
 
+    Activations are gone when gradients are summed and parameters stepped. FSDP then has shards of gradients in place of the whole
+    ones that accumulated; shards in a longer dtype may be larger than the whole ones of one or two ranks, which is left out.
+
     Args:
         stages: of this rank, in order of the model.
-        units: for each stage the FSDP units of its blocks.
         data: the data axes.
+        copied_bytes: of gradients that lie in buckets beside themselves; see :func:`copied_bytes_of`.
         optimizer: what it keeps.
         device: whose profile says what is reserved.
         step: how they are run.
         pp_rank: this one.
-        known: of other ranks of the same plan.
     """
-    known = Known({}, {}) if known is None else known
-    pp, num_micro_batches = step.mesh.pp, step.num_micro_batches
-    for unit in {id(unit): unit for stage in units for unit in stage}.values():
-        if id(unit) not in known.states:
-            known.states[id(unit)] = state_bytes(
-                unit, data, optimizer, num_micro_batches, on_host=step.offloads_optimizer
-            )
-    state = [known.states[id(unit)] for stage in units for unit in stage]
-    parameters = sum(s.parameters for s in state)
-    gradients = sum(s.gradients for s in state)
-    keys = [(tuple(map(id, stage.blocks)), stage.recompute) for stage in stages]
-    kept = _kept_on(stages, keys, pp, pp_rank, known.sizes)
-    table = peak_table(step.schedule, pp, len(stages), num_micro_batches, pp_rank)
+    pp, last = step.mesh.pp, len(stages) - 1
+    kept = [
+        own.kept
+        + (own.received if turn > 0 or pp_rank > 0 else 0)
+        + (own.sent if turn < last or pp_rank < pp - 1 else 0)
+        for turn, own in enumerate(stages)
+    ]
+    table = peak_table(step.schedule, pp, len(stages), step.num_micro_batches, pp_rank)
     activations = int((table @ np.array(kept, dtype=np.int64)).max())
-    moved = [sum(b.moved_bytes(r) for b, r in zip(s.blocks, s.recompute, strict=True)) for s in stages]
-    for stage, own, key in zip(stages, units, keys, strict=True):
-        if key not in known.sizes:
-            known.sizes[key] = passing_bytes(stage, own, data, num_micro_batches)
-    transient = max(known.sizes[key] for key in keys)
-    transient += sum(gathered_bytes(unit, data) for stage in units for unit in stage)
-    # activations are gone when gradients are summed and parameters stepped
-    if tuple(keys) not in known.sizes:
-        known.sizes[tuple(keys)] = _copied_bytes(stages, data, step.bucket_bytes)
-    temporaries = 0 if step.offloads_optimizer else optimizer.temporaries
-    copied = _summed_bytes(units, data, known.sizes[tuple(keys)])
-    stepping = _stepping_bytes(units, data, temporaries, device) - _freed_bytes(units, data, num_micro_batches)
-    after = max(copied, stepping)
-    transient = max(transient, after - activations)
-    optimizer_bytes = sum(s.optimizer for s in state)
-    tensors = parameters + gradients + optimizer_bytes + activations + transient
+    moved = [own.moved for own in stages]
+    transient = max(own.passing for own in stages) + sum(own.gathered for own in stages)
+    temporaries = 0 if step.offloads_optimizer else optimizer.temporaries * itemsize(data.precision.storage)
+    # on a GPU torch steps all parameters at once
+    is_at_once = device.kind == "cuda"
+    numel = sum(own.stepped for own in stages) if is_at_once else max(own.largest_stepped for own in stages)
+    stepping = numel * temporaries - max(sum(own.freed for own in stages), 0)
+    summed = copied_bytes + max(own.reduced for own in stages)
+    transient = max(transient, max(summed, stepping) - activations)
+    parameters, gradients = sum(own.parameters for own in stages), sum(own.gradients for own in stages)
+    kept_states = sum(own.optimizer for own in stages)
+    tensors = parameters + gradients + kept_states + activations + transient
     return Memory(
         pp_rank=pp_rank,
         parameters=parameters,
         gradients=gradients,
-        optimizer=optimizer_bytes,
+        optimizer=kept_states,
         activations=activations,
         transient=transient,
         reserved=device.reserved_bytes + round(device.fragmentation * tensors),
-        host=sum(s.host for s in state) + (int((table @ np.array(moved, dtype=np.int64)).max()) if any(moved) else 0),
+        host=sum(own.host for own in stages)
+        + (int((table @ np.array(moved, dtype=np.int64)).max()) if any(moved) else 0),
     )
-
-
-def _kept_on(
-    stages: Sequence[StageCost], keys: Sequence[object], pp: int, pp_rank: int, sizes: dict[object, int]
-) -> list[int]:
-    """:func:`kept_bytes` of each stage of a rank; ``sizes``: of stages with these ``keys``, those of other ranks among them."""
-    found, last = [], len(stages) - 1
-    for turn, (stage, key) in enumerate(zip(stages, keys, strict=True)):
-        ends = (turn > 0 or pp_rank > 0, turn < last or pp_rank < pp - 1)
-        if (key, ends) not in sizes:
-            sizes[key, ends] = kept_bytes(stage, receives=ends[0], sends=ends[1])
-        found.append(sizes[key, ends])
-    return found
 
 
 def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
@@ -228,37 +278,10 @@ def unit_passing_bytes(
     return found
 
 
-def _copied_bytes(stages: Sequence[StageCost], data: DataParallel, bucket_bytes: int) -> int:
-    """Gradients that lie in buckets beside themselves, all of them when the last ones are on their way."""
+def copied_bytes_of(stages: Sequence[StageCost], summed: Summed, data: DataParallel, bucket_bytes: int) -> int:
+    """Gradients of a rank that lie in buckets beside themselves, all of them when the last ones are on their way."""
     if data.uses_fsdp and data.mesh.ep_outer == 1:  # but for scalars FSDP holds all parameters
         return 0
     size = itemsize(data.precision.storage)
-    found = buckets([stage.blocks for stage in stages], Summed(data.mesh, data.uses_fsdp), size, bucket_bytes)
+    found = buckets([stage.blocks for stage in stages], summed, size, bucket_bytes)
     return sum(bucket.copied_bytes for bucket in found)
-
-
-def _summed_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, copied_bytes: int) -> int:
-    """Copies of gradients while they are summed: those in buckets, and those of FSDP's largest unit."""
-    if not data.uses_fsdp:
-        return copied_bytes
-    largest = max((unit.trained_numel for stage in units for unit in stage), default=0)
-    return copied_bytes + largest * itemsize(data.precision.reduce)
-
-
-def _stepping_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, temporaries: int, device: Device) -> int:
-    """The optimizer's temporaries: of all parameters at once on a GPU alone."""
-    storage = itemsize(data.precision.storage)
-    sizes = [unit.trained_shard_numel * storage * temporaries for stage in units for unit in stage]
-    return sum(sizes) if device.kind == "cuda" else max(sizes, default=0)
-
-
-def _freed_bytes(units: Sequence[Sequence[Unit]], data: DataParallel, num_micro_batches: int) -> int:
-    """What gradients are smaller by while parameters are stepped: FSDP has shards in place of the whole ones that accumulated.
-
-    Shards in a longer dtype may be larger than the whole ones of one or two ranks; that is left out.
-    """
-    if not (data.uses_fsdp and data.accumulates(num_micro_batches)):
-        return 0
-    reduced, storage = itemsize(data.precision.reduce), itemsize(data.precision.storage)
-    flat = [unit for stage in units for unit in stage]
-    return max(sum(u.trained_numel * reduced - (u.trained_shard_numel - u.spread_numel) * storage for u in flat), 0)

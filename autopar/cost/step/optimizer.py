@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from autopar.cost.step.data_parallel import Unit
+from autopar.device import Device
 from autopar.errors import UsageError
+from autopar.host import HostLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +92,36 @@ def optimizer_cost(name: str) -> OptimizerCost:
     if not 0 <= size < math.inf:
         raise UsageError("bytes of states for each element are a number from 0 on", value=name, remedy="adamw:bytes=2")
     return replace(found, element_bytes=size)
+
+
+def launched_s(optimizer: OptimizerCost, units: Sequence[Unit], device: Device, host: HostLink | None) -> float:
+    """Seconds of starting the optimizer's operators; on a GPU torch groups those of all parameters.
+
+    Args:
+        host: where the optimizer steps there.
+    """
+    parameters = sum(unit.num_trained for unit in units)
+    if host is not None:
+        return optimizer.kernels * parameters * host.launch_s
+    launch_s = device.overheads.sharded_launch_s or device.launch_s
+    return optimizer.kernels * (1 if device.kind == "cuda" else parameters) * launch_s
+
+
+def stepped_s(
+    optimizer: OptimizerCost, units: Sequence[Unit], itemsize: int, device: Device, host: HostLink | None
+) -> tuple[float, float]:
+    """What the optimizer reads and writes; and, where it does so on the host, of copies: both down, parameters up.
+
+    Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it.
+
+    Args:
+        itemsize: bytes of an element at rest.
+        host: where the optimizer steps there.
+    """
+    size = sum(unit.trained_shard_numel for unit in units) * itemsize
+    moved = optimizer.passes * size
+    if host is None:
+        return moved / device.memory_bandwidth_bytes_per_s, 0.0
+    copies = 3 * sum(unit.num_trained for unit in units)
+    copied_s = 2 * size / host.to_host_bytes_per_s + size / host.to_device_bytes_per_s + copies * host.latency_s
+    return moved / host.memory_bandwidth_bytes_per_s, copied_s

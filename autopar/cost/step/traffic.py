@@ -28,8 +28,8 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.step.data_parallel import DataParallel, itemsize
 from autopar.cost.step.gradient_buckets import Summed, buckets, is_fsdps, late_sums, stage_parameters
 from autopar.cost.step.memory import StageCost
+from autopar.cost.step.step import Step
 from autopar.mesh import DATA_AXES, MESH_AXES
-from autopar.plan import BUCKET_BYTES
 from autopar.schedule import schedule_actions
 
 SCALAR_BYTES = 4
@@ -57,40 +57,24 @@ Traffic = Counter[Collective]
 """How often each runs in a step."""
 
 
-def rank_traffic(
-    stages: Sequence[StageCost],
-    data: DataParallel,
-    *,
-    schedule: str,
-    num_micro_batches: int,
-    pp_rank: int,
-    totals: Sequence[int] = (),
-    clips: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Traffic:
+def rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *, pp_rank: int) -> Traffic:
     """What a rank of one pipeline rank sends in a step.
 
     Args:
         stages: of the whole model, in order.
         data: the mesh and how its data axes run.
-        schedule: its name.
-        num_micro_batches: of a step.
         pp_rank: whose.
-        totals: bytes of each count of the global batch that the loss divides by.
-        clips: the norm of all gradients is taken once.
-        bucket_bytes: of gradients that are summed together.
     """
-    pp = data.mesh.pp
-    turns = range(pp_rank, len(stages), pp)
+    turns = range(pp_rank, len(stages), data.mesh.pp)
     found: Traffic = Counter()
     for s in turns:
-        found += _of_blocks(stages[s], num_micro_batches)
-        found += _sends(stages, s, num_micro_batches)
+        found += _of_blocks(stages[s], step.num_micro_batches)
+        found += _sends(stages, s, step.num_micro_batches)
     if data.uses_fsdp:
-        found += _of_fsdp(stages, data, schedule, num_micro_batches, pp_rank)
-    found += _of_gradients([stages[s].blocks for s in turns], data, bucket_bytes)
+        found += _of_fsdp(stages, data, step.schedule, step.num_micro_batches, pp_rank)
+    found += _of_gradients([stages[s].blocks for s in turns], data, step.bucket_bytes)
     found += _ties(stages, data, pp_rank)
-    found += scalars(data, totals, clips)
+    found += scalars(data, step.totals, step.clips)
     return Counter({c: n for c, n in found.items() if c.num_bytes and data.mesh.size(c.axes) > 1})
 
 
@@ -135,15 +119,10 @@ def _of_fsdp(
         counts = gathers(order, data, len(real), has_shared=bool(real) and real[-1][1])
         for (parameters, _), count in zip(real, counts, strict=True):
             whole = sum(p.shard_numel(shards) * shards for p in parameters) * itemsize(precision.compute)
-            if data.broadcasts:
-                for p in parameters:
-                    own = p.numel * itemsize(precision.compute)
-                    found[Collective(kind="broadcast", axes=("dp_shard",), num_bytes=own)] += count
-            else:
-                found[Collective(kind="all_gather", axes=("dp_shard",), num_bytes=whole)] += count
+            found[Collective(kind="all_gather", axes=("dp_shard",), num_bytes=whole)] += count
             trained = sum(p.shard_numel(shards) for p in parameters if p.trained) * itemsize(precision.reduce)
             scattered = Collective(
-                kind="all_reduce" if data.all_reduces else "reduce_scatter",
+                kind="reduce_scatter",
                 axes=("dp_shard",),
                 num_bytes=trained * shards,
             )
@@ -236,8 +215,8 @@ def tied(stages: Sequence[StageCost], data: DataParallel) -> dict[tuple[int, ...
     holders: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
     for s, stage in enumerate(stages):
-        for parameters in {id(block.parameters): block.parameters for block in stage.blocks}.values():
-            for p in parameters:
+        for (block, _), _ in stage.runs:
+            for p in block.parameters:
                 if p.shared and p.trained:
                     holders.setdefault(p.name, set()).add(s % pp)
                     shards = data.mesh.dp_shard if is_fsdps(p, data.uses_fsdp) else 1

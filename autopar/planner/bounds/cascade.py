@@ -139,7 +139,7 @@ class Cascade:
         """The layouts that these have in common are solved together."""
         loads: dict[LayoutKey, list[Load]] = {}
         for candidate in candidates:
-            loads.setdefault(layout_key_of(candidate.micro_batch_size, candidate.mesh), []).append(load_of(candidate))
+            loads.setdefault(layout_key_of(candidate), []).append(load_of(candidate))
         for key, own in loads.items():
             try:
                 self.context.layouts.solving.solve_ahead(key, own)

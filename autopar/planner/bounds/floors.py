@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
-from autopar.cost.blocks.block_model import Beside
+from autopar.cost.step.step_model import Beside
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.step.stage_time import own_times
 from autopar.plan import Recompute
@@ -120,8 +120,8 @@ class BlockFloors:
                 ModeFloor(backward_s=added.least_s(work_s + again_s) - forward_s, kept_bytes=kept, passing_bytes=passing)
                 for again_s, kept, passing in modes
             ),
-            once_s=self.model.block_once_s(part, step),
-            static_bytes=self.model.block_static_bytes(cost, step) / tp,
+            once_s=self.model.of(step).block_once_s(part),
+            static_bytes=self.model.of(step).block_static_bytes(cost) / tp,
         )
 
     def _ideal_work(self, unsplit: PricedLayout, ranks: int) -> list[list[tuple[float, float, float]]]:
@@ -166,7 +166,7 @@ class BlockFloors:
         if key not in self._added:
             tp = step.mesh.tp
             parts = [replace(cost, parameters=self._part(cost.parameters, tp)) for cost in self.costs(unsplit)]
-            beside = self.model.sends_always(step)
+            beside = self.model.of(step).data.sends_always
             known: dict[tuple[object, ...], Added] = {}
             found = []
             for k in range(len(parts)):
@@ -178,14 +178,14 @@ class BlockFloors:
         return self._added[key]
 
     def _added_to(self, costs: Sequence[BlockCost], k: int, step: Step) -> Added:
-        data, unit = self.model.data_parallel(step), self.model.data_unit(costs[k], step)
+        data, unit = self.model.of(step).data, self.model.of(step).unit(costs[k])
         passes = 1 if data.is_pipelined else 2
         moved_s = unit.gather_s * data.gathers_always  # in a pipeline of the backward alone
         if not data.is_pipelined and data.sends_always:
             moved_s = min(self._beside_s(costs, before, after, step) for before, after in self.neighbours[k])
         if self.model.collectives.is_measured:  # a table of times need not grow with bytes
             moved_s = 0.0
-        always_s = passes * unit.hooks_s + self.model.block_adding_s(costs[k], step)
+        always_s = passes * unit.hooks_s + self.model.of(step).block_adding_s(costs[k])
         return Added(
             always_s=always_s, moved_s=moved_s, is_beside=not data.is_pipelined,
             interference=self.model.device.interference,
@@ -193,11 +193,11 @@ class BlockFloors:
 
     def _beside_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
         """Seconds of collectives beside a block between these: the next one's gather and reduction, the last one's gather."""
-        data, found = self.model.data_parallel(step), 0.0
+        data, found = self.model.of(step).data, 0.0
         if before >= 0:
-            found += data.gathers_always * self.model.data_unit(costs[before], step).gather_s
+            found += data.gathers_always * self.model.of(step).unit(costs[before]).gather_s
         if after >= 0:
-            unit = self.model.data_unit(costs[after], step)
+            unit = self.model.of(step).unit(costs[after])
             found += data.gathers_always * unit.gather_s + data.reduces_always * unit.reduce_s
         return found
 
@@ -249,14 +249,14 @@ class BlockFloors:
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
         known: dict[tuple[object, ...], BlockFloor] = {}
         found, first_s = [], float("inf")
-        matters = self.model.sends_always(step)
+        matters = self.model.of(step).data.sends_always
         for k, cost in enumerate(costs):
             beside = self.neighbours[k] if matters else set()
             ends = k in (0, len(costs) - 1)  # which count parameters that others do not
             same = (layout.keys[k], ends and k, self.blocks.modes[k], self.is_moved[k], frozenset(beside))
             if same not in known:
                 pairs = [tuple(None if i < 0 else costs[i] for i in pair) for pair in sorted(beside)]
-                gather_s = self.model.block_gather_s(cost, step)
+                gather_s = self.model.of(step).block_gather_s(cost)
                 hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
                 first_s = min(first_s, hidden_s)
                 known[same] = self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs)
@@ -267,9 +267,9 @@ class BlockFloors:
         self, cost: BlockCost, step: Step, modes: Sequence[Recompute], gather_s: float, beside: Sequence[Beside]
     ) -> BlockFloor:
         model = self.model
-        times = [model.block_time_s(cost, step, recompute=mode, beside=beside) for mode in modes]
-        passing = [model.block_passing_bytes(cost, step, recompute=mode, beside=beside) for mode in modes]
-        forward_s, adding_s = min(time.forward_s for time in times), model.block_adding_s(cost, step)
+        times = [model.of(step).block_time_s(cost, recompute=mode, beside=beside) for mode in modes]
+        passing = [model.of(step).block_passing_bytes(cost, recompute=mode, beside=beside) for mode in modes]
+        forward_s, adding_s = min(time.forward_s for time in times), model.of(step).block_adding_s(cost)
         return BlockFloor(
             forward_s=forward_s,
             modes=tuple(
@@ -280,8 +280,8 @@ class BlockFloors:
                 for time, mode, own in zip(times, modes, passing, strict=True)
             ),
             gather_s=gather_s,
-            once_s=model.block_once_s(cost, step),
-            static_bytes=model.block_static_bytes(cost, step),
+            once_s=model.of(step).block_once_s(cost),
+            static_bytes=model.of(step).block_static_bytes(cost),
         )  # fmt: skip
 
     def _moving(self, floors: Sequence[BlockFloor], costs: Sequence[BlockCost]) -> list[BlockFloor]:
@@ -352,4 +352,4 @@ def _least_passing(cost: BlockCost, mode: Recompute) -> int:
 
 def _kind(step: Step) -> tuple[object, ...]:
     """What of a step its floors depend on, whatever the schedule."""
-    return step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients, step.offload
+    return step.mesh, step.zero_stage, step.num_micro_batches, step.adds_gradients, step.offload

@@ -17,6 +17,7 @@ from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, Step
 from autopar.cost.step.data_parallel import DataParallel, itemsize
 from autopar.cost.step.gradient_buckets import is_fsdps, sum_axes
+from autopar.cost.step.pipeline_step import ties_s
 
 Sums = dict[tuple[str, ...], int]
 """Bytes of gradients by the axes over which they are summed."""
@@ -36,7 +37,7 @@ def least_sums_s(
     """
     if model.collectives.is_measured:  # a table of times need not be of straight lines
         return [0.0] * len(costs)
-    data = model.data_parallel(step)
+    data = model.of(step).data
     known: dict[int, tuple[Sums, Sums]] = {}
     for cost in costs:
         if id(cost) not in known:
@@ -80,7 +81,7 @@ def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step
     for own, n in zip(sums, counts, strict=True):
         for axes, size in own.items():
             total[axes] = total.get(axes, 0) + n * size
-    rate = {axes: model.sum_s(axes, size, step.mesh, copied_bytes=0) / size for axes, size in total.items() if size}
+    rate = {axes: model.of(step).sum_s(axes, size, copied_bytes=0) / size for axes, size in total.items() if size}
     return [sum(size * rate[axes] for axes, size in own.items() if size) for own in sums]
 
 
@@ -93,7 +94,7 @@ def at_both_ends(costs: Sequence[BlockCost]) -> tuple[ParameterCost, ...]:
 
 def tie_s(model: CostModel, shared: Sequence[ParameterCost], step: Step) -> float:
     """Summing the gradients of :func:`at_both_ends`, on either of the two ranks."""
-    data, size = model.data_parallel(step), itemsize(model.precision.storage)
+    data, size = model.of(step).data, itemsize(model.precision.storage)
     shards = [step.mesh.dp_shard if is_fsdps(p, data.uses_fsdp) else 1 for p in shared]
     num_bytes = sum(p.shard_numel(n) * size for p, n in zip(shared, shards, strict=True) if p.trained)
-    return model.ties_s({(0, step.mesh.pp - 1): num_bytes}, step, 0) if num_bytes else 0.0
+    return ties_s(model.collectives, {(0, step.mesh.pp - 1): num_bytes}, step, 0) if num_bytes else 0.0

@@ -71,7 +71,7 @@ class LeastPrices(EqualBlocks):
         Args:
             whole: the layout of the same micro-batch with neither axis.
         """
-        key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.offload)
+        key = (id(whole), mesh, step.mesh, step.zero_stage, step.num_micro_batches, step.offload)
         if key not in self._prices:  # whatever the schedule
             self._prices[key] = (whole, self._ideal_prices(mesh, whole, step), [])
         return self._prices[key][1]
@@ -83,8 +83,8 @@ class LeastPrices(EqualBlocks):
             key = id(cost), modes
             if key not in known:
                 known[key] = BlockPrice(
-                    once_s=self.model.block_once_s(cost, step) / mesh.tp,
-                    static_bytes=self.model.block_static_bytes(cost, step) / mesh.tp,
+                    once_s=self.model.of(step).block_once_s(cost) / mesh.tp,
+                    static_bytes=self.model.of(step).block_static_bytes(cost) / mesh.tp,
                     **self._ideal_work(cost, modes, mesh.cp * mesh.tp),
                 )
             prices.append(known[key])
@@ -142,7 +142,7 @@ class LeastPrices(EqualBlocks):
 
     def draft_bytes(self, candidate: Candidate, draft: TypedLayout, whole: PricedLayout, step: Step) -> float:
         """The least that all pipeline ranks hold together in a layout that is not priced yet; see :meth:`draft_s`."""
-        return self.model.state_bytes_per_element(step) * draft.numel + self.least_held_bytes(candidate, whole)
+        return self.model.of(step).state_bytes_per_element() * draft.numel + self.least_held_bytes(candidate, whole)
 
     def least_held_bytes(self, candidate: Candidate, whole: PricedLayout) -> float:
         """The least that all pipeline ranks keep together between forwards and backwards."""
@@ -152,7 +152,7 @@ class LeastPrices(EqualBlocks):
         """What all blocks add to a step once, on a rank that has them whole; a parameter that several read counts once."""
         found = 0.0
         for k, (cost, n) in enumerate(zip(whole.costs, self.counts, strict=True)):
-            found += n * self.model.block_once_s(self.without_shared(cost) if k else cost, step)
+            found += n * self.model.of(step).block_once_s(self.without_shared(cost) if k else cost)
         return found
 
     def last_bytes(self, whole: PricedLayout) -> int:

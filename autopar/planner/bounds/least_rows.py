@@ -92,7 +92,7 @@ class LeastRows:
         mesh = candidate.mesh
         key = (id(whole), mesh, candidate.zero_stage, candidate.num_micro_batches, candidate.offload)
         if key not in self._state:
-            state = self.model.state_bytes_per_element(step_of(candidate, whole)) * self._numel_of(whole) / mesh.tp
+            state = self.model.of(step_of(candidate, whole)).state_bytes_per_element() * self._numel_of(whole) / mesh.tp
             self._state[key] = whole, state
         held = self.rows.least_held_bytes(candidate, whole)
         return self._state[key][1] + held + beside_bytes > self.rows.limit_bytes * mesh.pp
@@ -135,7 +135,7 @@ class LeastRows:
             for price, cost, own in zip(ideal, parted, added, strict=True):
                 of = id(price), id(cost), id(own)
                 if of not in known:
-                    known[of] = _beside(price, own, self.model.block_once_s(cost, step))
+                    known[of] = _beside(price, own, self.model.of(step).block_once_s(cost))
                 prices.append(known[of])
             row = self.rows.row(candidate, prices, [0.0] * len(prices), self._largest(whole), every_s=0.0)
             self._ideal[key] = whole, prices, row
@@ -179,7 +179,7 @@ class LeastRows:
         parted = [self._part(cost, step.mesh.tp) for cost in self._costs(whole)]
         key = (*map(id, parted), *_kind(step))
         if key not in self._added:
-            depends = self.model.sends_always(step)  # on the blocks beside
+            depends = self.model.of(step).data.sends_always  # on the blocks beside
             known = {(id(cost), k * depends): k for k, cost in enumerate(parted)}
             made = {of: self._added_of(parted, k, step) for of, k in known.items()}
             self._added[key] = [made[id(cost), k * depends] for k, cost in enumerate(parted)]
@@ -187,23 +187,23 @@ class LeastRows:
 
     def _added_of(self, costs: Sequence[BlockCost], k: int, step: Step) -> _Added:
         """Of block ``k`` of the compact graph."""
-        data, unit = self.model.data_parallel(step), self.model.data_unit(costs[k], step)
+        data, unit = self.model.of(step).data, self.model.of(step).unit(costs[k])
         passes = 1 if data.is_pipelined else 2
         moved_s = unit.gather_s * data.gathers_always  # in a pipeline of the backward alone
         if not data.is_pipelined and data.sends_always:
             moved_s = min(self._beside_s(costs, before, after, step) for before, after in self.rows.neighbours[k])
         if self.model.collectives.is_measured:  # a table of times need not grow with bytes
             moved_s = 0.0
-        always_s = passes * unit.hooks_s + self.model.block_adding_s(costs[k], step)
+        always_s = passes * unit.hooks_s + self.model.of(step).block_adding_s(costs[k])
         return _Added(always_s, moved_s, not data.is_pipelined, self.model.device.interference)
 
     def _beside_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
         """Seconds of collectives beside a block between these: the next one's gather and reduction, the last one's gather."""
-        data, found = self.model.data_parallel(step), 0.0
+        data, found = self.model.of(step).data, 0.0
         if before >= 0:
-            found += data.gathers_always * self.model.data_unit(costs[before], step).gather_s
+            found += data.gathers_always * self.model.of(step).unit(costs[before]).gather_s
         if after >= 0:
-            unit = self.model.data_unit(costs[after], step)
+            unit = self.model.of(step).unit(costs[after])
             found += data.gathers_always * unit.gather_s + data.reduces_always * unit.reduce_s
         return found
 
@@ -264,5 +264,5 @@ def _beside(price: BlockPrice, added: _Added, once_s: float) -> BlockPrice:
 def _kind(step: Step) -> tuple[object, ...]:
     """What of a step its prices depend on, whatever the schedule."""
     return (
-        step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients, step.offload,
+        step.mesh, step.zero_stage, step.num_micro_batches, step.adds_gradients, step.offload,
     )  # fmt: skip

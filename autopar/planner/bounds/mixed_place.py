@@ -119,7 +119,7 @@ class PlaceRows(RowMaker):
 
         Of several layouts none costs less: what is beside a gather, which hides it, is the longest of them, and sums are left out.
         """
-        gathers, interference = self.model.data_parallel(step).gathers_always, self.model.device.interference
+        gathers, interference = self.model.of(step).data.gathers_always, self.model.device.interference
         sums_s = self._gradient_sums_s(works.costs, step) if len(works.options) == 1 else [0.0] * len(works.prices)
         known: dict[tuple[object, ...], BlockPrice] = {}
         found = []
@@ -130,7 +130,7 @@ class PlaceRows(RowMaker):
             if key not in known:
                 axes = [self._axes_of(cost, step) for cost in costs]
                 own = axes[0] if len(axes) == 1 else _Axes(*map(min, *axes))
-                added_s = min([self.model.block_adding_s(cost, step) for cost in costs])
+                added_s = min([self.model.of(step).block_adding_s(cost) for cost in costs])
                 hidden_s = (1 - interference) * min(own.forward_s, works.longest_s)
                 known[key] = replaced(
                     price,
@@ -144,24 +144,24 @@ class PlaceRows(RowMaker):
 
     def _axes_of(self, cost: BlockCost, step: Step) -> _Axes:
         """Of a block's parameters alone, which many layouts have in common; of any number of micro-batches."""
-        model, data = self.model, self.model.data_parallel(step)
+        model, data = self.model, self.model.of(step).data
         key = id(cost.parameters), id(data), step.offload
         if key not in self._known_axes:  # the block is kept, so that their id stays their own
-            unit = model.data_unit(cost, step)
+            unit = model.of(step).unit(cost)
             self._known_axes[key] = (
                 cost,
                 _Axes(
                     every_s=unit.hooks_s,
                     backward_s=unit.gather_s if data.gathers_always else 0.0,
-                    forward_s=model.block_gather_s(cost, step),
-                    once_s=model.block_once_s(cost, step),
-                    static_bytes=model.block_static_bytes(cost, step),
+                    forward_s=model.of(step).block_gather_s(cost),
+                    once_s=model.of(step).block_once_s(cost),
+                    static_bytes=model.of(step).block_static_bytes(cost),
                 ),
             )
         return self._known_axes[key][1]
 
     def _gradient_sums_s(self, costs: Sequence[BlockCost], step: Step) -> list[float]:
-        key = (*(id(cost.parameters) for cost in costs), id(self.model.data_parallel(step)))
+        key = (*(id(cost.parameters) for cost in costs), self.model.of(step).data)
         if key not in self._known_sums:  # of parameters alone; the blocks are kept, so that their ids stay their own
             self._known_sums[key] = costs, least_sums_s(self.model, costs, self.counts, step, others=True)
         return self._known_sums[key][1]
@@ -172,7 +172,7 @@ class PlaceRows(RowMaker):
         if key not in self._known_static:  # the layout is kept, so that its id stays its own
             costs = self.private_costs(whole)
             own = {id(costs[k]): costs[k] for k in self.group}.values()
-            least = min((self.model.block_static_bytes(cost, step) for cost in own), default=0)
+            least = min((self.model.of(step).block_static_bytes(cost) for cost in own), default=0)
             self._known_static[key] = whole, least / step.mesh.tp
         return self._known_static[key][1]
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from autopar.cost.blocks.block_cost import ParameterCost
-from autopar.cost.blocks.block_model import Beside
 from autopar.cost.model import BlockCost, Step
+from autopar.cost.step.step_model import Beside
 from autopar.frozen import replaced
 from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
@@ -37,7 +37,7 @@ class RowMaker(LeastPrices):
         """A candidate in a layout."""
         costs, prices, alone_s = self.priced(option, step)
         sends = [cost for cost in costs[:-1] if cost.sends] if step.mesh.pp > 1 else []
-        every_s = option.prelude_s + (self.model.ends_s(costs[0], costs[-1], step) if step.mesh.pp == 1 else 0.0)
+        every_s = option.prelude_s + (self.model.of(step).ends_s(costs[0], costs[-1]) if step.mesh.pp == 1 else 0.0)
         row = self.row(candidate, prices, alone_s, self.largest(option), every_s=every_s)
         if not sends:
             return row
@@ -109,7 +109,7 @@ class RowMaker(LeastPrices):
     ) -> tuple[list[BlockPrice], list[float]]:
         """Prices that were made before: they are the same whatever the schedule."""
         key = (
-            kind, id(option), step.mesh, step.zero_stage, step.num_micro_batches, step.all_reduces, step.adds_gradients,
+            kind, id(option), step.mesh, step.zero_stage, step.num_micro_batches, step.adds_gradients,
             step.offload,
         )  # fmt: skip
         if key not in self._prices:
@@ -120,7 +120,7 @@ class RowMaker(LeastPrices):
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
         known: dict[tuple[object, ...], tuple[BlockPrice, float]] = {}
         prices, alone_s = [], []
-        matters = self.model.sends_always(step)
+        matters = self.model.of(step).data.sends_always
         for k, cost in enumerate(costs):
             beside = self.beside(costs, k) if matters else ()
             key = (id(cost), self.modes[k], *((id(one), id(other)) for one, other in beside))
@@ -145,9 +145,9 @@ class RowMaker(LeastPrices):
 
     def block_s(self, costs: Sequence[BlockCost], k: int, step: Step, mode: Recompute) -> float:
         """Forward and backward of a block of the compact graph, as its price has them."""
-        beside = self.beside(costs, k) if self.model.sends_always(step) else ()
-        time = self.model.block_time_s(costs[k], step, recompute=mode, beside=beside)
-        return time.forward_s + time.backward_s + self.model.block_adding_s(costs[k], step)
+        beside = self.beside(costs, k) if self.model.of(step).data.sends_always else ()
+        time = self.model.of(step).block_time_s(costs[k], recompute=mode, beside=beside)
+        return time.forward_s + time.backward_s + self.model.of(step).block_adding_s(costs[k])
 
     def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
         """The different blocks beside those that block ``k`` of the compact graph stands for."""
@@ -163,19 +163,19 @@ class RowMaker(LeastPrices):
             longest_s: the longest forward that may be beside it.
             beside: blocks that stand before and after it.
         """
-        times = [self.model.block_time_s(cost, step, recompute=mode, beside=beside) for mode in modes]
-        adding_s = self.model.block_adding_s(cost, step)
+        times = [self.model.of(step).block_time_s(cost, recompute=mode, beside=beside) for mode in modes]
+        adding_s = self.model.of(step).block_adding_s(cost)
         seconds = [time.forward_s + time.backward_s + adding_s for time in times]
         held = [cost.kept_bytes(mode) for mode in modes]
-        passing = [self.model.block_passing_bytes(cost, step, recompute=mode, beside=beside) for mode in modes]
-        gather_s = self.model.block_gather_s(cost, step)
+        passing = [self.model.of(step).block_passing_bytes(cost, recompute=mode, beside=beside) for mode in modes]
+        gather_s = self.model.of(step).block_gather_s(cost)
         hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
         price = BlockPrice(
             time_s=min(seconds),
             forward_s=min(time.forward_s for time in times),
-            once_s=self.model.block_once_s(cost, step),
+            once_s=self.model.of(step).block_once_s(cost),
             gather_s=gather_s - hidden_s,
-            static_bytes=self.model.block_static_bytes(cost, step),
+            static_bytes=self.model.of(step).block_static_bytes(cost),
             held_bytes=max(held),
             held_again_bytes=min(held),
             passing_bytes=min(passing),

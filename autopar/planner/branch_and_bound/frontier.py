@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.process_group import Crew
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
 from autopar.planner.space.candidates import Candidate
@@ -29,7 +30,7 @@ class Frontier:
     Args:
         evaluator: gives the bounds.
         pool: the candidates.
-        crew: the processes of the search.
+        group: the processes of the search.
         best_s: what a plan has to be faster than.
         scouts: whether early incumbents are sought; not where searches share their order, which would then depend on timing.
 
@@ -39,10 +40,16 @@ class Frontier:
     """
 
     def __init__(
-        self, evaluator: Evaluator, pool: Sequence[Candidate], crew: Crew, best_s: Callable[[], float], *, scouts: bool
+        self,
+        evaluator: Evaluator,
+        pool: Sequence[Candidate],
+        group: ProcessGroup,
+        best_s: Callable[[], float],
+        *,
+        scouts: bool,
     ) -> None:
-        self.evaluator, self.pool, self.crew, self.best_s, self.scouts = evaluator, pool, crew, best_s, scouts
-        self.keys = [layout_key_of(candidate.micro_batch_size, candidate.mesh) for candidate in pool]
+        self.evaluator, self.pool, self.group, self.best_s, self.scouts = evaluator, pool, group, best_s, scouts
+        self.keys = [layout_key_of(candidate) for candidate in pool]
         self.bounds: dict[Candidate, float] = {}
         self.parts: dict[LayoutKey, list[int]] = {}
         self._heap: list[tuple[float, int, int]] = []
@@ -51,13 +58,14 @@ class Frontier:
 
     def begin(self) -> None:
         """First bounds of all."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for i, candidate in enumerate(self.pool):
-            alike.setdefault((candidate.micro_batch_size, candidate.mesh.ep_data), []).append(i)
-        mine = sorted(i for own in self.crew.share(list(alike.values()), len) for i in own)
+        alike: dict[LayoutKey, list[int]] = {}
+        for i, key in enumerate(self.keys):
+            alike.setdefault(key.whole, []).append(i)
+        largest_first = sorted(alike.values(), key=len, reverse=True)
+        mine = sorted(i for own in largest_first[self.group.rank :: self.group.size] for i in own)
         found = dict(zip(mine, self.evaluator.bounds_s(0, [self.pool[i] for i in mine]), strict=True))
         first: dict[int, float] = {}
-        for own, unsplit in self.crew.gather((found, self.evaluator.layouts.wholes)):
+        for own, unsplit in self.group.allgather((found, self.evaluator.layouts.wholes)):
             first |= own
             self.evaluator.layouts.know(unsplit)
         self.bounds |= {candidate: first[i] for i, candidate in enumerate(self.pool)}
@@ -76,13 +84,13 @@ class Frontier:
             bound_s, level, i = heapq.heappop(self._heap)
             if bound_s >= self.best_s():
                 return
-            if level < self._level[i] or i in self._given or not self.crew.takes(self.keys[i]):
+            if level < self._level[i] or i in self._given or not self.group.claim(self.keys[i]):
                 continue
             if level == LAST:
                 self._given.add(i)
                 yield i
-            elif level == 0:  # no layout is asked for: all at once
-                self._raise([k for key, own in self.parts.items() if self.crew.takes(key) for k in own], level)
+            elif level == 0 and not self.group.is_forked:  # no layout is asked for: all at once
+                self._raise([k for own in self.parts.values() for k in own], level)
             else:
                 self._raise(self.parts[self.keys[i]], level)
 
@@ -93,7 +101,8 @@ class Frontier:
         """
         for size in sorted({key.micro_batch_size for key in self.parts}):
             own = [k for key, part in self.parts.items() if key.micro_batch_size == size for k in part]
-            some = heapq.nsmallest(SCOUTS, (k for k in own if self.crew.takes(self.keys[k])), key=self._place)
+            few = (k for k in sorted(own, key=self._place) if self.group.claim(self.keys[k]))
+            some = [*islice(few, SCOUTS)]
             for made in range(LAST):
                 self._raise(some, made)
             first = min(some, key=self._place, default=-1)

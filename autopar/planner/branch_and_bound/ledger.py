@@ -1,18 +1,21 @@
-"""What is known of the candidates of one search: what came of them, and which are being worked on.
+"""What is known of the candidates of one search: what came of them, and which are being evaluated.
 
-The processes of one search keep this to themselves (:mod:`autopar.planner.branch_and_bound.process_group`); searches that share a storage see each other's
+The processes of one search keep this to themselves (:class:`LocalLedger`); searches that share a storage see each other's
 (:mod:`autopar.planner.studies.study`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Result:
     """What came of one candidate: a time, or that it takes no less than one that was known, or why it has no plan.
 
     Attributes:
@@ -35,39 +38,78 @@ class Told:
 
 
 class Ledger(Protocol):
-    """Candidates by their position in the pool."""
+    """Results and claims of candidates, by their position in the pool."""
 
     is_shared: bool
+    """Whether other searches write into it."""
+
+    @property
+    def results(self) -> Mapping[int, Result]:
+        """What came of the candidates that were evaluated."""
+
+    @property
+    def incumbent_s(self) -> float:
+        """The least time found so far; infinite before there is one."""
 
     def expect(self, seeds: Mapping[int, str]) -> None:
         """Say which candidates experts would try, with reasons; for people."""
 
-    def tidy(self, excluded_s: Callable[[int], float | None]) -> None:
+    def read(self) -> None:
+        """Take in what others have written."""
+
+    def is_claimed(self, index: int) -> bool:
+        """Whether another search evaluates a candidate and has not recorded a result: it may be dead."""
+
+    def claim(self, index: int, bound_s: float) -> None:
+        """Say that this search evaluates a candidate, or takes it over from another; ``bound_s``: its dual bound."""
+
+    def release(self, index: int) -> None:
+        """Give a claim back without a result."""
+
+    def record(self, index: int, result: Result) -> None:
+        """Say what came of a candidate that this search has claimed."""
+
+    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
         """Leave nothing open that is decided.
 
         Args:
             excluded_s: what a candidate takes at least where it need not be evaluated any more; None where it may have to be.
         """
 
+
+class LocalLedger:
+    """The results of one process of a search, and the incumbent of all of them."""
+
+    is_shared = False
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.results: dict[int, Result] = {}
+        self._group, self._least_s = group, math.inf
+
+    @property
+    def incumbent_s(self) -> float:
+        return min(self._least_s, self._group.incumbent_s)
+
+    def expect(self, seeds: Mapping[int, str]) -> None:
+        """Nobody looks."""
+
     def read(self) -> None:
-        """Take in what others have written."""
+        """Others write nothing here."""
 
-    @property
-    def found(self) -> Mapping[int, Told]:
-        """What came of the candidates that were evaluated."""
-
-    @property
-    def least_s(self) -> float:
-        """The least time found so far; infinite before there is one."""
-
-    def is_running(self, index: int) -> bool:
-        """Whether another search has claimed a candidate and has not said what came of it: it may be dead."""
+    def is_claimed(self, index: int) -> bool:
+        return False  # no other process comes to the same candidates
 
     def claim(self, index: int, bound_s: float) -> None:
-        """Say that this search evaluates a candidate, or takes it over from another."""
+        """Nobody else asks."""
 
     def release(self, index: int) -> None:
-        """Say that it does so no more."""
+        """Nobody else asks."""
 
-    def tell(self, index: int, told: Told) -> None:
-        """Say what came of it."""
+    def record(self, index: int, result: Result) -> None:
+        self.results[index] = result
+        if result.time_s is not None:
+            self._least_s = min(self._least_s, result.time_s)
+            self._group.offer(result.time_s)
+
+    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
+        """Nothing is open."""

@@ -16,7 +16,7 @@ from autopar.cost.step.unequal_shares import predict_shares, shared_memory, shar
 from autopar.plan import RECOMPUTES, Memory, Recompute
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluator import ROUNDING, SLOW, Evaluation, Misfit, needs_text
-from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import none_if_moved
 from autopar.planner.stages.fit_cut import Cuts
@@ -53,9 +53,9 @@ class SharesEvaluator:
         self._fastest: dict[Candidate, float] = {}
         self._found: dict[Candidate, Evaluation | Misfit] = {}
 
-    def seconds(self, place: int, size: int) -> float:
+    def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
         """Computation of a micro-batch on a node group, by its place in the cluster as given, collectives left out."""
-        option = self._option(place, size)
+        option = self._option(place, size, vocab_multiple)
         times = zip(option.costs, self.layouts.compact.members, strict=True)
         return option.prelude_s + sum((c.forward_s + c.backward_s) * len(blocks) for c, blocks in times)
 
@@ -68,7 +68,7 @@ class SharesEvaluator:
     def _computation_s(self, candidate: Candidate) -> float:
         if candidate not in self._least:
             groups = zip(self._places(candidate), candidate.shares, strict=True)
-            longest_s = max(self.seconds(place, share) for place, share in groups)
+            longest_s = max(self.seconds(place, share, candidate.vocab_multiple) for place, share in groups)
             self._least[candidate] = candidate.num_micro_batches * longest_s * (1 - ROUNDING)
         return self._least[candidate]
 
@@ -110,7 +110,7 @@ class SharesEvaluator:
                 if best is None or prediction.step_time_s < best.prediction.step_time_s:
                     best = Evaluation(
                         candidate=candidate,
-                        option=self.layouts.whole(candidate.micro_batch_size),
+                        option=self.layouts.whole(layout_key_of(candidate)),
                         stops=(len(modes),),
                         modes=modes,
                         prediction=prediction,
@@ -174,15 +174,16 @@ class SharesEvaluator:
         """Of the node groups in the order of ranks, in the cluster as given."""
         return candidate.order or range(len(candidate.shares))
 
-    def _option(self, place: int, size: int) -> PricedLayout:
-        return self.layouts.priced(self.layouts.whole(size), self.model.part(frozenset({place})))
+    def _option(self, place: int, size: int, vocab_multiple: int) -> PricedLayout:
+        split = LayoutKey(micro_batch_size=size, vocab_multiple=vocab_multiple)
+        return self.layouts.priced(self.layouts.whole(split), self.model.part(frozenset({place})))
 
     def _parts(self, candidate: Candidate) -> _Shared:
         if candidate not in self._shared:
             if candidate.order not in self._alone:
                 self._alone[candidate.order] = self.placed.ordered(candidate).alone()
             groups = zip(self._places(candidate), candidate.shares, strict=True)
-            options = tuple(self._option(place, share) for place, share in groups)
+            options = tuple(self._option(place, share, candidate.vocab_multiple) for place, share in groups)
             steps = tuple(self.context.step(candidate, option) for option in options)
             self._shared[candidate] = _Shared(models=self._alone[candidate.order], options=options, steps=steps)
         return self._shared[candidate]

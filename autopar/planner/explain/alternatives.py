@@ -1,18 +1,21 @@
-"""Why this plan: its neighbours, what each would cost, and where the difference lies."""
+"""Why this plan: its neighbours among the candidates, what each would cost, and where the difference lies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import ne
 
 from autopar.plan import Prediction
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.branch_and_bound.process_group import MAX_REASONS, Crew
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluator import Evaluation
 from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.types import LayoutKey, layout_key_of
+from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.space.candidates import Candidate
+
+MAX_ALTERNATIVES = 10
+"""Neighbours that a plan is compared with."""
 
 CLEAR = 1.05
 """Times the plan that neighbours are known to take at the least where no more is said of them."""
@@ -25,6 +28,7 @@ _CHOICES: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
     ("zero", lambda c: c.zero_stage),
     ("dp_shard", lambda c: c.mesh.dp_shard),
     ("micro_batch", lambda c: c.micro_batch_size),
+    ("vocab_multiple", lambda c: c.vocab_multiple),
     ("data_shares", lambda c: "unequal" if c.shares else "equal"),
     ("order of node groups", lambda c: "-".join(map(str, c.order)) or "as given"),
     ("offload", lambda c: ", ".join(c.on_host) or "none"),
@@ -43,62 +47,79 @@ _PARTS = (
 )
 
 
-def explain(
-    evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation, crew: Crew | None = None
-) -> tuple[str, ...]:
-    """One sentence for each neighbour: a candidate with another value of one choice and as little else changed as can be.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Alternative:
+    """A candidate with another value of one choice and as little else changed as can be.
 
-    ``crew``: the processes of the search, of which each compares candidates whose layouts it knows.
+    Attributes:
+        choice: with the other value, as ``tp=4``.
+        comparison: with the plan, in words.
+        evaluation: its best plan, where bounds did not say enough and it has one.
     """
-    crew = Crew() if crew is None else crew
-    others: list[tuple[str, Candidate]] = []
-    mine = [value(best.candidate) for _, value in _CHOICES]
-    every = [[value(c) for c in pool] for _, value in _CHOICES]
-    spreads = _spreads(pool, best.candidate)
-    far = [
-        sum(map(ne, values, mine)) + spread for values, spread in zip(zip(*every, strict=True), spreads, strict=True)
-    ]
-    for (name, value), own, values in zip(_CHOICES, mine, every, strict=True):
-        near = _neighbours(pool, far, values, own)[: MAX_REASONS - len(others)]
-        others += [(f"{name}={value(other)}", other) for other in near]
-    distinct = list(dict.fromkeys(other for _, other in others))  # one may be a neighbour by several choices
-    splits = [layout_key_of(other.micro_batch_size, other.mesh) for other in distinct]
-    if crew.is_forked:
-        _exchange(evaluator.layouts, splits, crew)
-    said: dict[Candidate, str] = {}
-    # bounds that were found on the way depend on what they were found with; these are of neighbours alone, in every process
+
+    choice: str
+    candidate: Candidate
+    comparison: str
+    evaluation: Evaluation | None
+
+    def __str__(self) -> str:
+        return f"{self.choice}: {self.comparison}"
+
+
+def compare(
+    evaluator: Evaluator, pool: Sequence[Candidate], best: Evaluation, group: ProcessGroup | None = None
+) -> list[Alternative]:
+    """The alternatives to a plan, compared with it.
+
+    Args:
+        group: the processes of the search, of which each compares the candidates whose layouts it has worked out.
+    """
+    group = ProcessGroup() if group is None else group
+    named = _alternatives(pool, best.candidate)
+    distinct = list(dict.fromkeys(other for _, other in named))  # one may be an alternative by several choices
     first_s = evaluator.bounds_s(0, distinct)
-    apart = [crew.distance(split) for split in splits]
-    # what is known here first, then what is new to all; of what another knows, that which it comes to last
-    for i in sorted(range(len(distinct)), key=lambda i: (apart[i], -i if apart[i] == 2 else i)):
-        if crew.takes(i):
-            said[distinct[i]] = _compare(evaluator, best, distinct[i], first_s[i])
-    for found in crew.gather(said):
-        said |= found
-    return tuple(f"{what}: {said[other]}" for what, other in others)
+    compared: dict[Candidate, tuple[str, Evaluation | None]] = {}
+    for other, bound_s in zip(distinct, first_s, strict=True):
+        if group.owner(layout_key_of(other)) == group.rank:
+            compared[other] = _compare(evaluator, best, other, bound_s)
+    for some in group.allgather(compared):
+        compared |= some
+    return [
+        Alternative(choice=choice, candidate=other, comparison=compared[other][0], evaluation=compared[other][1])
+        for choice, other in named
+    ]
 
 
-def _exchange(layouts: Layouts, splits: Sequence[LayoutKey], crew: Crew) -> None:
-    """What one process has worked out of the layouts of these becomes known to all."""
-    mine = {split: layouts.made(split) for split in splits if crew.owner(split) == crew.rank}
-    for found in crew.gather(mine):
-        for split, made in found.items():
-            layouts.know_made(split, made)
+def _alternatives(pool: Sequence[Candidate], best: Candidate) -> list[tuple[str, Candidate]]:
+    """For each choice the nearest candidates with another value of it."""
+    found: list[tuple[str, Candidate]] = []
+    mine = [value(best) for _, value in _CHOICES]
+    columns = [[value(c) for c in pool] for _, value in _CHOICES]
+    spreads = _spreads(pool, best)
+    distances = [
+        sum(map(ne, values, mine)) + spread for values, spread in zip(zip(*columns, strict=True), spreads, strict=True)
+    ]
+    for (name, value), own, values in zip(_CHOICES, mine, columns, strict=True):
+        near = _neighbours(pool, distances, values, own)[: MAX_ALTERNATIVES - len(found)]
+        found += [(f"{name}={value(other)}", other) for other in near]
+    return found
 
 
 def _neighbours(
-    pool: Sequence[Candidate], far: Sequence[float], values: Sequence[object], mine: object
+    pool: Sequence[Candidate], distances: Sequence[float], values: Sequence[object], mine: object
 ) -> list[Candidate]:
     """For the values below and above (or beside) ``mine`` the candidate that differs least.
 
-    ``far``: how much each of the pool differs; ``values``: what each has of the choice.
+    Args:
+        distances: how much each of the pool differs.
+        values: what each has of the choice.
     """
     nearest: dict[object, tuple[float, Candidate]] = {}
-    for candidate, differs, key in zip(pool, far, values, strict=True):
-        if key != mine and (key not in nearest or differs < nearest[key][0]):
-            nearest[key] = (differs, candidate)
-    numbers = sorted(k for k in nearest if isinstance(k, int))
+    for candidate, distance, key in zip(pool, distances, values, strict=True):
+        if key != mine and (key not in nearest or distance < nearest[key][0]):
+            nearest[key] = (distance, candidate)
     if isinstance(mine, int):
+        numbers = sorted(k for k in nearest if isinstance(k, int))
         beside = [k for k in numbers if k < mine][-1:] + [k for k in numbers if k > mine][:1]
         return [nearest[k][1] for k in beside]
     return [nearest[k][1] for k in sorted(nearest, key=str)][:2]
@@ -110,30 +131,32 @@ def _spreads(pool: Sequence[Candidate], best: Candidate) -> list[float]:
     known: dict[tuple[int, ...], float] = {}
     found = []
     for candidate in pool:
-        mesh = candidate.mesh
-        own = mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, candidate.micro_batch_size
+        own = (*candidate.mesh.degrees, candidate.micro_batch_size)
         if own not in known:
-            known[own] = sum([x / y if x > y else y / x for x, y in zip(own, mine, strict=True)]) / 1e6
+            known[own] = sum(max(x / y, y / x) for x, y in zip(own, mine, strict=True)) / 1e6
         found.append(known[own])
     return found
 
 
-def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, least_s: float) -> str:
-    """``least_s``: a first bound of the other one."""
+def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: float) -> tuple[str, Evaluation | None]:
+    """In words, with the other one's plan where it was made; ``bound_s``: a first bound of the other one."""
     best_s = best.prediction.step_time_s
     for level in range(1, LEVELS):
-        if least_s < best_s:
-            least_s = max(least_s, evaluator.bounds_s(level, [other], CLEAR * best_s)[0])
-    if best_s <= least_s < float("inf"):
-        more = least_s - best_s
-        return f"at least {more:.3g} s ({100 * more / best_s:.1f}%) slower ({other}), by its lower bound"
-    found = (evaluator.hopeless(other) if least_s == float("inf") else None) or evaluator.evaluate(other)
+        if bound_s < best_s:  # up to there a bound is a function of the candidate alone
+            bound_s = max(bound_s, min(evaluator.bounds_s(level, [other], CLEAR * best_s)[0], CLEAR * best_s))
+    if best_s <= bound_s < float("inf"):
+        more_s = bound_s - best_s
+        return f"at least {more_s:.3g} s ({100 * more_s / best_s:.1f}%) slower ({other}), by its lower bound", None
+    found = (evaluator.hopeless(other) if bound_s == float("inf") else None) or evaluator.evaluate(other)
     if not isinstance(found, Evaluation):
-        return f"no plan ({other}); {found.reason}"
-    slower = found.prediction.step_time_s - best.prediction.step_time_s
-    share = 100 * slower / best.prediction.step_time_s
-    word = "slower" if slower >= 0 else "faster"
-    return f"{abs(slower):.3g} s ({abs(share):.1f}%) {word} ({other}); {_difference(best.prediction, found.prediction)}"
+        return f"no plan ({other}); {found.reason}", None
+    more_s = found.prediction.step_time_s - best_s
+    word = "slower" if more_s >= 0 else "faster"
+    share = 100 * abs(more_s) / best_s
+    return (
+        f"{abs(more_s):.3g} s ({share:.1f}%) {word} ({other}); {_difference(best.prediction, found.prediction)}",
+        found,
+    )
 
 
 def _difference(mine: Prediction, theirs: Prediction) -> str:

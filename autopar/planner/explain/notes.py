@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
+from autopar.cluster import Cluster
+from autopar.cost.operators.measured import Measured, Source, measurement_note
+from autopar.cost.operators.roofline import op_time
+from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
 from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Outcome
+from autopar.planner.space.candidates import Candidate
+from autopar.planner.space.rank_orders import origins
 from autopar.planner.task import Task
 
 _WIDE = frozenset(
@@ -86,3 +95,69 @@ def recompute_note(task: Task, best: Evaluation) -> tuple[str, ...]:
         return ()
     lacks = f"blocks recompute fully, as the space {task.space.name} has no selective recompute"
     return (f"{lacks}: the space default has, and often a faster plan",)
+
+
+def mixed_note(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
+    """Stages that do not use their faster devices to the full."""
+    if cluster.is_homogeneous or candidate.shares:
+        return ()
+    wide = [str(rank) for rank, own in enumerate(origins(candidate, cluster)) if len(own) > 1]
+    if not wide:
+        return ()
+    who = f"pipeline rank{'s' if len(wide) > 1 else ''} {', '.join(wide)} of {candidate.mesh.pp} on different devices"
+    return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)
+
+
+def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
+    """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
+    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    graph = layouts.local_graph(layout_key_of(best.candidate), option.kind, option.solution)
+    device, ideal = model.device, model.device.at_best()
+    lost: dict[Op, float] = {}
+    total_s = 0.0
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            operands = operand_specs(op, graph.spec)
+            own, least = (op_time(op, operands, d, quantized=model.quantized) for d in (device, ideal))
+            own_s = own.forward_s + own.backward_s
+            total_s += len(members) * own_s
+            lost[op] = len(members) * (own_s - least.forward_s - least.backward_s)
+    if device is ideal or model.measured is not None or sum(lost.values()) < NOTED * total_s:
+        return ()
+    most, rate = max(lost, key=lambda op: lost[op]), device.rate(model.precision.compute)
+    kept = rate.unaligned_fraction if rate.unaligned_fraction < 1 else rate.unaligned_batched_fraction
+    source = "assumed" if "unaligned_fraction assumed" in rate.provenance else "whose source is in the profile"
+    share = (
+        f"{sum(lost.values()) / total_s:.0%} of the computation, most in {most.target} of {most.module or most.name}"
+    )
+    return (
+        f"rows that are no multiple of 16 bytes cost {share}: at {kept:g} of the rate of aligned products, {source}",
+    )
+
+
+NOTED = 0.01
+"""Of the computation, what a note is worth."""
+
+
+def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
+    """How many operators of a plan have a measured time; nothing where the device has none at all."""
+    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    measured = model.measured
+    if not isinstance(measured, Measured):
+        return ()
+    split = layout_key_of(best.candidate)
+    graph = layouts.local_graph(split, option.kind, option.solution)
+    counts: Counter[Source] = Counter()
+
+    def count(op: Op, times: int) -> None:
+        operands = operand_specs(op, graph.spec)
+        roofline = op_time(op, operands, model.device, quantized=model.quantized)
+        if roofline.forward_s + roofline.backward_s > 0:
+            counts[measured.find(op, operands, roofline)[1]] += times
+
+    for op in graph.prelude:
+        count(op, 1)
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            count(op, len(members))
+    return (measurement_note(counts),)

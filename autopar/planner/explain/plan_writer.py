@@ -13,16 +13,18 @@ from autopar.planner.explain.layout_writer import block_layouts, mixtures, opera
 from autopar.planner.explain.notes import (
     host_note,
     interrupted_note,
+    measured_note,
+    mixed_note,
     mixing_note,
     precision_note,
     range_note,
     recompute_note,
+    unaligned_note,
 )
-from autopar.planner.explain.operator_shapes import measured_note
 from autopar.planner.layouts.padding import padding_notes
 from autopar.planner.layouts.types import expert_degree
 from autopar.planner.outcome import Outcome
-from autopar.planner.space.rank_orders import mixed_notes, rank_groups
+from autopar.planner.space.rank_orders import rank_groups
 from autopar.planner.stages.activation_modes import MOVED, none_if_moved
 from autopar.planner.task import Task
 from autopar.rules.missing import Found
@@ -62,6 +64,7 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
         bucket_bytes=best.bucket_bytes,
         offload=candidate.offload,
         data_shares=candidate.shares,
+        vocab_multiple=candidate.vocab_multiple,
         notes=tuple(notes),
     )
 
@@ -92,7 +95,8 @@ def notes_of(
     graph, candidate = task.graph, best.candidate
     return (
         *graph.notes,
-        *padding_notes(graph, best.option.padding, candidate.mesh.tp),
+        *padding_notes(graph, best.option.padding, candidate.mesh.tp, candidate.vocab_multiple),
+        *unaligned_note(evaluator, best),
         *operators_without_rule(graph, found, evaluator.model),
         *mixing_note(mixing),
         *mixtures(evaluator.layouts, best.option),
@@ -101,7 +105,7 @@ def notes_of(
         *range_note(task),
         *recompute_note(task, best),
         *measured_note(evaluator, best),
-        *mixed_notes(candidate, task.cluster),
+        *mixed_note(candidate, task.cluster),
         *host_note(best),
         *interrupted_note(outcome),
     )

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.ir import Block, Graph, Ref
-from autopar.graph.padding import lengths, pad
 from autopar.mesh import Mesh
-from autopar.planner.layouts.padding import used_padding
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.rules.apply import shard
 from autopar.rules.types import Typing
@@ -29,7 +27,6 @@ class PricedBlocks:
         keys: for each block a number, equal where the costs are equal.
         works: of each number.
         prelude_s: of the operators that every stage repeats.
-        padding: lengths of parameters by key.
         prelude: a graph with the prelude of the layout.
     """
 
@@ -37,7 +34,6 @@ class PricedBlocks:
     keys: tuple[int, ...]
     works: tuple[BlockWork, ...]
     prelude_s: float
-    padding: Mapping[str, int]
     prelude: Graph
 
 
@@ -58,27 +54,22 @@ class BlockPrices:
         model: the cost model.
         mesh: whose groups communicate.
         owners: how many blocks read a parameter, by its name.
-        size: ranks of the axis.
     """
 
     def __init__(
-        self, graph: Graph, model: CostModel, mesh: Mesh, owners: Mapping[str, int], size: int, *, is_selective: bool
+        self, graph: Graph, model: CostModel, mesh: Mesh, owners: Mapping[str, int], *, is_selective: bool
     ) -> None:
         self.graph, self.model, self.mesh, self.owners = graph, model, mesh, owners
         self.is_selective = is_selective
-        self.wanted = lengths(graph, size)
-        self._frames: dict[tuple[tuple[str, int], ...], _Frame] = {}
+        self._frame: _Frame | None = None
 
     def of(self, solution: AxisSolution | None) -> PricedBlocks:
         """The blocks in a typing; None: nothing is split."""
         if solution is None:
             return self._untyped()
-        padding = used_padding(self.graph, self.wanted, solution.typing)
-        key = tuple(padding.items())
-        if key not in self._frames:
-            graph = pad(self.graph, padding) if padding else self.graph
-            self._frames[key] = _Frame(graph=graph, owners=self.owners)
-        frame = self._frames[key]
+        if self._frame is None:
+            self._frame = _Frame(graph=self.graph, owners=self.owners)
+        frame = self._frame
         keys = frame.keys(solution)
         missing = {key: i for i, key in reversed(list(enumerate(keys))) if key not in frame.known}
         reads = frame.prelude_reads(solution.typing)
@@ -89,7 +80,7 @@ class BlockPrices:
             for own, i in missing.items():
                 frame.known[own] = self._priced(local, local.blocks[i], self._alike(local, local.blocks[i]))
         prelude, prelude_s = frame.preludes[reads]
-        return _together([frame.known[own] for own in keys], prelude, prelude_s, padding)
+        return _together([frame.known[own] for own in keys], prelude, prelude_s)
 
     def _untyped(self) -> PricedBlocks:
         graph, known = self.graph, dict[Hashable, _Known]()
@@ -99,7 +90,7 @@ class BlockPrices:
             if alike not in known:
                 known[alike] = self._priced(graph, block, alike)
             every.append(known[alike])
-        return _together(every, graph, self.model.prelude_time_s(graph), {})
+        return _together(every, graph, self.model.prelude_time_s(graph))
 
     def _priced(self, graph: Graph, block: Block, alike: Hashable) -> _Known:
         work = self.model.block_work(graph, block, selective=self.is_selective)
@@ -114,7 +105,7 @@ class BlockPrices:
         return block.hash, known[key], sent, graph._index.block_of.get(graph.loss.name) == block.index
 
 
-def _together(every: list[_Known], prelude: Graph, prelude_s: float, padding: Mapping[str, int]) -> PricedBlocks:
+def _together(every: list[_Known], prelude: Graph, prelude_s: float) -> PricedBlocks:
     first: dict[Hashable, _Known] = {}
     for known in every:
         first.setdefault(known.alike, known)
@@ -124,7 +115,6 @@ def _together(every: list[_Known], prelude: Graph, prelude_s: float, padding: Ma
         keys=tuple(number[known.alike] for known in every),
         works=tuple(known.work for known in first.values()),
         prelude_s=prelude_s,
-        padding=padding,
         prelude=prelude,
     )
 

@@ -16,14 +16,12 @@ from autopar.errors import InfeasibleError
 from autopar.frozen import replaced
 from autopar.graph.compact import compact
 from autopar.graph.ir import Graph
-from autopar.graph.padding import lengths, pad
 from autopar.mesh import Mesh
-from autopar.plan import PaddedParameter
 from autopar.planner.layouts.block_pricing import BlockPrices, PricedBlocks
-from autopar.planner.layouts.padding import used_padding
+from autopar.planner.layouts.padding import padding_of
 from autopar.planner.layouts.rank_graphs import Bases
 from autopar.planner.layouts.tp_typings import Solving, pinned_types
-from autopar.planner.layouts.types import LayoutKey, Load, Made, PricedLayout, TypedLayout, layout_key_of
+from autopar.planner.layouts.types import LayoutKey, Load, Made, PricedLayout, TypedLayout
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.block_table import Narrow
 from autopar.planner.sharding.every import every_typing
@@ -78,10 +76,10 @@ class Layouts:
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
         self._options: dict[tuple[LayoutKey, str, object], PricedLayout] = {}
         self._of_drafts: dict[int, tuple[TypedLayout, PricedLayout]] = {}
-        self._wholes: dict[tuple[int, int], PricedLayout] = {}
+        self._wholes: dict[tuple[LayoutKey, bool], PricedLayout] = {}
         self._drafts: dict[tuple[LayoutKey, tuple[int, int]], tuple[TypedLayout, ...]] = {}
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
-        self._works: dict[int, tuple[PricedBlocks, Mesh]] = {}  # of options by id, where groups differ
+        self._works: dict[int, tuple[PricedBlocks, Mesh, bool]] = {}  # of options by id, where groups differ
         self._priced_blocks: dict[tuple[LayoutKey, str], BlockPrices] = {}
         self._priced: dict[tuple[int, frozenset[int] | None], PricedLayout] = {}
         self._elements: dict[int, tuple[Graph, list[tuple[str, float]]]] = {}
@@ -103,7 +101,8 @@ class Layouts:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        return (self.option(draft) for draft in self.drafts(layout_key_of(micro_batch_size, mesh), load))
+        split = LayoutKey(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
+        return (self.option(draft) for draft in self.drafts(split, load))
 
     def drafts(self, split: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
         """As :meth:`front`, before anything is priced."""
@@ -168,12 +167,29 @@ class Layouts:
             self._of_drafts[id(draft)] = draft, self._option(draft.split, draft.kind, draft.solution)
         return self._of_drafts[id(draft)][1]
 
-    def whole(self, micro_batch_size: int, ep_data: int = 1) -> PricedLayout:
-        """The layout with neither a context- nor a tensor-parallel axis."""
-        if (micro_batch_size, ep_data) not in self._wholes:
-            split = LayoutKey(micro_batch_size=micro_batch_size, ep_data=ep_data)
-            self._wholes[micro_batch_size, ep_data] = self._option(split, "", None)
-        return self._wholes[micro_batch_size, ep_data]
+    def whole(self, split: LayoutKey) -> PricedLayout:
+        """What a split's parts are taken of: the layout with neither a context- nor a tensor-parallel axis.
+
+        Where the split has one of these axes, as no padding of vocabularies and no alignment takes it below
+        (:meth:`autopar.device.Device.at_best`): a part of it is then a floor. Where it has none, this is its layout.
+        """
+        is_layout = split.cp == split.tp == 1
+        own = split if is_layout else LayoutKey(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data)
+        if (own, is_layout) not in self._wholes:
+            option = self._option(own, "", None)
+            self._wholes[own, is_layout] = option if is_layout else self._at_best(own, option)
+        return self._wholes[own, is_layout]
+
+    def _at_best(self, split: LayoutKey, option: PricedLayout) -> PricedLayout:
+        """A layout without axes at the least that any padding and alignment makes of it; itself where it is that."""
+        mesh, found = self.bases.mesh(split), self._prices(split, "").of(None)
+        priced = [self.model.price(work, mesh, at_best=True) for work in found.works]
+        if all(priced[number] == cost for number, cost in zip(option.keys, option.costs, strict=True)):
+            return option
+        best = replace(option, costs=self._alike(tuple(priced[number] for number in option.keys)))
+        if self.model.is_mixed:
+            self._works[id(best)] = found, mesh, True  # the layout is kept, so that its id stays its own
+        return best
 
     def _plain_costs(self, split: LayoutKey) -> Sequence[BlockCost]:
         return self._option(split, "", None).costs
@@ -181,15 +197,15 @@ class Layouts:
     def _whole_costs(self, split: LayoutKey, kind: str) -> Sequence[BlockCost]:
         """Of the blocks with no tensor-parallel axis."""
         if split.cp == 1:
-            return self.whole(split.micro_batch_size, split.ep_data).costs
+            return self.whole(split.whole).costs
         return self._option(split, kind, None).costs
 
     @property
-    def wholes(self) -> dict[tuple[int, int], PricedLayout]:
+    def wholes(self) -> dict[tuple[LayoutKey, bool], PricedLayout]:
         """Those that :meth:`whole` has made, for another process; none where groups differ, whose prices are not in them."""
         return {} if self.model.is_mixed else self._wholes
 
-    def know(self, wholes: Mapping[tuple[int, int], PricedLayout]) -> None:
+    def know(self, wholes: Mapping[tuple[LayoutKey, bool], PricedLayout]) -> None:
         """What another process has made."""
         self._wholes = {**wholes, **self._wholes}
 
@@ -263,7 +279,7 @@ class Layouts:
         graph = self.bases.base(split, kind).graph
         if solution is None:
             return graph
-        return shard(pad(graph, used_padding(graph, lengths(graph, split.tp), solution.typing)), solution.typing)
+        return shard(graph, solution.typing)
 
     def _option(self, split: LayoutKey, kind: str, solution: AxisSolution | None) -> PricedLayout:
         key = (split, kind, solution and solution.signature)
@@ -278,11 +294,11 @@ class Layouts:
                 costs=self._alike(found.costs),
                 keys=found.keys,
                 prelude_s=found.prelude_s,
-                padding=tuple(PaddedParameter(parameter=k, length=n) for k, n in found.padding.items()),
+                padding=padding_of(graph),
                 totals=tuple(graph.spec(ref).num_bytes for ref in graph.sums),
             )
             if self.model.is_mixed:
-                self._works[id(self._options[key])] = found, self.bases.mesh(split)
+                self._works[id(self._options[key])] = found, self.bases.mesh(split), False
         return self._options[key]
 
     def _alike(self, costs: tuple[BlockCost, ...]) -> tuple[BlockCost, ...]:
@@ -298,7 +314,7 @@ class Layouts:
         if (split, kind) not in self._priced_blocks:
             graph, mesh = self.bases.base(split, kind).graph, self.bases.mesh(split)
             self._priced_blocks[split, kind] = BlockPrices(
-                graph, self.model, mesh, self._owners, split.tp, is_selective=self.is_selective
+                graph, self.model, mesh, self._owners, is_selective=self.is_selective
             )
         return self._priced_blocks[split, kind]
 
@@ -308,9 +324,9 @@ class Layouts:
             return option
         key = (id(option), part.places)
         if key not in self._priced:
-            found, mesh = self._works[id(option)]
+            found, mesh, at_best = self._works[id(option)]
             parameters = {number: cost.parameters for number, cost in zip(option.keys, option.costs, strict=True)}
-            priced = [part.price(work, mesh) for work in found.works]
+            priced = [part.price(work, mesh, at_best=at_best) for work in found.works]
             made = [replaced(cost, parameters=parameters[k]) for k, cost in enumerate(priced)]  # as in :meth:`_alike`
             prelude_s = part.prelude_time_s(found.prelude)
             self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)

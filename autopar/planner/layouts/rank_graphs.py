@@ -17,6 +17,7 @@ from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph
 from autopar.layout import I
 from autopar.mesh import Mesh
+from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.sharding.axis_costs import AxisPricing
 from autopar.planner.sharding.batch_axis import solve_batch
@@ -121,16 +122,13 @@ class Bases:
         return self._bases[key]
 
     def _spread(self, split: LayoutKey) -> Compact:
-        """The compact graph of one micro-batch on one data rank, with its share of the experts."""
+        """The compact graph of one micro-batch on one data rank, with its share of the experts and vocabularies padded."""
         micro = self.micro(split.micro_batch_size)
-        if split.ep_data == 1:
-            return micro
-        key = (
-            LayoutKey(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data),
-            "",
-        )  # cp=1: no kind of attention
+        key = (replace(split, cp=1), "")  # no kind of attention
         if key not in self._bases:
-            self._bases[key] = replace(micro, graph=spread(micro.graph, split.ep_data))
+            shared = spread(micro.graph, split.ep_data) if split.ep_data > 1 else micro.graph
+            graph = padded(shared, split.tp, split.vocab_multiple)
+            self._bases[key] = micro if graph is micro.graph else replace(micro, graph=graph)
         return self._bases[key]
 
     # --- context parallelism
@@ -170,7 +168,7 @@ class Bases:
 
     def _split_sequence(self, split: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
         micro = self._spread(split)
-        costs = self._whole_costs(LayoutKey(micro_batch_size=split.micro_batch_size, ep_data=split.ep_data))
+        costs = self._whole_costs(split.whole)
         saved = sum(n.saved_bytes for n in costs)
         counts = [len(members) for members in self.compact.members]
         least_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
@@ -200,7 +198,7 @@ class Bases:
             mesh=self.mesh(split),
             axis=axis,
             collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
-            state_bytes_per_element=storage + self.model.optimizer.bytes_per_element(storage) + reduce + copies,
+            state_bytes_per_element=storage + self.model.ranks.optimizer.bytes_per_element(storage) + reduce + copies,
             gradient_itemsize=storage,
             measured=self.model.measured,
         )

@@ -15,7 +15,6 @@ from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph, Op
 from autopar.layout import Type
-from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.rank_graphs import Bases
 from autopar.planner.layouts.types import LayoutKey, Load
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
@@ -66,7 +65,6 @@ class Solving:
         self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
         self._costs: dict[tuple[int, int, int], dict[tuple[object, ...], Cost | None]] = {}
         """Of changes of type, by what of a split decides the groups that communicate."""
-        self._wide: dict[tuple[LayoutKey, str], Compact] = {}
         self._saved: dict[int, Saved] = {}  # by the id of a graph, which is kept
         self._solutions: dict[tuple[LayoutKey, str, tuple[int, int], float], AxisSolution] = {}
         self._least: dict[LayoutKey, float] = {}
@@ -115,17 +113,10 @@ class Solving:
         counts = [len(m) for m in self.compact.members]
         return sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
 
-    def _padded(self, split: LayoutKey, kind: str) -> Compact:
-        """The graph before ``tp``, its vocabularies as long as that wants them."""
-        key = (split, kind)
-        if key not in self._wide:
-            self._wide[key] = padded(self.bases.base(split, kind), split.tp)
-        return self._wide[key]
-
     def solver(self, split: LayoutKey, kind: str) -> AxisSolver:
         key = (split, kind)
         if key not in self._solvers:
-            base = self._padded(split, kind)
+            base = self.bases.base(split, kind)
             self._solvers[key] = AxisSolver(
                 base,
                 axis=TP,

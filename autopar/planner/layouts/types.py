@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.model import BlockCost
-from autopar.mesh import Mesh
 from autopar.plan import PaddedParameter
 from autopar.planner.sharding.block_chain import AxisSolution
+from autopar.planner.space.candidates import Candidate
 from autopar.rules.sharded import EXPERT_TARGETS
 
 
@@ -15,13 +15,19 @@ from autopar.rules.sharded import EXPERT_TARGETS
 class LayoutKey:
     """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model.
 
-    ``ep_data``: data ranks over which experts are split.
+    ``ep_data``: data ranks over which experts are split; ``vocab_multiple``: of the rows of each rank's part of a vocabulary.
     """
 
     micro_batch_size: int
     ep_data: int = 1
     cp: int = 1
     tp: int = 1
+    vocab_multiple: int = 1
+
+    @property
+    def whole(self) -> LayoutKey:
+        """The same micro-batch with neither ``cp`` nor ``tp``."""
+        return replace(self, cp=1, tp=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +42,7 @@ class PricedLayout:
         costs: of each block of the compact graph.
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
-        padding: of vocabularies, where the typing on ``tp`` splits them.
+        padding: of vocabularies.
         totals: bytes of each count of the global batch that the loss divides by.
         ranks: for each pipeline rank the layout as its devices run it; empty where they are alike.
     """
@@ -106,9 +112,16 @@ class Load:
         return _round(self.num_micro_batches), _round(self.in_flight)
 
 
-def layout_key_of(micro_batch_size: int, mesh: Mesh) -> LayoutKey:
-    """What of a mesh a layout depends on."""
-    return LayoutKey(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
+def layout_key_of(candidate: Candidate) -> LayoutKey:
+    """What of a candidate a layout depends on."""
+    mesh = candidate.mesh
+    return LayoutKey(
+        micro_batch_size=candidate.micro_batch_size,
+        ep_data=mesh.ep_data,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        vocab_multiple=candidate.vocab_multiple,
+    )
 
 
 def expert_degree(option: PricedLayout, tp: int) -> int:

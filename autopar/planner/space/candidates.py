@@ -1,7 +1,7 @@
-"""What the outer search chooses from: mesh degrees, ZeRO, micro-batch and schedule, under named constraints.
+"""What branch and bound chooses from: mesh degrees, ZeRO, micro-batch and schedule, under named constraints.
 
-Every constraint is a predicate over the columns of one table of combinations. The same table and predicates give the
-candidates of a search and, when there are none, the smallest set of constraints that conflict.
+Every constraint (:mod:`autopar.planner.space.constraints`) is a predicate over the columns of one table of combinations. Those
+that keep all of them are the candidates; where there are none, :mod:`autopar.planner.space.conflict` finds which conflict.
 """
 
 from __future__ import annotations
@@ -26,18 +26,12 @@ from autopar.planner.space.constraints import (
     practice,
     sequence_laws,
 )
-from autopar.planner.space.distinct import distinct
-from autopar.planner.space.join import Read, any_row, columns_of, num_micro_batches
 from autopar.planner.space.pins import ChoicePin, NumberPin, Pins
 from autopar.schedule import SCHEDULES
 
-__all__ = ["Candidate", "Problem", "candidates", "conflict", "divisors", "remedies"]
+__all__ = ["Candidate", "Problem", "candidates", "divisors"]
 
-_DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-MAX_FREE_WORLD = 64
-"""Up to this world size a conflict is looked for among all degrees; past it among those that multiply to the world
-size, and combinations of what the pins name."""
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -50,6 +44,7 @@ class Candidate:
         shares: samples that a data rank of each node group takes at once, in the order of ranks; ``micro_batch_size`` is then
             the largest. Empty: all take as many.
         moves: blocks may keep there what their backward needs.
+        vocab_multiple: of the rows of each rank's part of a vocabulary, which is padded to it (:mod:`autopar.graph.padding`).
     """
 
     mesh: Mesh
@@ -62,6 +57,7 @@ class Candidate:
     offload: tuple[Offload, ...] = ()
     shares: tuple[int, ...] = ()
     moves: bool = False
+    vocab_multiple: int = 1
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -72,13 +68,15 @@ class Candidate:
         """Of what tells candidates of one pool apart, in one tuple: they are looked up again and again."""
         mesh = self.mesh
         degrees = (mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep_data, self.micro_batch_size, self.zero_stage)
-        return hash((*degrees, self.schedule, self.virtual_stages, self.order, self.offload))
+        return hash((*degrees, self.schedule, self.virtual_stages, self.order, self.offload, self.vocab_multiple))
 
     def __str__(self) -> str:
         samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)
         parts = [str(self.mesh), f"zero={self.zero_stage}", f"micro_batch={samples}"]
         if self.mesh.pp > 1:
             parts.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        if self.vocab_multiple > 1:
+            parts.append(f"vocab_multiple={self.vocab_multiple}")
         if self.order:
             parts.append(f"node groups {'-'.join(map(str, self.order))}")
         if self.on_host:
@@ -92,9 +90,14 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(n // d for d in small)}))
 
 
+def num_micro_batches(table: Table, global_batch_size: int) -> Column:
+    """The column that follows from three others."""
+    return global_batch_size // (table["micro_batch"] * table["dp_replicate"] * table["dp_shard"])
+
+
 def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """All candidates that keep every constraint, in a fixed order."""
-    constraints = (*_strict(problem, pins), *practice(problem, pins))
+    constraints = (*strict(problem, pins), *practice(problem, pins))
     table = _table(problem, pins, constraints)
     keep = np.ones(len(table["pp"]), dtype=bool)
     if not keep.any():
@@ -106,43 +109,12 @@ def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     return [_candidate(kept, row, meshes) for row in range(len(kept["pp"]))]
 
 
-def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
-    """Names of a smallest-by-inclusion set of constraints without any candidate; empty when there are candidates.
-
-    Found by deletion: a constraint without which there is still no candidate is not needed for the conflict. What is not
-    worth trying is named only where laws and pins leave candidates.
-    """
-    values, meshes = _open(problem, pins)
-    for constraints in (_strict(problem, pins), (*_strict(problem, pins), *practice(problem, pins))):
-        read = {c.name: Read(constraint=c, columns=columns_of(c)) for c in constraints}
-
-        def possible(names: Iterable[str], read: Mapping[str, Read] = read) -> bool:
-            wanted = [read[name] for name in names]
-            return any(any_row(mesh, values, wanted, problem.global_batch_size) for mesh in meshes)
-
-        left = list(read)
-        if possible(left):
-            continue
-        for name in list(read):
-            without = [n for n in left if n != name]
-            if not possible(without):
-                left = without
-        return tuple(left)
-    return ()
-
-
-def remedies(problem: Problem, pins: Pins, names: Iterable[str]) -> tuple[str, ...]:
-    """What else than dropping a pin resolves a conflict of these names."""
-    named, known = set(names), (*_strict(problem, pins), *practice(problem, pins))
-    return tuple(dict.fromkeys(c.remedy for c in known if c.name in named and c.remedy))
-
-
-def _strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
-    """Laws and pins."""
+def strict(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+    """Laws and pins: what a space may not lift."""
     return (*laws(problem), *sequence_laws(problem, pins), *pin_constraints(pins, problem.global_batch_size))
 
 
-def _values(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
+def values_of(pins: Pins, key: str, usual: Sequence[int]) -> list[int]:
     """The usual values and those that pins name, with their neighbours for inequalities."""
     named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == key]
     return sorted({*usual, *(v for n in named for v in (n, n - 1, n + 1) if v >= (0 if key == "zero" else 1))})
@@ -154,10 +126,10 @@ def _table(problem: Problem, pins: Pins, early: Sequence[Constraint]) -> Table:
     Args:
         early: what breaks one of these in the degrees alone, or in the other columns alone, is left out.
     """
-    degrees = _degrees(problem, pins)
-    values = _others(problem, pins, degrees)
-    left = _kept(_columns(_DEGREES, degrees), early)
-    rest = _kept(_columns(tuple(values), product(*values.values())), early)
+    degrees = degrees_of(problem, pins)
+    values = other_values(problem, pins, degrees)
+    left = _kept(columns(DEGREES, degrees), early)
+    rest = _kept(columns(tuple(values), product(*values.values())), early)
     rows, times = len(left["pp"]), len(rest["zero"])
     table = {key: np.repeat(column, times) for key, column in left.items()}
     table |= {key: np.tile(column, rows) for key, column in rest.items()}
@@ -165,62 +137,49 @@ def _table(problem: Problem, pins: Pins, early: Sequence[Constraint]) -> Table:
     return table
 
 
-def _split(problem: Problem, pins: Pins) -> tuple[int, ...]:
+def cp_degrees(problem: Problem, pins: Pins) -> tuple[int, ...]:
     """Degrees of ``cp``."""
     found, space = divisors(problem.world_size), problem.space
     long = any(n >= space.cp_from for n in problem.sequences)
     return found if is_pinned(pins, "cp") else tuple(d for d in found if d <= space.max_cp) if long else (1,)
 
 
-def _degrees(problem: Problem, pins: Pins) -> list[tuple[int, ...]]:
+def degrees_of(problem: Problem, pins: Pins) -> list[tuple[int, ...]]:
     """All that multiply to the world size."""
     world, found = problem.world_size, divisors(problem.world_size)
     return [
         (pp, world // (pp * tp * cp * shard), shard, cp, tp)
         for pp in found
         for tp in found
-        for cp in _split(problem, pins)
+        for cp in cp_degrees(problem, pins)
         if world % (pp * tp * cp) == 0
         for shard in divisors(world // (pp * tp * cp))
     ]
 
 
-def _others(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
+def other_values(problem: Problem, pins: Pins, degrees: Sequence[Sequence[int]]) -> dict[str, Sequence[int]]:
     """The values of what is chosen beside the degrees."""
     space, batch = problem.space, problem.global_batch_size
-    micro = _values(pins, "micro_batch", [m for m in space.micro_batches if m <= batch])
-    data = distinct(np.array([d[1] * d[2] for d in degrees]))
+    micro = values_of(pins, "micro_batch", [m for m in space.micro_batches if m <= batch])
+    data = sorted({d[1] * d[2] for d in degrees})
     if problem.mixes_samples:
-        micro = sorted({*micro, *(s for s in {batch // int(d) for d in data} if s)})
+        micro = sorted({*micro, *(s for s in {batch // d for d in data} if s)})
     for pin in pins.pins:  # a pinned number of micro-batches gives the micro-batch
         if isinstance(pin, NumberPin) and pin.key == "num_micro_batches" and pin.value:
-            sizes = {batch // (pin.value * int(d)) for d in data}
+            sizes = {batch // (pin.value * d) for d in data}
             micro = sorted({*micro, *(s for s in sizes if s)})
     named = tuple(p.value for p in pins.pins if isinstance(p, ChoicePin) and p.key == "schedule")
     return {
-        "zero": _values(pins, "zero", space.zero_stages),
+        "zero": values_of(pins, "zero", space.zero_stages),
         "micro_batch": micro,
         "schedule": sorted({SCHEDULES.index(n) for n in ("none", *space.schedules, *named)}),
-        "virtual_stages": _values(pins, "virtual_stages", (1, *space.virtual_stages)),
+        "virtual_stages": values_of(pins, "virtual_stages", (1, *space.virtual_stages)),
         "ep_data": _expert_ranks(problem, pins),
+        "vocab_multiple": vocab_multiples(problem, pins),
     }
 
 
-def _open(problem: Problem, pins: Pins) -> tuple[dict[str, Sequence[int]], list[dict[str, Column]]]:
-    """What a conflict is looked for among: values of each column, and tables of degrees that are combined with those of others.
-
-    A table without degrees takes these from their values.
-    """
-    world, degrees = problem.world_size, _degrees(problem, pins)
-    is_small = world <= MAX_FREE_WORLD
-    usual = divisors(world) if is_small else (1, 2, world)
-    free = {key: _values(pins, key, _split(problem, pins) if key == "cp" and is_small else usual) for key in _DEGREES}
-    data = {n * m for n in free["dp_replicate"] for m in free["dp_shard"]}
-    others = _others(problem, pins, [*degrees, *((1, n, 1, 1, 1) for n in sorted(data))])
-    return {**free, **others}, [{}] if is_small else [{}, _columns(_DEGREES, degrees)]
-
-
-def _columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:
+def columns(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, Column]:
     found = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
     return {name: found[:, i] for i, name in enumerate(names)}
 
@@ -238,17 +197,24 @@ def _kept(part: dict[str, Column], constraints: Iterable[Constraint]) -> dict[st
     return part
 
 
+def vocab_multiples(problem: Problem, pins: Pins) -> list[int]:
+    """Those of the space and of pins, as far as they make some vocabulary another length than 1 does."""
+    named = [p.value for p in pins.pins if isinstance(p, NumberPin) and p.key == "vocab_multiple" and p.value]
+    usual = problem.space.vocab_multiples if problem.vocabularies else (1,)
+    return sorted({*usual, *named})
+
+
 def _expert_ranks(problem: Problem, pins: Pins) -> list[int]:
     """Numbers of data ranks that experts may borrow."""
     most = gcd(*problem.experts) if problem.experts else 1
-    return _values(pins, "ep_data", divisors(gcd(most, problem.world_size)))
+    return values_of(pins, "ep_data", divisors(gcd(most, problem.world_size)))
 
 
 def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int, ...], Mesh]) -> Candidate:
     """Equal meshes are one object: they are compared again and again."""
-    spread, degrees = t["ep_data"][row], tuple([t[key][row] for key in _DEGREES])
+    spread, degrees = t["ep_data"][row], tuple([t[key][row] for key in DEGREES])
     if (mesh := meshes.get((*degrees, spread))) is None:
-        mesh = Mesh(**dict(zip(_DEGREES, degrees, strict=True)), ep=spread, ep_data=spread)
+        mesh = Mesh(**dict(zip(DEGREES, degrees, strict=True)), ep=spread, ep_data=spread)
         meshes[*degrees, spread] = mesh
     schedule: ScheduleName = SCHEDULES[t["schedule"][row]]  # type: ignore[assignment]
     return Candidate(
@@ -258,4 +224,5 @@ def _candidate(t: Mapping[str, Sequence[int]], row: int, meshes: dict[tuple[int,
         zero_stage=t["zero"][row],
         schedule=schedule,
         virtual_stages=t["virtual_stages"][row],
+        vocab_multiple=t["vocab_multiple"][row],
     )

@@ -12,9 +12,11 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.graph.padding import length
 from autopar.planner.sharding.sequence_axis import KINDS
 from autopar.planner.space.pins import BUCKET, ChoicePin, NumberPin, Pin, Pins
 from autopar.planner.space.space import Space
+from autopar.rates import ALIGNED_ELEMENTS
 from autopar.schedule import SCHEDULES
 
 Column = NDArray[np.int64]
@@ -45,6 +47,8 @@ class Problem:
             samples in one micro-batch.
         casts: parameters are stored and computed with in different dtypes.
         num_layers: blocks of which there are equal ones; 0: not known.
+        vocabularies: lengths of those that can be padded, with the elements of a row in all parameters that have it.
+        unaligned_fraction: of the rate of a product that unaligned rows leave on the devices (the least of them).
     """
 
     world_size: int
@@ -60,6 +64,8 @@ class Problem:
     has_written_attention: bool = False
     casts: bool = False
     num_layers: int = 0
+    vocabularies: tuple[tuple[int, int], ...] = ()
+    unaligned_fraction: float = 1.0
 
 
 def laws(problem: Problem) -> tuple[Constraint, ...]:
@@ -245,6 +251,12 @@ def _worth_trying(problem: Problem, pins: Pins) -> list[Constraint | None]:
             lambda t: (t["zero"] != 2) | (t["num_micro_batches"] > 1),
         ),
         _usual(
+            pins,
+            ("vocab_multiple",),
+            "vocabularies are padded as makes the products of their rows quickest",
+            lambda t: _quickest_vocabularies(t, problem),
+        ),
+        _usual(
             pins, ("zero",), "zero > 0 if and only if dp_shard > 1", lambda t: (t["zero"] == 0) == (t["dp_shard"] == 1)
         ),
     ]
@@ -273,6 +285,33 @@ def _usual_experts(t: Table, most: int, per_node: int) -> NDArray[np.bool_]:
     inside = np.gcd(largest, np.maximum(per_node // (t["cp"] * t["tp"]), 1))
     usual: NDArray[np.bool_] = (spread == 1) | (spread == largest) | (spread == inside)
     return usual
+
+
+def _quickest_vocabularies(t: Table, problem: Problem) -> NDArray[np.bool_]:
+    """The multiple of the space with which rows of vocabularies are multiplied soonest; of equal ones the least.
+
+    That is in proportion to their number, and to the rate that unaligned rows leave. What else is done with logits and tables
+    grows by the padding alone, which is a percent where the other is a factor.
+    """
+    known = {tp: quickest_multiple(problem, int(tp)) for tp in np.unique(t["tp"])}
+    wanted = np.array([known[tp] for tp in t["tp"]])
+    found: NDArray[np.bool_] = t["vocab_multiple"] == wanted
+    return found
+
+
+def quickest_multiple(problem: Problem, tp: int) -> int:
+    """See :func:`_quickest_vocabularies`."""
+
+    def work(multiple: int) -> float:
+        padded = ((length(size, tp, multiple), width) for size, width in problem.vocabularies)
+        return sum(width * n / (1.0 if _is_aligned(n, tp) else problem.unaligned_fraction) for n, width in padded)
+
+    return min(sorted(problem.space.vocab_multiples), key=work) if problem.vocabularies else 1
+
+
+def _is_aligned(size: int, tp: int) -> bool:
+    """Of a vocabulary that is split where it can be."""
+    return (size // tp if size % tp == 0 else size) % ALIGNED_ELEMENTS == 0
 
 
 def _shard_groups(t: Table, hsdp: bool, per_node: int) -> NDArray[np.bool_]:

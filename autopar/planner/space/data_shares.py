@@ -16,7 +16,8 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.mesh import Mesh
 from autopar.plan_check import SHARES_ALONE, shares_fault
-from autopar.planner.space.candidates import Candidate, Problem, candidates, conflict, divisors
+from autopar.planner.space.candidates import Candidate, Problem, candidates, divisors
+from autopar.planner.space.conflict import conflict
 from autopar.planner.space.pins import EQUAL, ChoicePin, NumberPin, Pins
 
 KEY = "data_shares"
@@ -62,10 +63,10 @@ def shared(problem: Problem, pins: Pins, cluster: Cluster, seconds: Seconds, *, 
     order = next(orders, cluster.orders[0])
     ranks = [cluster.groups[place].num_devices for place in order]
     alone, others = _alone(problem, pins)
-    meshes = sorted({(c.mesh, c.zero_stage) for c in candidates(alone, others)}, key=_degrees)
+    meshes = sorted({(c.mesh, c.zero_stage, c.vocab_multiple) for c in candidates(alone, others)}, key=_degrees)
     found = []
     for count, sizes in _dealt(problem, pins, ranks, order, seconds, fixed) if meshes else ():
-        for mesh, zero in meshes:
+        for mesh, zero, multiple in meshes:
             if zero == 2 and count == 1 and problem.space.practice and pins.equal_to("zero") != 2:
                 continue  # with one micro-batch ZeRO 2 is ZeRO 1
             found.append(
@@ -78,6 +79,7 @@ def shared(problem: Problem, pins: Pins, cluster: Cluster, seconds: Seconds, *, 
                     virtual_stages=1,
                     order=order if order != cluster.orders[0] else (),
                     shares=sizes,
+                    vocab_multiple=multiple,
                 )
             )
     return found
@@ -207,5 +209,5 @@ def _alone(problem: Problem, pins: Pins) -> tuple[Problem, Pins]:
     return alone, Pins(pins=(*rest, *Pins.parse(ALONE).pins))
 
 
-def _degrees(pair: tuple[Mesh, int]) -> tuple[int, ...]:
-    return (*pair[0].degrees, pair[1])
+def _degrees(choice: tuple[Mesh, int, int]) -> tuple[int, ...]:
+    return (*choice[0].degrees, *choice[1:])

@@ -44,6 +44,7 @@ _NUMBERS = {
     "micro_batch_size": "micro_batch",
     "num_micro_batches": "num_micro_batches",
     "virtual_stages": "virtual_stages",
+    "vocab_multiple": "vocab_multiple",
     BUCKET: BUCKET,
 }
 _AXES = ("tp",)

@@ -4,6 +4,7 @@
 |-------------------------------------------------|----------------------------------------------------|
 | ``tp=4``, ``cp<=2``, ``pp!=8``, ``micro_batch>=2`` | a degree, ``zero``, ``virtual_stages`` ...       |
 | ``ep=4``, ``ep_data=2``                         | experts split over 4 ranks, 2 of the data axes     |
+| ``vocab_multiple=128``, ``vocab_multiple=1``    | of each rank's rows of a vocabulary, padded to it  |
 | ``bucket_bytes=1048576``, ``bucket_bytes<=999`` | bytes of gradients that are summed together        |
 | ``schedule=1F1B``                               | the pipeline schedule (also ``!=``)                |
 | ``precision=bf16``                              | the precision                                      |
@@ -32,6 +33,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph.ir import Graph
+from autopar.graph.padding import vocabulary_sizes
 from autopar.plan import BUCKET_BYTES, Recompute
 from autopar.planner.space.pin_syntax import (
     BUCKET,
@@ -197,6 +199,11 @@ class Pins:
             raise UsageError(
                 "ep splits the experts of a model", value="none that trace as one operator", place=graph.name,
                 remedy="drop the pin of ep, or write the experts with autopar.nn.Experts",
+            )  # fmt: skip
+        if not self.allows("vocab_multiple", 1) and not vocabulary_sizes(graph):
+            raise UsageError(
+                "vocab_multiple pads the vocabularies of a model that every operator can take longer",
+                value="none such", place=graph.name, remedy="drop the pin of vocab_multiple",
             )  # fmt: skip
         if self.opaque and not any(op.target == "autopar.opaque" for op in (*graph.prelude, *graph.ops)):
             raise UsageError(

@@ -1,8 +1,21 @@
-"""What a choice that nobody made means in an estimate."""
+"""Which candidates people would take: what a choice that nobody made means, what is leanest, and the rules of thumb of the field.
+
+The rules of thumb, as pins: tensor parallelism inside a node and no more of it than a layer needs, then stages, then data
+ranks (Narayanan et al. 2021, section 3.2); the defaults of Megatron-LM (no distributed optimizer, 1F1B), torchtitan (FSDP
+over all ranks) and PyTorch's FSDP2 and HSDP. Every search by a sampler begins with them, and benchmarks compare with them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.planner.space.candidates import Candidate
+from autopar.planner.space.constraints import pin_constraints
+from autopar.planner.space.pins import Pins
 from autopar.schedule import SCHEDULES
 
 
@@ -24,4 +37,89 @@ def usual(candidate: Candidate) -> tuple[int, ...]:
         mesh.dp_replicate,
         mesh.ep_data,
         SCHEDULES.index(candidate.schedule),
+        candidate.vocab_multiple,
     )
+
+
+def leanness(candidate: Candidate) -> tuple[int, ...]:
+    """Orders candidates by how much memory they are likely to need, the leanest first."""
+    mesh = candidate.mesh
+    return (
+        -len(candidate.on_host),
+        -candidate.zero_stage,
+        candidate.micro_batch_size,
+        mesh.dp_replicate,
+        -mesh.tp * mesh.cp,
+        candidate.num_micro_batches if candidate.schedule == "GPipe" else 0,
+        -mesh.pp,
+        candidate.virtual_stages,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """``tries``: pins to try one after the other until something fits."""
+
+    name: str
+    tries: tuple[tuple[str, ...], ...]
+
+
+def rules(devices_per_node: int) -> tuple[Rule, ...]:
+    """For nodes of so many devices."""
+    node = devices_per_node
+    degrees = [d for d in (1, 2, 4, 8) if d <= node]
+    once = ("zero=1", "micro_batch=1")
+    whole = ("tp=1", "pp=1", "cp=1", "zero=3")
+    survey = (*((f"tp={d}", "cp=1", "pp=1", *once) for d in degrees), (f"tp={node}", "cp=1", *once))
+    megatron = (f"tp={node}", "cp=1", "zero=0", "micro_batch=1", "schedule!=GPipe", "virtual_stages=1")
+    titan = tuple((*whole, "dp_replicate=1", f"micro_batch={m}") for m in (8, 4, 2, 1))
+    return (
+        Rule(name="survey: least tp in a node, then pp, then data, ZeRO-1", tries=survey),
+        Rule(name="Megatron: tp of a node, least pp, no ZeRO, 1F1B", tries=(megatron,)),
+        Rule(name="torchtitan: FSDP over all, largest micro-batch to 8", tries=titan),
+        Rule(name="FSDP2: ZeRO-3 over all, micro-batch 1", tries=((*whole, "dp_replicate=1", "micro_batch=1"),)),
+        Rule(name="HSDP: ZeRO-3 inside a node, micro-batch 1", tries=((*whole, f"dp_shard={node}", "micro_batch=1"),)),
+    )
+
+
+def seeds(pool: Sequence[Candidate], devices_per_node: int, may_fit: Callable[[int], bool]) -> dict[int, str]:
+    """What experts would try: positions of the rules' candidates, each once, with the name of the first rule that says so.
+
+    Of a rule's first try that leaves something that may fit the most usual candidate; nothing where the pool has none.
+
+    Args:
+        may_fit: asked of a position.
+    """
+    found: dict[int, str] = {}
+    if not pool:
+        return found
+    table = _table(pool)
+    for rule in rules(devices_per_node):
+        index = next((i for i in _tried(pool, table, rule) if may_fit(i)), None)
+        if index is not None:
+            found.setdefault(index, rule.name)
+    return found
+
+
+def _tried(pool: Sequence[Candidate], table: Mapping[str, NDArray[np.int64]], rule: Rule) -> Iterator[int]:
+    for texts in rule.tries:
+        keep = np.ones(len(pool), dtype=bool)
+        for constraint in pin_constraints(Pins.parse(texts), 0):
+            keep &= constraint.holds(dict(table))
+        yield from sorted(np.flatnonzero(keep).tolist(), key=lambda i: usual(pool[i]))
+
+
+def _table(pool: Sequence[Candidate]) -> dict[str, NDArray[np.int64]]:
+    """What the rules speak of, a column each."""
+    columns = {
+        "pp": [c.mesh.pp for c in pool],
+        "dp_replicate": [c.mesh.dp_replicate for c in pool],
+        "dp_shard": [c.mesh.dp_shard for c in pool],
+        "cp": [c.mesh.cp for c in pool],
+        "tp": [c.mesh.tp for c in pool],
+        "zero": [c.zero_stage for c in pool],
+        "micro_batch": [c.micro_batch_size for c in pool],
+        "schedule": [SCHEDULES.index(c.schedule) for c in pool],
+        "virtual_stages": [c.virtual_stages for c in pool],
+    }
+    return {key: np.array(column, dtype=np.int64) for key, column in columns.items()}

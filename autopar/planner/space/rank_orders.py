@@ -67,14 +67,3 @@ def rank_groups(candidate: Candidate, cluster: Cluster) -> tuple[RankGroup, ...]
         found.append(RankGroup(start=start, stop=start + group.num_devices, device=group.device.name))
         start += group.num_devices
     return tuple(found)
-
-
-def mixed_notes(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
-    """Stages that do not use their faster devices to the full."""
-    if cluster.is_homogeneous or candidate.shares:
-        return ()
-    wide = [str(rank) for rank, own in enumerate(origins(candidate, cluster)) if len(own) > 1]
-    if not wide:
-        return ()
-    who = f"pipeline rank{'s' if len(wide) > 1 else ''} {', '.join(wide)} of {candidate.mesh.pp} on different devices"
-    return (f"{who}: data ranks take equal shares of the samples, so that the slowest device sets the pace",)

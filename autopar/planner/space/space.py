@@ -12,8 +12,8 @@ from autopar.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
 from autopar.schedule import SCHEDULES
 from autopar.table import Table, closest
 
-Sampling = Literal["none", "tpe", "cmaes", "nsga2"]
-SAMPLERS: tuple[Sampling, ...] = ("none", "tpe", "cmaes", "nsga2")
+SamplerName = Literal["none", "tpe", "cmaes", "nsga2"]
+SAMPLERS: tuple[SamplerName, ...] = ("none", "tpe", "cmaes", "nsga2")
 Hosted = Literal["optimizer", "activations"]
 
 
@@ -43,7 +43,7 @@ class Space:
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
         exhaustive: up to so many candidates are searched to the end.
         trials: evaluations in a larger space, where the caller says nothing.
-        sampler: what asks for a part of these (:mod:`autopar.planner.branch_and_bound.rounds`); ``none``: bounds alone decide. So where a file does
+        sampler: what asks for a part of these (:mod:`autopar.planner.branch_and_bound.sampling`); ``none``: bounds alone decide. So where a file does
             not say.
     """
 
@@ -68,7 +68,8 @@ class Space:
     bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
     offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
-    sampler: Sampling = "none"
+    sampler: SamplerName = "none"
+    vocab_multiples: tuple[int, ...] = (1,)
 
 
 def with_sampler(space: Space, name: str | None) -> Space:
@@ -126,12 +127,13 @@ def load_space(name: str) -> Space:
         offload=_offload(table),
         data_shares=table.flag("data_shares", default=False),
         sampler=_sampler(table),
+        vocab_multiples=_integers(table, "vocab_multiples", 1) if table.has("vocab_multiples") else (1,),
     )
     table.finish()
     return space
 
 
-def _sampler(table: Table) -> Sampling:
+def _sampler(table: Table) -> SamplerName:
     found = table.text("sampler", "none")
     if found not in SAMPLERS:
         raise table.fault("sampler", f"the value is {', '.join(SAMPLERS)}", value=repr(found))

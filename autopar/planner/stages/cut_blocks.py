@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.blocks.block_model import Beside
 from autopar.cost.model import BlockCost, CostModel, Step
+from autopar.cost.step.step_model import Beside
 from autopar.plan import Recompute
 from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.layouts.types import PricedLayout
@@ -96,7 +96,7 @@ class CutBlocks:
             space_modes: of all others; None: all of the space.
         """
         made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
-        blocks, beside = [], self._beside(option) if model.sends_always(step) else {}
+        blocks, beside = [], self._beside(option) if model.of(step).data.sends_always else {}
         for index, (k, cost) in enumerate(zip(self.class_of, self._costs(option), strict=True)):
             pinned = self.recompute.get(index)
             key = (option.keys[k], pinned, cost.offloads)
@@ -144,10 +144,10 @@ class CutBlocks:
     ) -> CutBlock:
         options = []
         private = self.rows.without_shared(cost)
-        adding_s = model.block_adding_s(private, step)
+        adding_s = model.of(step).block_adding_s(private)
         for mode in modes:
             again, own = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
-            time = model.block_time_s(cost, step, recompute=again, beside=beside)
+            time = model.of(step).block_time_s(cost, recompute=again, beside=beside)
             down_s = up_s = 0.0
             if size := own.moved_bytes(again) if mode == MOVED else 0:
                 down_s = model.host.latency_s + size / model.host.to_host_bytes_per_s
@@ -163,11 +163,11 @@ class CutBlocks:
                     up_s=up_s,
                 )
             )
-        once_s = model.block_once_s(private, step)
+        once_s = model.of(step).block_once_s(private)
         return CutBlock(
             key=key,
             options=useful(options),
-            static_bytes=model.block_static_bytes(cost, step),
+            static_bytes=model.of(step).block_static_bytes(cost),
             once_s=once_s,
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
         )

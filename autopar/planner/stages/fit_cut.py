@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import StageCost, Step
+from autopar.cost.step.memory import kept_bytes
 from autopar.errors import InfeasibleError
 from autopar.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.rows import RowMaker
@@ -185,7 +186,7 @@ class Cuts(CutBlocks):
         return by_turns(
             first,
             cutters[0],
-            lambda stage, s: self.model.stage_kept_bytes(stage, receives=s > 0, sends=s < last),
+            lambda stage, s: kept_bytes(stage, receives=s > 0, sends=s < last),
             [peak_table(*degrees, rank) for rank in range(pp)],
             self.placed.tensor_limits(candidate),
         )

@@ -20,14 +20,26 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autopar.errors import UsageError
-from autopar.planner.branch_and_bound.ledger import Told
+from autopar.planner.branch_and_bound.ledger import Result
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.studies.storage import answering, open_storage
 
-KEYS = ("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule", "groups", "offload")
+KEYS = (
+    "pp",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep_data",
+    "micro_batch",
+    "zero",
+    "schedule",
+    "groups",
+    "offload",
+    "vocab_multiple",
+)
 Value = int | str
 _NOTHING = "none"
-_EARLIER = {"offload": _NOTHING}
+_EARLIER: dict[str, Value] = {"offload": _NOTHING, "vocab_multiple": 1}
 """Of trials that were written before there was such a key."""
 _INTERRUPTED = "interrupted"
 _PLACE = "autopar "
@@ -59,8 +71,8 @@ class Study:
     ) -> None:
         self.url, self.name = storage, name
         self.pool = tuple(pool)
-        self.found: dict[int, Told] = {}
-        self.least_s = math.inf
+        self.results: dict[int, Result] = {}
+        self.incumbent_s = math.inf
         self._params = [params(candidate) for candidate in self.pool]
         self._index = {tuple(p.values()): i for i, p in enumerate(self._params)}
         self._distributions: dict[str, BaseDistribution] = {
@@ -124,20 +136,22 @@ class Study:
                     )
                     self.storage.create_new_trial(self.id, trial)
 
-    def tidy(self, excluded_s: Callable[[int], float | None]) -> None:
+    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
         """End trials that wait, or that somebody dead has begun, of candidates that are decided."""
         self.read()
         for open_ in (self._waiting, self._running):
             for index, numbers in open_.items():
-                told = self.found.get(index)
-                if told is None and open_ is self._waiting and (least_s := excluded_s(index)) is not None:
+                result = self.results.get(index)
+                if result is None and open_ is self._waiting and (least_s := excluded_s(index)) is not None:
                     is_finite = math.isfinite(least_s)
-                    told = (
-                        Told(at_least_s=least_s) if is_finite else Told(reason="memory: fits in no layout, by a bound")
+                    result = (
+                        Result(at_least_s=least_s)
+                        if is_finite
+                        else Result(reason="memory: fits in no layout, by a bound")
                     )
-                if told is not None:
+                if result is not None:
                     with answering(self.url):
-                        self._end([self._id(n) for n in numbers], *_written(told))
+                        self._end([self._id(n) for n in numbers], *_written(result))
 
     def read(self) -> None:
         """Take in what others have written."""
@@ -151,13 +165,13 @@ class Study:
             self._seen.add(index)
             if trial.state.is_finished():
                 self._read.add(trial.number)
-                self._take(index, _told(trial))
+                self._take(index, _result(trial))
             elif trial.state == TrialState.RUNNING:
                 self._running.setdefault(index, []).append(trial.number)
             else:
                 self._waiting.setdefault(index, []).append(trial.number)
 
-    def is_running(self, index: int) -> bool:
+    def is_claimed(self, index: int) -> bool:
         return index in self._running
 
     def claim(self, index: int, bound_s: float) -> None:
@@ -181,27 +195,27 @@ class Study:
             with answering(self.url):
                 self._end(trials, TrialState.FAIL, None, {"reason": _INTERRUPTED})
 
-    def tell(self, index: int, told: Told) -> None:
+    def record(self, index: int, result: Result) -> None:
         """End the trial; where another search has ended it without an outcome, a new one."""
-        state, value, attributes = _written(told)
+        state, value, attributes = _written(result)
         with answering(self.url):
             if not self._end(self._mine.pop(index), state, value, attributes):
                 self.read()
-                known = self.found.get(index)
-                if known is None or (told.at_least_s is None and known.at_least_s is not None):
+                known = self.results.get(index)
+                if known is None or (result.at_least_s is None and known.at_least_s is not None):
                     more = {"candidate": str(self.pool[index]), "by": self._who}
                     self._new(index, state, value=value, attributes={**more, **attributes})
-        self._take(index, told)
+        self._take(index, result)
 
-    def _take(self, index: int, told: Told | None) -> None:
+    def _take(self, index: int, result: Result | None) -> None:
         """Keep the outcome that says more: the first one that is not a bound, or else the largest bound."""
-        before = self.found.get(index)
-        if told is None or (before is not None and before.at_least_s is None):
+        before = self.results.get(index)
+        if result is None or (before is not None and before.at_least_s is None):
             return
-        if before is None or told.at_least_s is None or told.at_least_s > (before.at_least_s or 0.0):
-            self.found[index] = told
-        if told.time_s is not None:
-            self.least_s = min(self.least_s, told.time_s)
+        if before is None or result.at_least_s is None or result.at_least_s > (before.at_least_s or 0.0):
+            self.results[index] = result
+        if result.time_s is not None:
+            self.incumbent_s = min(self.incumbent_s, result.time_s)
 
     # --- trials
 
@@ -263,6 +277,7 @@ def params(candidate: Candidate) -> dict[str, Value]:
         "schedule": f"{candidate.schedule} v={candidate.virtual_stages}",
         "groups": ("-".join(map(str, candidate.order)) or "in order") + _shares(candidate),
         "offload": ", ".join(candidate.on_host) or _NOTHING,
+        "vocab_multiple": candidate.vocab_multiple,
     }
 
 
@@ -270,21 +285,21 @@ def _shares(candidate: Candidate) -> str:
     return f", {'-'.join(map(str, candidate.shares))} samples" if candidate.shares else ""
 
 
-def _written(told: Told) -> tuple[TrialState, float | None, dict[str, str | int]]:
-    if told.time_s is not None:
-        return TrialState.COMPLETE, told.time_s, {"peak_memory_bytes": told.peak_memory_bytes}
-    if told.at_least_s is not None:
-        return TrialState.PRUNED, told.at_least_s, {"reason": f"takes {told.at_least_s:.4g} s or more"}
-    return TrialState.FAIL, None, {"reason": told.reason, "needs_bytes": told.needs_bytes}
+def _written(result: Result) -> tuple[TrialState, float | None, dict[str, str | int]]:
+    if result.time_s is not None:
+        return TrialState.COMPLETE, result.time_s, {"peak_memory_bytes": result.peak_memory_bytes}
+    if result.at_least_s is not None:
+        return TrialState.PRUNED, result.at_least_s, {"reason": f"takes {result.at_least_s:.4g} s or more"}
+    return TrialState.FAIL, None, {"reason": result.reason, "needs_bytes": result.needs_bytes}
 
 
-def _told(trial: FrozenTrial) -> Told | None:
+def _result(trial: FrozenTrial) -> Result | None:
     """What a finished trial says; None for one that was interrupted."""
     attributes = trial.user_attrs
     if trial.state == TrialState.COMPLETE:
-        return Told(time_s=trial.value, peak_memory_bytes=attributes.get("peak_memory_bytes", 0))
+        return Result(time_s=trial.value, peak_memory_bytes=attributes.get("peak_memory_bytes", 0))
     if trial.state == TrialState.PRUNED:
-        return Told(at_least_s=trial.value)
+        return Result(at_least_s=trial.value)
     if attributes.get("reason", _INTERRUPTED) == _INTERRUPTED:
         return None
-    return Told(reason=attributes["reason"], needs_bytes=attributes.get("needs_bytes", 0))
+    return Result(reason=attributes["reason"], needs_bytes=attributes.get("needs_bytes", 0))

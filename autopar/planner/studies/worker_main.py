@@ -18,7 +18,12 @@ def run(job: Job) -> None:
     """Work on the study until the search ends, or until the process that started this one has gone."""
     adopt(job.rules)
     planner = Planner(job.task, explains=False)
-    planner.outer(job.limits, ledger=job.study(planner.pool), is_wanted=lambda: os.getppid() == job.parent).work()
+
+    def stop_with_parent(what: str, done: int, total: int) -> None:
+        if os.getppid() != job.parent:
+            raise KeyboardInterrupt
+
+    planner.branch_and_bound(job.limits, ledger=job.study(planner.pool), progress=stop_with_parent).work()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
 """Optuna's samplers over the candidates of a search: ask for one of the pool, tell what came of it.
 
-A study in memory, which is worked out anew by every process: what it asks is a function of its seed and of what it was told, in
-that order, so that processes that tell it the same hear the same (:mod:`autopar.planner.branch_and_bound.rounds`). Outcomes that are shared
-stand in the ledger by candidate.
+The study lies in memory and is worked out anew by every process: what it asks is a function of its seed and of what it was
+told, in that order, so that processes that tell it the same hear the same (:mod:`autopar.planner.branch_and_bound.sampling`).
+Results that are shared stand in the ledger by candidate.
 
 A sampler asks for values of each choice, most combinations of which are no candidate. Such a trial fails with that reason, and
 the nearest open candidate is enqueued in its place: the sampler learns what was evaluated, at the values that it had.
@@ -22,15 +22,13 @@ from optuna.samplers import BaseSampler, CmaEsSampler, NSGAIISampler, TPESampler
 from optuna.trial import Trial, TrialState, create_trial
 
 from autopar.errors import UsageError
+from autopar.planner.branch_and_bound.sampling import POPULATION
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.space import Sampling
+from autopar.planner.space.space import SamplerName
 from autopar.planner.studies.study import KEYS, Value, params
 
 NUMERIC = ("cmaes", "tpe")
 """Those for which numbers are numbers: with a dozen of categories a choice they would learn little from few outcomes."""
-
-POPULATION = 16
-"""Of NSGA-II."""
 
 STARTUP = 4
 """Outcomes from which on TPE has a model: there are few questions, and bounds have chosen most of the others well."""
@@ -100,7 +98,7 @@ class Sampler:
         UsageError: the package that it needs is not installed.
     """
 
-    def __init__(self, kind: Sampling, pool: Sequence[Candidate], *, seed: int, objectives: int = 1) -> None:
+    def __init__(self, kind: SamplerName, pool: Sequence[Candidate], *, seed: int, objectives: int = 1) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.kind, self.objectives = kind, objectives
         self.encoding = Encoding(pool, is_numeric=kind in NUMERIC)
@@ -174,7 +172,7 @@ class Sampler:
         )
 
 
-def made(kind: Sampling, seed: int) -> BaseSampler:
+def made(kind: SamplerName, seed: int) -> BaseSampler:
     """One of Optuna's samplers.
 
     Raises:

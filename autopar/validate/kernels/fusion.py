@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.operators.work import LINEAR, Specs, Work
 from autopar.cost.operators.work_record import Product, total
 from autopar.graph.ir import Graph, Op, Ref
+from autopar.validate.kernels.megatron import as_megatron, split_projections
 
 _NAMES = (
     "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default exp.default"
@@ -22,8 +23,8 @@ LOSSES = frozenset(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.defaul
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
-    """Which kernels are not those of torch's eager mode, operator by operator.
+class ForeignKernels:
+    """Which kernels of a program are not those of torch's eager mode; implements :class:`autopar.cost.blocks.block_work.Kernels`.
 
     Attributes:
         elementwise: chains of elementwise operators run as one kernel each (compiled, or written by hand).
@@ -32,7 +33,7 @@ class Kernels:
         projections: linear layers of one input run as one product (query, key and value; gate and up).
         ring: attention in a ring is fused.
         dropout: dropout is torch's kernel, which makes its noise itself.
-        megatron: norms, attention that keeps its scores and the loss are Megatron's of 2021 (:mod:`autopar.cost.operators.megatron`).
+        megatron: norms, attention that keeps its scores and the loss are Megatron's of 2021 (:mod:`autopar.validate.kernels.megatron`).
         biased_scores: these scores add to positions (ALiBi).
         copied_logits: this loss copies its logits first.
     """
@@ -47,8 +48,45 @@ class Kernels:
     biased_scores: bool = False
     copied_logits: bool = False
 
+    def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
+        """The work of one operator by a kernel of its own."""
+        logits_bytes = operands[0].num_bytes if operands else 0
+        if self.loss:
+            done = fuse_loss(op, logits_bytes, done)
+        elif self.half_loss:
+            done = halve_loss(op, logits_bytes, done)
+        if self.ring:
+            done = fuse_ring(op, operands, done)
+        if self.dropout:
+            done = fuse_dropout(graph, op, operands, done, in_chain=self.elementwise)
+        if self.megatron:
+            done = as_megatron(
+                graph, op, operands, done, biased_scores=self.biased_scores, copied_logits=self.copied_logits
+            )
+        return done
 
-EAGER = Kernels()
+    def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
+        """Positions of the operators inside of chains: backward makes their values again in its own kernel."""
+        if not self.elementwise:
+            return frozenset()
+        return frozenset(i for chain in chains(graph, ops) for i in inner(graph, ops, chain))
+
+    def joined(
+        self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
+    ) -> tuple[list[Work], Collection[int]]:
+        """The works where operators run as one kernel; and positions of the linear layers that are a part of another's product."""
+        if self.elementwise and not self.megatron:
+            works = fuse(graph, ops, works)
+        if not self.projections:
+            return list(works), ()
+        found, groups = fuse_projections(ops, operands, works), joined_projections(ops)
+        for group in groups if self.megatron else ():
+            split_projections(group, found, sum(ops[i].spec.num_bytes for i in group))
+        return found, {i for group in groups for i in group[1:]}
+
+
+EAGER = ForeignKernels()
+"""Torch's eager mode: a program with these needs no hook."""
 
 
 def chains(graph: Graph, ops: Sequence[Op]) -> list[list[int]]:

@@ -11,8 +11,8 @@ import tomli_w
 from autopar.cluster import Cluster
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.group_shape import shapes_of
-from autopar.cost.network.link_fit import links_of
 from autopar.errors import AutoparError, UsageError
+from autopar.measure.link_fit import links_of
 from autopar.mesh import Mesh
 from autopar.profile.groups import GroupSet, group_sets
 from autopar.profile.store import load_profile

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.planner import planner as planning
-from autopar.planner.branch_and_bound.branch_and_bound import OuterSearch
-from autopar.planner.branch_and_bound.process_group import Crew, LostProcessError, available
+from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
+from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, available
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner
@@ -43,7 +44,7 @@ def same(one: Plan, other: Plan) -> bool:
 
 def by(size: int, monkeypatch: pytest.MonkeyPatch, made: Planner | None = None, **limits: Any) -> Plan:
     """A search by several processes, however few candidates it has."""
-    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
     return (planner() if made is None else made).search(limits=Limits(**limits), processes=size)
 
 
@@ -68,7 +69,7 @@ def test_several_processes_give_the_plan_and_the_bound_of_one(
 
 
 def test_other_questions_ask_several_processes_too(alone: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
     made = planner()
     plan = made.fastest(Limits(), processes=2)
     assert plan is not None
@@ -79,7 +80,7 @@ def test_other_questions_ask_several_processes_too(alone: Plan, monkeypatch: pyt
 
 def test_pins_that_leave_no_plan_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = by(2, monkeypatch)
-    with pytest.raises(planning.InfeasibleError, match="at most"):
+    with pytest.raises(InfeasibleError, match="at most"):
         by(2, monkeypatch, max_step_time_s=plan.search.lower_bound_s / 2)
     assert no_process_is_left()
 
@@ -112,7 +113,7 @@ def test_an_interrupt_gives_the_best_so_far_and_leaves_no_process(monkeypatch: p
         if "best" in what:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
     plan = made.search(limits=Limits(), processes=2, progress=stop)
     assert plan.predicted.step_time_s >= alone.predicted.step_time_s
     assert any("interrupted" in note for note in plan.notes)
@@ -121,22 +122,22 @@ def test_an_interrupt_gives_the_best_so_far_and_leaves_no_process(monkeypatch: p
 
 def test_an_interrupt_before_there_are_bounds_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes stand at another meeting than the last one."""
-    first, gather, calls = os.getpid(), Crew.gather, []
+    first, allgather, calls = os.getpid(), ProcessGroup.allgather, []
 
-    def interrupted(self: Crew, value: Any) -> list[Any]:
+    def interrupted(self: ProcessGroup, value: Any) -> list[Any]:
         calls.append(value)
         if os.getpid() == first and len(calls) == 1:
             raise KeyboardInterrupt
-        return gather(self, value)
+        return allgather(self, value)
 
-    monkeypatch.setattr(Crew, "gather", interrupted)
+    monkeypatch.setattr(ProcessGroup, "allgather", interrupted)
     with pytest.raises(KeyboardInterrupt):
         by(2, monkeypatch)
     assert no_process_is_left()
 
 
 def test_one_process_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(planning, "Crew", lambda size=1: Crew(size, many=0))
+    monkeypatch.setattr(planning, "ProcessGroup", lambda size=1: ProcessGroup(size, min_candidates=0))
 
     def note(what: str, done: int, total: int) -> None:
         with (tmp_path / "who").open("a") as who:
@@ -160,7 +161,7 @@ def test_a_limit_of_trials_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_search_of_few_candidates_stays_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("it was not worth it"))
-    assert len(planner().pool) < Crew().many
+    assert len(planner().pool) < ProcessGroup().min_candidates
     planner().search(limits=Limits(), processes=2)
 
 
@@ -175,41 +176,40 @@ def test_any_times_and_bounds(numbers: list[tuple[float, float]], size: int) -> 
     bounds, times = [bound for bound, _ in numbers], [bound * more for bound, more in numbers]
     pool = [candidate(i) for i in range(len(numbers))]
 
-    def outcome(crew: Crew) -> tuple[object, ...]:
-        found = OuterSearch(
+    def outcome(group: ProcessGroup) -> tuple[object, ...]:
+        found = BranchAndBound(
             Known(bounds, times),
             pool,
-            exhaustive=100,
-            trials=100,
             limits=Limits(),
-            crew=crew,  # type: ignore[arg-type]
+            group=group,  # type: ignore[arg-type]
         ).run()
         return found.best and pool.index(found.best.candidate), found.lower_bound_s, found.finished
 
-    with Crew(size, many=0) as crew:
-        several = outcome(crew)
-    assert several == outcome(Crew())
+    with ProcessGroup(size, min_candidates=0) as group:
+        several = outcome(group)
+    assert several == outcome(ProcessGroup())
 
 
 def test_each_part_is_one_processs() -> None:
-    with Crew(3) as crew:
-        crew.fork([f"part {i}" for i in range(50)])
-        mine = [i for i in range(50) if crew.takes(f"part {i}")]
-        taken = crew.gather(mine)
-        owners = [crew.owner(f"part {i}") for i in range(50)]
-        assert crew.takes("no part") is (crew.rank == 0)
-        assert crew.of_owner("part 7", lambda: f"of {crew.rank}") == f"of {crew.owner('part 7')}"
-        assert crew.of_first(lambda: crew.rank) == 0
-        assert all(crew.distance(f"part {i}") == 2 * (owners[i] != crew.rank) for i in range(50))
-        assert crew.distance("no part") == crew.distance(0) == 1
-    assert sorted(i for own in taken for i in own) == list(range(50))
-    assert all(owners[i] == rank for rank, own in enumerate(taken) for i in own)
+    with ProcessGroup(3) as group:
+        group.fork([f"part {i}" for i in range(50)])
+        mine = [i for i in range(50) if group.claim(f"part {i}")]
+        claimed = group.allgather(mine)
+        owners = [group.owner(f"part {i}") for i in range(50)]
+        assert group.claim("no part") is (group.rank == 0)
+        assert group.owner("no part") == 0
+        assert group.broadcast(lambda: f"of {group.rank}", owners[7]) == f"of {owners[7]}"
+        assert group.broadcast(lambda: group.rank) == 0
+        assert group.size == 3
+    assert sorted(i for own in claimed for i in own) == list(range(50))
+    assert all(owners[i] == rank for rank, own in enumerate(claimed) for i in own)
+    assert group.size == 1
 
 
 def send_what_cannot_be() -> None:
-    with Crew(2) as crew:
-        crew.fork(["part"])
-        crew.gather(SimpleNamespace() if crew.rank == 0 else (lambda: None))
+    with ProcessGroup(2) as group:
+        group.fork(["part"])
+        group.allgather(SimpleNamespace() if group.rank == 0 else (lambda: None))
 
 
 def test_what_no_process_can_send_is_an_error() -> None:

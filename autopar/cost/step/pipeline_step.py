@@ -1,0 +1,172 @@
+"""One step of a whole plan: its stages on the pipeline ranks, simulated, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.step.memory import Runs, StageCost, rank_memory
+from autopar.cost.step.runtime import StageMessages
+from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
+from autopar.cost.step.stage_time import StageSums
+from autopar.cost.step.step import Step
+from autopar.cost.step.step_model import StepModel
+from autopar.cost.step.traffic import gathering_share, tied
+from autopar.device import Overheads
+from autopar.errors import UsageError
+from autopar.plan import Breakdown, Memory
+from autopar.schedule import check_schedule
+
+
+class PipelineStep:
+    """The stages of one plan in one step.
+
+    Args:
+        stages: in order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
+        parts: for each pipeline rank the step on its devices.
+        collectives: of the cluster.
+        by_hop: messages are priced on the link between the two pipeline ranks, not on the slowest of all such links.
+
+    Raises:
+        UsageError: the schedule cannot serve these stages and micro-batches.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageCost],
+        parts: Sequence[StepModel],
+        collectives: CollectiveModel,
+        *,
+        by_hop: bool,
+    ) -> None:
+        self.stages, self.parts, self.collectives, self.by_hop = stages, parts, collectives, by_hop
+        self.step, self.data = parts[0].step, parts[0].data
+        self.runs: list[Runs] = [stage.runs for stage in stages]
+        pp = self.step.mesh.pp
+        if not stages or len(stages) % pp:
+            raise UsageError("the stages are a multiple of the pipeline ranks", value=f"{len(stages)} for pp={pp}")
+        check_schedule(self.step.schedule, pp, len(stages) // pp, self.step.num_micro_batches)
+
+    def memory(self) -> tuple[Memory, ...]:
+        """Peak memory of each pipeline rank."""
+        step, found = self.step, []
+        for rank, part in enumerate(self.parts):
+            own, runs = self.stages[rank :: step.mesh.pp], tuple(self.runs[rank :: step.mesh.pp])
+            found.append(
+                rank_memory(
+                    [part.stage_memory(stage, key) for stage, key in zip(own, runs, strict=True)],
+                    self.data,
+                    copied_bytes=part.copied_bytes(own, runs),
+                    optimizer=part.ranks.optimizer,
+                    device=part.ranks.device,
+                    step=step,
+                    pp_rank=rank,
+                )
+            )
+        return tuple(found)
+
+    def sums(self) -> list[StageSums]:
+        """What each stage spends on one micro-batch."""
+        step, found = self.step, []
+        for s, (stage, runs) in enumerate(zip(self.stages, self.runs, strict=True)):
+            share = gathering_share(self.data, step.schedule, len(self.stages), step.num_micro_batches, s)
+            prelude_s = step.preludes_s[s % step.mesh.pp] if step.preludes_s else step.prelude_s
+            part = self.parts[s % step.mesh.pp]
+            found.append(part.stage_sums(stage, runs, share=share, prelude_s=prelude_s))
+        return found
+
+    def times(self, sums: Sequence[StageSums]) -> list[StageTimes]:
+        """What the pipeline simulates of each stage: of the stage, its place and the block before it alone."""
+        stages, mesh, times, received_s = self.stages, self.step.mesh, [], 0.0
+        sends: dict[tuple[int, int | None], float] = {}
+        for s, own in enumerate(sums):
+            ranks = self.parts[s % mesh.pp].ranks
+            before = stages[s - 1].blocks[-1] if s and stages[s - 1].blocks else None
+            sent = stages[s].blocks[-1].send_bytes if stages[s].blocks and s < len(stages) - 1 else 0
+            received = before.send_gradient_bytes if before is not None else 0
+            host_s = self._host_s(s, ranks.device.overheads)
+            messages = StageMessages(
+                sent_bytes=sent,
+                received_bytes=received,
+                sent_s=self._send_s(sent, s, sends),
+                sent_back_s=self._send_s(received, s - 1, sends),
+                received_s=received_s,
+                forward_host_s=host_s[0],
+                backward_host_s=host_s[1],
+            )
+            received_s = messages.sent_s
+            times.append(ranks.runtime.stage_times(own, messages, mesh, self.collectives, ranks.device))
+        return times
+
+    def breakdown(self, sums: Sequence[StageSums]) -> Breakdown:
+        """Where the step goes on the rank that is the last one to finish; idle time included."""
+        step, times = self.step, self.times(sums)
+        pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
+        ties = tied(self.stages, self.data)
+        every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(step.mesh.pp)]
+        return max(every, key=lambda found: found.total_s)
+
+    def _send_s(self, num_bytes: int, sender: int, known: dict[tuple[int, int | None], float]) -> float:
+        """Of a message to or from the stage after ``sender``; ``known``: of bytes and link."""
+        mesh = self.step.mesh
+        hop = sender % mesh.pp if self.by_hop and mesh.pp > 1 else None
+        if (num_bytes, hop) not in known:
+            size = self.parts[0].ranks.runtime.message_bytes(num_bytes, mesh)
+            if hop is None:
+                known[num_bytes, hop] = self.collectives.send_time_s(size, mesh)
+            else:
+                known[num_bytes, hop] = self.collectives.hop_time_s(size, mesh, hop)
+        return known[num_bytes, hop]
+
+    def _host_s(self, s: int, overheads: Overheads) -> tuple[float, float]:
+        """What the schedule and its messages take of the host for one forward and one backward of a stage."""
+        stages, pp = self.stages, self.step.mesh.pp
+        if pp == 1:
+            return 0.0, 0.0
+        action_s, message_s = overheads.of_actions(len(stages) // pp)
+        neighbours = [stages[j].blocks[-1] for j in (s - 1, s) if 0 <= j < len(stages) - 1 and stages[j].blocks]
+        tensors = sum(len(block.sends) for block in neighbours)
+        gradients = sum(len(block.send_gradients) for block in neighbours)
+        return action_s + message_s * tensors, action_s + message_s * gradients
+
+    def _of_rank(
+        self, rank: int, every: Sequence[StageSums], times: Sequence[StageTimes], pipeline: PipelineTimes,
+        ties: Mapping[tuple[int, ...], int],
+    ) -> Breakdown:  # fmt: skip
+        """Where the step goes if this rank is the last one to finish."""
+        pp, count, part, data = self.step.mesh.pp, self.step.num_micro_batches, self.parts[rank], self.data
+        stages, runs, sums = self.stages[rank::pp], tuple(self.runs[rank::pp]), every[rank::pp]
+        units = [part.units(stage, key) for stage, key in zip(stages, runs, strict=True)]
+        flat = [unit for stage in units for unit in stage]
+        device, runtime = part.ranks.device, part.ranks.runtime
+        sent = part.gradients_s(stages, runs)
+        tail = sum(data.tail_s(stage) for stage in units) + sum(s.data_last_s for s in sums)
+        tail *= runtime.late_share(device)
+        tail += sent["data"] + ties_s(self.collectives, ties, self.step, rank) + part.scalars_s()
+        first = runtime.first_gathers_s(sums, flat, data, device)
+        always = sum(s.data_forward_s + s.data_backward_s for s in sums)
+        optimizer_s, offload_s = part.stepped_s(flat)
+        exposed_s = pipeline.exposed_send_s[rank]
+        return Breakdown(
+            compute_s=count * sum(s.compute_s for s in sums),
+            recompute_s=count * sum(s.recompute_s for s in sums),
+            tensor_parallel_s=count * sum(s.tensor_parallel_s for s in sums) + sent["tp"],
+            context_parallel_s=count * sum(s.context_parallel_s for s in sums) + sent["cp"],
+            data_parallel_s=count * always + first + tail,
+            pipeline_s=exposed_s + count * sum(stage.schedule_s for stage in times[rank::pp]),
+            bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - exposed_s, 0.0),
+            optimizer_s=optimizer_s + part.launched_s(flat),
+            offload_s=offload_s + count * sum(s.offload_s for s in sums),
+        )
+
+
+def ties_s(collectives: CollectiveModel, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
+    """Seconds of summing the gradients of parameters that several pipeline ranks have (:func:`autopar.cost.step.traffic.tied`)."""
+    seconds = 0.0
+    for ranks, num_bytes in ties.items():
+        if rank in ranks:
+            if len(ranks) == step.mesh.pp:
+                seconds += collectives.time_s("all_reduce", num_bytes, step.mesh, ("pp",))
+            else:
+                seconds += collectives.pair_time_s("all_reduce", num_bytes, step.mesh)
+    return seconds

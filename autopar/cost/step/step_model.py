@@ -1,0 +1,287 @@
+"""One step on the devices of some ranks: blocks on the data axes, stages, and what is done once, remembered by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeAlias
+
+from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
+from autopar.cost.network.collectives import CollectiveModel
+from autopar.cost.network.placement import host_of
+from autopar.cost.operators.roofline import OpTime
+from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
+from autopar.cost.step.gradient_buckets import Bucket, Summed, beside_backward, buckets, late_sums
+from autopar.cost.step.memory import (
+    Runs,
+    StageCost,
+    StageMemory,
+    State,
+    copied_bytes_of,
+    gathered_bytes,
+    least_state_bytes,
+    stage_memory,
+    state_bytes,
+    unit_passing_bytes,
+)
+from autopar.cost.step.optimizer import OptimizerCost, launched_s, stepped_s
+from autopar.cost.step.runtime import Runtime
+from autopar.cost.step.stage_time import StageSums, moving, own_times, stage_sums
+from autopar.cost.step.step import Step
+from autopar.cost.step.traffic import scalars
+from autopar.device import Device
+from autopar.host import HostLink
+from autopar.mesh import Mesh
+from autopar.plan import Precision, Recompute
+
+Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
+"""The blocks before and after another one; None where there is none."""
+
+UnitKey: TypeAlias = tuple[tuple[ParameterCost, ...], tuple[int, ...], Mesh | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranks:
+    """What some ranks run on and by.
+
+    Attributes:
+        devices: theirs.
+        device: the slowest of these, as which all are priced.
+        collectives: of the cluster.
+        precision: dtypes.
+        optimizer: what it keeps and moves.
+        runtime: the program that trains.
+        is_all: whether these are all ranks of the cluster; else where a mesh lies on them counts.
+        units: what parameters cost on data axes, for all steps.
+    """
+
+    devices: tuple[Device, ...]
+    device: Device
+    collectives: CollectiveModel
+    precision: Precision
+    optimizer: OptimizerCost
+    runtime: Runtime
+    is_all: bool
+    units: dict[UnitKey, Unit] = field(default_factory=dict)
+
+    @property
+    def host(self) -> HostLink:
+        """What offloading can use: the slowest device's.
+
+        Raises:
+            UsageError: a device's profile has no link to a host.
+        """
+        return host_of(self.device, self.devices)
+
+
+class StepModel:
+    """Prices of blocks and stages in one step.
+
+    Args:
+        ranks: that it runs on.
+        step: how it is run.
+    """
+
+    def __init__(self, ranks: Ranks, step: Step) -> None:
+        self.ranks, self.step = ranks, step
+        self.data: DataParallel = ranks.runtime.data_parallel(step, ranks.precision)
+        self.summed = Summed(step.mesh, self.data.uses_fsdp)
+        self._blocks: dict[BlockCost, Unit] = {}
+        self._states: dict[Unit, State] = {}
+        self._stages: dict[Runs, list[Unit]] = {}
+        self._sums: dict[tuple[Runs, float, float], StageSums] = {}
+        self._memory: dict[Runs, StageMemory] = {}
+        self._copied: dict[tuple[Runs, ...], int] = {}
+        self._gradients: dict[tuple[Runs, ...], Mapping[str, float]] = {}
+        self._scalars_s: float | None = None
+
+    # --- a block
+
+    def unit(self, block: BlockCost) -> Unit:
+        """What a block costs on the data axes."""
+        found = self._blocks.get(block)
+        if found is None:
+            found = self._blocks[block] = self._unit_of(block.parameters)
+        return found
+
+    def _unit_of(self, parameters: tuple[ParameterCost, ...]) -> Unit:
+        """Neither ZeRO stage nor, where all nodes are equal, pipeline changes what parameters cost: many steps have it in common."""
+        mesh, ranks = self.step.mesh, self.ranks
+        degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
+        key = parameters, degrees, None if ranks.is_all else mesh
+        if key not in ranks.units:
+            ranks.units[key] = ranks.runtime.unit(parameters, self.data, ranks.collectives, ranks.device)
+        return ranks.units[key]
+
+    def block_time_s(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> OpTime:
+        """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included.
+
+        Args:
+            beside: blocks that may stand before and after it, of which the least of each counts; without any, blocks like itself.
+        """
+        data, interference = self.data, self.ranks.device.interference
+        unit, times = self.unit(block), own_times(block, recompute)
+        found = []
+        for before, after in beside if beside and data.sends_always else ((block, block),):
+            ahead = None if before is None else (self.unit(before), own_times(before, "none")[0])
+            longest = "full" if beside else recompute
+            behind = None if after is None else (self.unit(after), own_times(after, longest)[1])
+            found.append(data.inside_s(unit, times[1], ahead, behind, interference))
+        extra_f, extra_b = (min(each) for each in zip(*found, strict=True))
+        extra_f *= not data.is_pipelined  # a bound: the forward after a backward gathers nothing
+        return OpTime(times[0] + extra_f, times[1] + extra_b)
+
+    def ends_s(self, first: BlockCost, last: BlockCost) -> float:
+        """What each micro-batch takes besides where one stage has all blocks: the last one's gather, the first one's reduction."""
+        gather_s = self.unit(last).gather_s if self.data.gathers_always else 0.0
+        return gather_s + (self.unit(first).reduce_s if self.data.reduces_always else 0.0)
+
+    def block_adding_s(self, block: BlockCost) -> float:
+        """Adding a block's gradients of a micro-batch to those before, as each backward of the step takes it on average."""
+        return self._adding_s([self.unit(block)]) if self.step.adds_gradients else 0.0
+
+    def _adding_s(self, units: Sequence[Unit]) -> float:
+        return self.ranks.runtime.adding_s(units, self.data, self.step.num_micro_batches, self.ranks.device)
+
+    def _state(self, unit: Unit) -> State:
+        """Bytes of parameters, gradients and optimizer states of a unit on one rank."""
+        if unit not in self._states:
+            count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
+            self._states[unit] = state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
+        return self._states[unit]
+
+    def block_static_bytes(self, block: BlockCost) -> int:
+        """Bytes of a rank for a block whatever micro-batches it holds: its state, and what stays gathered."""
+        unit = self.unit(block)
+        return self._state(unit).total + gathered_bytes(unit, self.data)
+
+    def block_passing_bytes(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> int:
+        """Bytes at a block's peak inside, over what it keeps, FSDP's among them; ``beside`` as for :meth:`block_time_s`."""
+        data, own = self.data, block.passing_bytes(recompute)
+        if not data.uses_fsdp or data.is_pipelined:
+            return own
+        unit, count = self.unit(block), self.step.num_micro_batches
+        units = ([None if one is None else self.unit(one) for one in pair] for pair in beside or ((block, block),))
+        return own + min(unit_passing_bytes(unit, before, after, data, count) for before, after in units)
+
+    def block_once_s(self, block: BlockCost) -> float:
+        """The least that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
+        unit = self.unit(block)
+        return sum(self.stepped_s([unit])) + self.data.tail_s([unit])
+
+    def block_gather_s(self, block: BlockCost) -> float:
+        """Gathering a block's parameters in a step's first forward, where they stay gathered from then on."""
+        return self.unit(block).gather_s if self.data.uses_fsdp and not self.data.gathers_always else 0.0
+
+    def state_bytes_per_element(self) -> float:
+        """The least that a trained element (not of experts over data ranks) takes of each rank that holds its parameter."""
+        storage = itemsize(self.ranks.precision.storage)
+        kept = 0.0 if self.step.offloads_optimizer else self.ranks.optimizer.bytes_per_element(storage)
+        return least_state_bytes(self.data, kept, self.step.num_micro_batches)
+
+    # --- a stage
+
+    def units(self, stage: StageCost, runs: Runs) -> list[Unit]:
+        """Of each block of a stage; a parameter that several of its blocks read counts with the first."""
+        if runs not in self._stages:
+            self._stages[runs] = [
+                self.unit(block) if len(own) == len(block.parameters) else self._unit_of(own)
+                for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True)
+            ]
+        return self._stages[runs]
+
+    def stage_sums(self, stage: StageCost, runs: Runs, *, share: float, prelude_s: float) -> StageSums:
+        """What a stage spends on one micro-batch.
+
+        Args:
+            share: of its forwards those that gather parameters anew.
+            prelude_s: of the operators that it repeats.
+        """
+        key = runs, share, prelude_s
+        if key not in self._sums:
+            units, device, adding_s = self.units(stage, runs), self.ranks.device, 0.0
+            if self.step.adds_gradients:
+                adding_s = self._adding_s(units)
+                adding_s += shared_sums_s(stage.blocks, itemsize(self.ranks.precision.compute), device)
+            sums = stage_sums(
+                stage, units, self.data, share=share, interference=device.interference, prelude_s=prelude_s,
+                adding_s=adding_s,
+            )  # fmt: skip
+            moves = any(block.offloads for block in stage.blocks)
+            self._sums[key] = moving(sums, stage, self.ranks.host) if moves else sums
+        return self._sums[key]
+
+    def stage_memory(self, stage: StageCost, runs: Runs) -> StageMemory:
+        """The bytes of a stage."""
+        if runs not in self._memory:
+            units = self.units(stage, runs)
+            states = [self._state(one) for one, some in groupby(units) for _ in some]
+            self._memory[runs] = stage_memory(stage, units, states, self.data, self.step.num_micro_batches)
+        return self._memory[runs]
+
+    def copied_bytes(self, stages: Sequence[StageCost], runs: tuple[Runs, ...]) -> int:
+        """Gradients of a rank with these stages that lie in buckets beside themselves."""
+        if runs not in self._copied:
+            self._copied[runs] = copied_bytes_of(stages, self.summed, self.data, self.step.bucket_bytes)
+        return self._copied[runs]
+
+    # --- once a step
+
+    def scalars_s(self) -> float:
+        """What every rank sums once a step, whatever its blocks: counts of the batch, the loss, the norm."""
+        if self._scalars_s is None:
+            mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
+            found = scalars(self.data, self.step.totals, self.step.clips)
+            self._scalars_s = sum(count * time_s(c.kind, c.num_bytes, mesh, c.axes) for c, count in found.items())
+        return self._scalars_s
+
+    def sum_s(self, axes: tuple[str, ...], num_bytes: int, *, copied_bytes: int) -> float:
+        """One all-reduce of gradients, of which some are read into its buffer and written there."""
+        copies = 2 * copied_bytes / self.ranks.device.memory_bandwidth_bytes_per_s
+        return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies
+
+    def stepped_s(self, units: Sequence[Unit]) -> tuple[float, float]:
+        """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`optimizer.stepped_s`."""
+        host = self.ranks.host if self.step.offloads_optimizer else None
+        size = itemsize(self.ranks.precision.storage)
+        return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)
+
+    def launched_s(self, units: Sequence[Unit]) -> float:
+        """Seconds of starting the optimizer's operators."""
+        host = self.ranks.host if self.step.offloads_optimizer else None
+        return launched_s(self.ranks.optimizer, units, self.ranks.device, host)
+
+    def gradients_s(self, own: Sequence[StageCost], runs: tuple[Runs, ...]) -> Mapping[str, float]:
+        """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
+        if runs not in self._gradients:
+            self._gradients[runs] = self._gradients_s(own)
+        return self._gradients[runs]
+
+    def _gradients_s(self, own: Sequence[StageCost]) -> dict[str, float]:
+        seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
+        size, device = itemsize(self.ranks.precision.storage), self.ranks.device
+        blocks = [stage.blocks for stage in own]
+        leaving: dict[int, list[Bucket]] = {}
+        for bucket in buckets(blocks, self.summed, size, self.step.bucket_bytes):
+            leaving.setdefault(bucket.stage, []).append(bucket)
+        late_share = self.ranks.runtime.late_share(device)
+        for turn, some in leaving.items():
+            stage = own[turn]
+            times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
+            costs = [self.sum_s(b.axes, b.num_bytes, copied_bytes=b.copied_bytes) for b in some]
+            total = sum(costs)
+            after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
+            rest = late_share * after + device.interference * (total - after)
+            for bucket, cost in zip(some, costs, strict=True):
+                seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
+        for axes, num_bytes in late_sums(blocks, self.summed, size).items():
+            seconds[_owner(axes)] += self.sum_s(axes, num_bytes, copied_bytes=num_bytes)
+        return seconds
+
+
+def _owner(axes: tuple[str, ...]) -> str:
+    """Which part of the breakdown a sum of gradients belongs to."""
+    if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
+        return "data"
+    return "cp" if "cp" in axes else "tp"

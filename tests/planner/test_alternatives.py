@@ -1,0 +1,90 @@
+"""Alternatives to a plan: what is said of them, and that one which is faster becomes the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.graph.ir import Graph
+from autopar.plan import Plan
+from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
+from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.explain.alternatives import compare
+from autopar.planner.layouts.types import layout_key_of
+from autopar.planner.outcome import Limits, Outcome
+from autopar.planner.planner import Planner
+from tests.planner.graphs import mlp
+from tests.planner.test_study import task_of
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return mlp(layers=6, batch=2, width=64, hidden=256)
+
+
+@pytest.fixture(scope="module")
+def whole(graph: Graph) -> Plan:
+    return Planner(task_of(graph)).search(limits=Limits())
+
+
+def evaluations(planner: Planner) -> list[Evaluation]:
+    found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
+    return [one for one in found if isinstance(one, Evaluation)]
+
+
+def slow_search(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> Evaluation:
+    """The search of this planner ends with its slowest candidate, as one does that a limit stops."""
+    every = evaluations(planner)
+    slowest = max(every, key=lambda one: one.prediction.step_time_s)
+    bound_s = min(one.prediction.step_time_s for one in every) / 2
+    outcome = Outcome(
+        best=slowest, candidates=len(planner.pool), evaluated=1, lower_bound_s=bound_s, misfits=(), finished=False
+    )
+    monkeypatch.setattr(planner, "_outcome", lambda limits, **given: outcome)
+    return slowest
+
+
+def test_an_alternative_that_is_faster_becomes_the_plan(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(task_of(graph))
+    slowest = slow_search(planner, monkeypatch)
+    alternatives = compare(planner.evaluator, planner.pool, slowest)
+    faster = [one.evaluation.prediction.step_time_s for one in alternatives if one.evaluation is not None]
+    assert min(faster) < slowest.prediction.step_time_s
+    plan = planner.search(limits=Limits())
+    assert plan.predicted.step_time_s <= min(faster)
+    said = [reason for reason in plan.search.reasons if "took its place" in reason]
+    assert said
+    assert str(slowest.candidate) in said[0]
+    assert not any(" faster (" in reason for reason in plan.search.reasons)
+    assert plan.search.lower_bound_s == pytest.approx(min(
+        one.prediction.step_time_s for one in evaluations(Planner(task_of(graph)))
+    ) / 2)  # fmt: skip
+    assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
+
+
+def test_one_that_is_not_faster_leaves_the_plan(whole: Plan) -> None:
+    assert not any("took its place" in reason for reason in whole.search.reasons)
+    assert whole.search.reasons
+    assert all("slower" in reason or "no plan" in reason or "0 s (0.0%)" in reason for reason in whole.search.reasons)
+
+
+def test_the_plan_of_pins_stays_though_others_are_faster(graph: Graph) -> None:
+    """What pins describe is asked for, not searched."""
+    estimated = Planner(task_of(graph)).estimate()
+    assert not any("took its place" in reason for reason in estimated.search.reasons)
+
+
+@pytest.mark.skipif(not available(), reason="processes are copied on Linux alone")
+def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for size in (1, 3):
+        planner = Planner(task_of(graph))
+        slow_search(planner, monkeypatch)
+        outcome = planner._outcome(Limits())
+        assert outcome.best is not None
+        with ProcessGroup(size) as group:
+            group.fork([layout_key_of(c) for c in planner.pool[::2]])
+            for candidate in planner.pool:
+                group.claim(layout_key_of(candidate))
+            plans.append(planner._improved(outcome.best, outcome, group))
+    assert plans[0].predicted == plans[1].predicted
+    assert plans[0].search.reasons == plans[1].search.reasons

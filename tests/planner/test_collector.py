@@ -1,0 +1,34 @@
+"""Objects that are there before a search are set aside from the collector of cycles, and come back after it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from autopar.planner.collector import objects_set_aside
+from autopar.planner.outcome import Limits
+from autopar.planner.planner import Planner
+from tests.planner.graphs import mlp
+from tests.planner.test_study import task_of
+
+
+def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, inside = gc.get_freeze_count(), []
+    planner = Planner(task_of(mlp(layers=2)))
+    monkeypatch.setattr(planner, "_outcome", lambda *a, **k: inside.append(gc.get_freeze_count()) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        planner.search(limits=Limits())
+    assert inside[0] > 10_000
+    assert gc.get_freeze_count() == before == 0
+
+
+def test_what_a_caller_has_set_aside_stays_so() -> None:
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with objects_set_aside():
+            assert gc.get_freeze_count() == count
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
