@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.bounds.chain_program import chain_bound
+from autopar.planner.bounds.chain_program import ChainProof, chain_bound
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import PRECISION, feasible_bounds
 from autopar.planner.bounds.instance import PipelineInstance
@@ -64,8 +64,15 @@ class Cascade:
         """As :meth:`bounds_s` of the last level, of one candidate in each of these layouts: the least one is of its priced blocks."""
         return self._of_layouts_s([candidate], [layouts], goal_s)[0]
 
-    def closest_s(self, candidate: Candidate, goal_s: float) -> float:
-        """As :meth:`bounds_s`, by the tightest relaxation that there is."""
+    def closest_s(
+        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = ()
+    ) -> tuple[float, tuple[ChainProof, ...]]:
+        """As :meth:`bounds_s`, by the tightest relaxation that there is, with new proofs that may serve others of the same schedule.
+
+        Args:
+            known: such proofs.
+        """
+        proofs: list[ChainProof] = []
         layouts = self.context.known_layouts(candidate)
         found = self.layout_bounds_s(candidate, layouts, goal_s)
         for i, typed in enumerate(layouts):
@@ -76,9 +83,12 @@ class Cascade:
                 one = self.maker.one_stage(candidate, priced)
                 found[i] = max(found[i], float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING))
             else:
-                proof = chain_bound(self.maker.priced(candidate, priced), goal_s)
-                found[i] = max(found[i], min(proof.bound_s, goal_s) if proof else 0.0)
-        return min(found, default=0.0)
+                proof = chain_bound(self.maker.priced(candidate, priced), goal_s, known)
+                if proof is not None:
+                    found[i] = max(found[i], min(proof.bound_s, goal_s))
+                    if all(proof.weights != one.weights for one in (*known, *proofs)):
+                        proofs.append(proof)
+        return min(found, default=0.0), tuple(proofs)
 
     def _work_s(self, candidates: Sequence[Candidate]) -> list[float]:
         """Of work alone, infinite where all ranks together have too little memory."""

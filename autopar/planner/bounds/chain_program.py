@@ -16,7 +16,8 @@ chains that are known, its cut is simulated, and the longest chain of that simul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from scipy.sparse import coo_array
 
 from autopar.cost.step.critical_path import chains_of
 from autopar.cost.step.simulation import compiled
+from autopar.planner.space.candidates import Candidate
 from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
 
 ROUNDS = 40
@@ -67,24 +69,41 @@ class ChainProof:
         return self.bound_s <= found
 
 
-def chain_bound(instance: PipelineInstance, goal_s: float) -> ChainProof | None:
+Key = tuple[str, int, int, int]
+
+
+def key_of(candidate: Candidate) -> Key:
+    """Of the schedule of a candidate: chains and proofs of one hold for all candidates of it."""
+    return candidate.schedule, candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches
+
+
+def chain_bound(instance: PipelineInstance, goal_s: float, known: Sequence[ChainProof] = ()) -> ChainProof | None:
     """The best bound that is found, at least ``goal_s`` where it gets there; None where the schedule is too long, or nothing fits.
 
     Args:
         goal_s: the program is left where its bound is no less.
+        known: proofs of other instances of the schedule: their weights are tried first, and their chains are the first ones.
     """
     if 2 * instance.pp * instance.virtual_stages * instance.num_micro_batches > MOST_ACTIONS:
         return None
     stages = _Stages(instance)
-    chains = [stages.longest(*stages.even())[1]]
     best: ChainProof | None = None
+    for proof in known:
+        counts = [stages.counts(chain) for chain in proof.chains]
+        bound_s = stages.least_s(counts, proof.weights, proof.byte_s) * (1 - ROUNDING)
+        if best is None or bound_s > best.bound_s:
+            best = replace(proof, bound_s=bound_s)
+        if bound_s >= goal_s:
+            return best
+    chains = [*dict.fromkeys((stages.longest(*stages.even())[1], *(one for proof in known for one in proof.chains)))]
     for _ in range(ROUNDS):
         solved = _solved(stages, chains)
         if solved is None:
             break
         weights, byte_s, forward_s, backward_s, first_s, once_s = solved
-        some = [i for i, weight in enumerate(weights) if weight > 0]
-        own = tuple(weights[i] for i in some)
+        some = [i for i, weight in enumerate(weights) if weight > ROUNDING]
+        total = sum(weights[i] for i in some)
+        own = tuple(weights[i] / total for i in some)
         bound_s = stages.least_s([stages.counts(chains[i]) for i in some], own, byte_s) * (1 - ROUNDING)
         if best is None or bound_s > best.bound_s:
             best = ChainProof(bound_s=bound_s, chains=tuple(chains[i] for i in some), weights=own, byte_s=byte_s)
@@ -119,7 +138,8 @@ class _Stages:
         self.forward_s, self.more_s, _, self.gather_s, self.once_s, self.static = np.moveaxis(
             numbers[self.rank][..., :FIELDS], -1, 0
         )
-        modes = numbers[self.rank][..., FIELDS:].reshape(self.num, -1, MODES, 3)
+        count = max(len(block.modes) for table in instance.floors for block in table.blocks)
+        modes = numbers[self.rank][..., FIELDS:].reshape(self.num, -1, MODES, 3)[:, :, :count]
         self.backward_s, self.kept, passing = np.moveaxis(modes, -1, 0)  # [s, k, o]
         self.held = forwards_done(instance.schedule, pp, v, m).T.reshape(-1).astype(float)
         self.stage_s = np.array([np.array(instance.forward_s)[device], np.array(instance.backward_s)[device]])[:, self.rank]

@@ -40,7 +40,7 @@ class Columns:
         own, tables = instances[0], _tables(instances)
         kind_of, num_kinds = _same_kinds(tables)
         self.runs = _merged([(kind_of[kind], count) for kind, count in own.runs])
-        self.groups = tuple(dict.fromkeys(tuple(sorted({kind_of[k] for k in group})) for group in own.groups))
+        self.groups = _joined([{kind_of[k] for k in group} for group in own.groups])
         tables = tables[:, :, [kind_of.index(k) for k in range(num_kinds)]]
         self.pp = np.array([one.pp for one in instances])
         self.m = np.array([float(one.num_micro_batches) for one in instances])
@@ -190,6 +190,15 @@ def _same_kinds(tables: Array) -> tuple[list[int], int]:
         if not same:
             firsts.append(k)
     return found, len(firsts)
+
+
+def _joined(groups: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
+    """Groups of kinds, those that have a kind in common as one."""
+    found: list[set[int]] = []
+    for group in groups:
+        apart = [own for own in found if not own & group]
+        found = [*apart, group.union(*(own for own in found if own & group))]
+    return tuple(tuple(sorted(group)) for group in found)
 
 
 def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

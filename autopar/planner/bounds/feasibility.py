@@ -262,8 +262,8 @@ class _InAnyOrder:
         inner = c.counts.copy()
         inner[c.first] -= 1
         inner[c.last] -= 1
-        counts = np.array([inner[list(group)].sum() for group in c.groups])
-        kinds = [[k for k in group if inner[k] > 0] for group in c.groups]
+        kinds = [own for group in c.groups if (own := [k for k in group if inner[k] > 0])]
+        counts = np.array([inner[own].sum() for own in kinds])
         large, stages = int(counts.argmax()), c.pp * c.virtual
         # blocks of the largest group that every stage has, as the others cannot hold them
         each = np.where(c.most < counts[large], np.maximum(counts[large] - c.most * (stages - 1), 0.0), 0.0)

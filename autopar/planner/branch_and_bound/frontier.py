@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.bounds.chain_program import ChainProof, Key, key_of
+from autopar.planner.branch_and_bound.certificate import KEPT
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
@@ -36,6 +38,7 @@ class Frontier:
 
     Attributes:
         bounds: so far.
+        given: positions of those that have come to their turn.
         parts: positions of candidates that share their layouts and may have a plan; none before :meth:`begin`.
     """
 
@@ -54,7 +57,8 @@ class Frontier:
         self.parts: dict[LayoutKey, list[int]] = {}
         self._heap: list[tuple[float, int, int]] = []
         self._level: dict[int, int] = {}
-        self._given: set[int] = set()
+        self.given: set[int] = set()
+        self._proofs: dict[Key, list[ChainProof]] = {}
 
     def begin(self) -> None:
         """First bounds of all."""
@@ -84,11 +88,12 @@ class Frontier:
             bound_s, level, i = heapq.heappop(self._heap)
             if bound_s >= self.best_s():
                 return
-            if level < self._level[i] or i in self._given or not self.group.claim(self.keys[i]):
+            if level < self._level[i] or i in self.given or not self.group.claim(self.keys[i]):
                 continue
             if level == LAST:
-                self._given.add(i)
-                yield i
+                self.given.add(i)
+                if not self._is_excluded(i):
+                    yield i
             elif level == 0 and not self.group.is_forked:  # no layout is asked for: all at once
                 self._raise([k for own in self.parts.values() for k in own], level)
             else:
@@ -107,10 +112,24 @@ class Frontier:
                 self._raise(some, made)
             first = min(some, key=self._place, default=-1)
             if first >= 0 and self._level[first] == LAST and math.isfinite(self.bounds[self.pool[first]]):
-                self._given.add(first)
+                self.given.add(first)
                 yield first
             if math.isfinite(self.best_s()):
                 return
+
+    def _is_excluded(self, index: int) -> bool:
+        """Whether the chains of its schedule exclude a candidate whose ranks differ, where these tell far more than its last bound.
+
+        What is known of a schedule depends on what was looked at before: it decides on no order, and is no part of the certificate.
+        """
+        candidate, best_s = self.pool[index], self.best_s()
+        if not (self.evaluator.model.is_mixed and candidate.mesh.pp > 1 and math.isfinite(best_s)):
+            return False
+        known = self._proofs.setdefault(key_of(candidate), [])
+        bound_s, proofs = self.evaluator.closest_s(candidate, best_s, known)
+        known += proofs
+        del known[: len(known) - KEPT]
+        return bound_s >= best_s
 
     def _place(self, index: int) -> tuple[float, int]:
         return self.bounds[self.pool[index]], index
