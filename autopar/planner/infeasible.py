@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.planner.evaluate.evaluator import Misfit, memory_of_devices
+from autopar.planner.evaluate.evaluation import Misfit
+from autopar.planner.evaluate.evaluator import memory_of_devices
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Limits, Outcome

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.errors import UsageError
 from autopar.plan import Prediction
-from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 
 Progress = Callable[[str, int, int], None]
 """``(what, done, total)``; ``total`` 0 while it is not known."""

@@ -32,7 +32,7 @@ from autopar.planner.branch_and_bound.ledger import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
 from autopar.planner.collector import objects_set_aside
-from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
@@ -157,7 +157,7 @@ class Planner:
         found = front(self.evaluator, self.pool, first, trials=trials, seed=self.task.seed, max_s=most_s)
         least = peak_bytes(outcome.best.prediction)
         rest = [evaluation for evaluation in found if peak_bytes(evaluation.prediction) < least]
-        plans = [self._compared(self.evaluator.polished(evaluation), outcome) for evaluation in rest]
+        plans = [self._compared(self.evaluator.improved(evaluation), outcome) for evaluation in rest]
         return [self._improved(outcome.best, outcome, ProcessGroup()), *plans]
 
     @objects_set_aside()
@@ -243,13 +243,13 @@ class Planner:
         The certificate holds for each of them: it bounds all candidates.
         """
         steps: list[str] = []
-        best = group.broadcast(partial(self.evaluator.polished, best))
+        best = group.broadcast(partial(self.evaluator.improved, best))
         while True:
             alternatives = compare(self.evaluator, self.pool, best, group)
             faster = _fastest(alternatives, best.prediction.step_time_s * (1 - ROUNDING))
             if faster is None:
                 return self._written(best, outcome, (*steps, *map(str, alternatives)))
-            before, best = best, group.broadcast(partial(self.evaluator.polished, faster))
+            before, best = best, group.broadcast(partial(self.evaluator.improved, faster))
             less = 1 - best.prediction.step_time_s / before.prediction.step_time_s
             steps.append(
                 f"compared with the best plan of the search ({before.candidate}) this one was {less:.1%} faster and took its place"

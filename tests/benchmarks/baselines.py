@@ -24,7 +24,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph
 from autopar.graph.trace import trace
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space import preferences as experts

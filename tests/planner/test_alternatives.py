@@ -7,7 +7,7 @@ import pytest
 from autopar.graph.ir import Graph
 from autopar.plan import Plan
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.explain.alternatives import compare
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.outcome import Limits, Outcome

@@ -10,7 +10,7 @@ from autopar.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.graph.ir import Graph
 from autopar.plan import FP32, Memory
-from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins

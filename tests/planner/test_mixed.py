@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from autopar.planner.bounds.bound_rows import BlockPrice, forwards_done
+from autopar.planner.bounds.mixed_bounds import PRECISION, impossible, mixed_bounds
+from autopar.planner.bounds.mixed_chains import Chains
+from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
+from autopar.planner.bounds.mixed_whole import whole_bound_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.planner.test_bounds import mode, priced
 
 from autopar import api
 from autopar.cluster import Cluster
@@ -21,15 +25,10 @@ from autopar.cost.step.simulation import StageTimes, simulate
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32
-from autopar.planner.bounds.bound_rows import BlockPrice, forwards_done
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.bounds.mixed_bounds import PRECISION, impossible, mixed_bounds
-from autopar.planner.bounds.mixed_chains import Chains
-from autopar.planner.bounds.mixed_rows import MixedRow, PlaceRow, holds, work_and_slowness, work_bound_s
-from autopar.planner.bounds.mixed_whole import whole_bound_s
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.context import load_of
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.outcome import Limits
@@ -37,78 +36,11 @@ from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.rank_orders import in_orders
 from autopar.planner.space.space import load_space
-from autopar.planner.stages.activation_modes import BlockOption
-from autopar.planner.stages.fitting import Fitting
-from autopar.planner.stages.mixed_cut import Program, RankTables, quickest_stops, spans
-from autopar.planner.stages.mixed_polish import polished
-from autopar.planner.stages.mixed_turns import sizes_of
-from autopar.planner.stages.stage_cut import CutBlock, StageCutter
-from autopar.planner.stages.uneven import exactly
 from tests.mixed_clusters import two_kinds
-from tests.planner.test_bounds import mode, priced
 
 from .graphs import mlp
 
 PINS = ["pp=2", "dp_replicate=2", "dp_shard=1", "tp=1", "zero=0", "micro_batch=2", "schedule=1F1B"]
-
-
-# --- the cut
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[list[list[CutBlock]], list[float], int]:
-    """Blocks as each of up to four ranks runs them, on one of two kinds of devices, and the limit of each rank."""
-    keys = draw(st.lists(st.integers(0, 2), min_size=2, max_size=6))
-    seed, m = draw(st.integers(0, 2**32 - 1)), draw(st.integers(1, 8))
-    kinds = draw(st.lists(st.integers(0, 1), min_size=1, max_size=min(4, len(keys))))
-    limits = (draw(st.integers(5, 60)), draw(st.integers(5, 60)))
-
-    def block(key: int, kind: int) -> CutBlock:
-        common, own = np.random.default_rng([seed, key]), np.random.default_rng([seed, key, kind])
-        held, extra, static = (float(n) for n in common.integers([2, 0, 0], [9, 3, 5]))
-        time_s = float(own.integers(1, 20))
-        return CutBlock(
-            key=key,
-            options=(
-                BlockOption(mode="none", time_s=time_s, held_bytes=held, transient_bytes=extra),
-                BlockOption(mode="full", time_s=time_s * 4 / 3, held_bytes=1.0, transient_bytes=extra + held),
-            ),
-            static_bytes=static,
-        )
-
-    return [[block(key, kind) for key in keys] for kind in kinds], [float(limits[kind]) for kind in kinds], m
-
-
-def least_of_cuts(ranks: list[list[CutBlock]], limits: list[float], in_flight: list[int], m: int) -> float:
-    """``sum + (m - 1) * max`` of the stages' times, over every cut and every choice of recompute that fits."""
-    best, n = float("inf"), len(ranks[0])
-    for inner in combinations(range(1, n), len(ranks) - 1):
-        times = []
-        for s, (start, stop) in enumerate(zip((0, *inner), (*inner, n), strict=True)):
-            own, least = ranks[s][start:stop], float("inf")
-            for modes in product((0, 1), repeat=len(own)):
-                options = [b.options[mode] for b, mode in zip(own, modes, strict=True)]
-                held = in_flight[s] * sum(o.held_bytes for o in options) + max(o.transient_bytes for o in options)
-                if held + sum(b.static_bytes for b in own) <= limits[s]:
-                    least = min(least, sum(o.time_s for o in options))
-            times.append(least)
-        best = min(best, sum(times) + (m - 1) * max(times))
-    return best
-
-
-@settings(max_examples=150, deadline=None)
-@given(problems())
-def test_the_cut_over_two_kinds_of_devices_is_the_best_of_all(
-    found: tuple[list[list[CutBlock]], list[float], int],
-) -> None:
-    ranks, limits, m = found
-    in_flight = [min(m, len(ranks) - s) for s in range(len(ranks))]
-    cutters = [StageCutter(blocks) for blocks in ranks]
-    cut = cutters[0].cut(len(ranks), in_flight=in_flight, limit_bytes=limits, num_micro_batches=m, by_rank=cutters)
-    best = least_of_cuts(ranks, limits, in_flight, m)
-    assert (cut is None) == (best == float("inf"))
-    if cut is not None:
-        assert cut.time_s == pytest.approx(best)
 
 
 # --- bounds
@@ -250,48 +182,9 @@ def test_no_cut_over_two_kinds_is_quicker_than_the_bound(
         known_s = chains.bound_s(row, best, precision=1e-6)
         for share in (0.98, 1.0, 1.05):  # what some cut takes is never called impossible
             assert whole_bound_s(row, chains.of(row), known_s, share * best) <= best * (1 + 1e-9)
-        sizes = sizes_of(row)
-        assert sizes is None or (
-            sum(sizes) == n - 2 and all(s + ends >= 1 for s, ends in zip(sizes, _ends(pp * v), strict=True))
-        )
     if v == 1:
         tested = mixed_bounds([row], best, only_test=True)[0] if best < float("inf") else best
         assert tested <= best * (1 + 1e-9)
-
-
-@settings(max_examples=40, deadline=None)
-@given(chains())
-def test_no_block_moved_makes_the_cut_of_one_stage_a_rank_quicker(
-    chain: tuple[list[list[BlockPrice]], list[float], list[float], list[float], int, str, int],
-) -> None:
-    ranks, _, every, sends, m, schedule, v = chain
-    if v > 1:
-        return
-    pp, n = len(ranks), len(ranks[0])
-    done = forwards_done(schedule, pp, 1, m)[:, 0]
-    upper = np.triu(np.ones((n + 1, n + 1), dtype=bool), 1)
-    tables = [
-        RankTables(
-            time_s=np.where(upper, spans([b.time_s for b in blocks]) + every[r], np.inf),
-            forward_s=spans([b.forward_s for b in blocks]) + every[r],
-            gather_s=spans([b.gather_s for b in blocks]),
-            once_s=spans([b.once_s for b in blocks]),
-            sends_s=(*sends, 0.0)[r],
-            sends_back_s=(*sends, 0.0)[r],
-            num_done=int(done[r]),
-        )
-        for r, blocks in enumerate(ranks)
-    ]
-    found = quickest_stops(tables, m)
-    assert found is not None
-    program = Program(tables, m)
-    every_cut = {(*inner, n): program.value_s((*inner, n)) for inner in combinations(range(1, n), pp - 1)}
-    least = min(every_cut.values())
-    assert every_cut[found[0]] == pytest.approx(found[1])
-    assert program.slowest_s() <= least * (1 + 1e-9)
-    assert program.stops(least * (1 + 1e-9)) is not None  # a time that some cut takes is never called impossible
-    beside = [t for stops, t in every_cut.items() if sum(abs(a - b) for a, b in zip(stops, found[0], strict=True)) == 1]
-    assert found[1] <= min(beside, default=found[1]) * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -371,47 +264,11 @@ def test_a_mode_of_recompute_more_makes_no_candidate_slower(graph: Graph, memory
     assert compared
 
 
-def test_what_a_rank_recomputes_fits_and_is_no_more_than_equal_shares_of_its_memory_ask_for() -> None:
-    """Virtual stages whose recompute is counted for whole ranks; equal shares for each stage recompute more somewhere."""
-    graph, memory = mlp(layers=8, batch=2, width=64, hidden=256), 400 * 2**20 + 3_000_000
-    cluster, again, quicker = two_kinds(factor=3.0, slow_memory=memory, fast_memory=memory), 0, 0
-    space = replace(load_space("default"), recompute=("none", "selective", "full"))
-    evaluator = Evaluator.of(graph, CostModel(cluster, FP32, "adamw"), global_batch_size=16, pins=Pins(), space=space)
-    cuts, placed = evaluator.pipelines.cuts, evaluator.pipelines.placed
-    for candidate in outer(graph, cluster, "default").pool:
-        if candidate.virtual_stages == 1 or not placed.has(candidate):
-            continue
-        for draft in evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate)):
-            option = placed.option(candidate, evaluator.layouts.option(draft))
-            step = placed.step(evaluator.context.step(candidate, option), option)
-            cutters = cuts.cutters(candidate, option, step)
-            refit = partial(cuts.fitting, candidate, option=option, step=step)
-            found = placed.in_turns(candidate, option, step, cutters, refit)
-            stops = placed.stops_in_turns(candidate, option, step)
-            if found is None or stops is None:
-                continue
-            assert found.cut.stops == stops
-            limits = placed.limits(candidate)
-            assert all(own.total <= limit for own, limit in zip(found.memory, limits, strict=True))
-            again += set(found.cut.modes[1:-1]) != {"none"}
-            lighter = cuts.lightened(candidate, option, step, cutters, found, float("inf"))
-            exact = exactly(stops, len(evaluator.pipelines.rows.class_of))
-            shared = cuts.fits(candidate, option, step, cutters, float("inf"), exact, float("inf"))
-            assert isinstance(lighter, Fitting)
-            assert all(own.total <= limit for own, limit in zip(lighter.memory, limits, strict=True))
-            if isinstance(shared, Fitting):
-                times = [placed.ordered(candidate).predict(own.made, step).step_time_s for own in (lighter, shared)]
-                assert times[0] <= times[1] * (1 + 1e-9)
-                quicker += times[0] < times[1] * (1 - 1e-6)
-    assert again
-    assert quicker
-
-
 def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     """Of which each is priced as where all devices are alike."""
     search = outer(graph, two_kinds(factor=3.0), "default")
     evaluator = search.evaluator
-    placed, below, several = evaluator.pipelines.placed, 0, 0
+    placed, below, several = evaluator.cascade.placed, 0, 0
     for candidate in search.pool:
         drafts = evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate))
         if not placed.has(candidate):
@@ -474,7 +331,7 @@ def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memo
             for part in (1.0, 1.01, 1.2):  # of its time, that is aimed at
                 assert alone.closest_s(candidate, part * times[-1]) <= times[-1] * (1 + 1e-9)
     assert found.best.prediction.step_time_s == min(times)
-    assert found.lower_bound_s <= min(alone.polished(plan).prediction.step_time_s for plan in plans)
+    assert found.lower_bound_s <= min(alone.improved(plan).time_s for plan in plans)
 
 
 def test_a_faster_device_gets_more_layers_and_the_plan_says_which(graph: Graph) -> None:
@@ -498,23 +355,6 @@ def test_the_order_of_the_groups_may_be_pinned(graph: Graph) -> None:
         api.search(graph, cluster=cluster, global_batch_size=16, pins=["groups=0-2"])
     with pytest.raises(UsageError, match="groups=1-0"):
         api.search(graph, cluster=cluster, global_batch_size=16, pins=["groups=fast"])
-
-
-def test_moves_of_blocks_never_lengthen_a_step_and_keep_every_stage() -> None:
-    work = [1.0, 3.0, 2.0]
-
-    def slowest_s(stops: tuple[int, ...]) -> float:
-        sizes = [stop - start for start, stop in zip((0, *stops), stops, strict=False)]
-        assert min(sizes) >= 1
-        return max(size * each for size, each in zip(sizes, work, strict=True))
-
-    def adds_s(sizes: Sequence[int]) -> list[float]:
-        """The slowest stage is the longest chain."""
-        times = [size * each for size, each in zip(sizes, work, strict=True)]
-        return [each * (time_s == max(times)) for each, time_s in zip(work, times, strict=True)]
-
-    found = polished([1, 5, 5], 15.0, slowest_s, adds_s)
-    assert slowest_s(found) == 6.0
 
 
 def test_a_space_may_ask_for_equal_stages(graph: Graph, checkout: Path, tmp_path: Path) -> None:

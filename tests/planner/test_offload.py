@@ -19,15 +19,15 @@ from autopar.plan import FP32, Plan
 from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.host_offload import offloaded
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted, load_space
-from autopar.planner.stages.activation_modes import MOVED, BlockOption
-from autopar.planner.stages.stage_cut import CutBlock, StageCutter
+from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock
+from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 
 from .graphs import mlp
@@ -148,12 +148,18 @@ def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
         mode=MOVED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
     )
     block = CutBlock(key=0, options=(plain, moved), static_bytes=0.0)
-    cutter = StageCutter([block] * 8)
-    half = cutter.cut(1, in_flight=[1], limit_bytes=[40.0], num_micro_batches=1)
+
+    def within(limit_bytes: float) -> Cut | None:
+        masks = stage_masks(8, 1, None, {})
+        return cut(
+            [CutBlocks([block] * 8)], in_flight=[1], limit_bytes=[limit_bytes], num_micro_batches=1, allowed=masks
+        )
+
+    half = within(40.0)
     assert half is not None
     assert half.modes == ("none", MOVED) * 4
     assert half.time_s == 8 * 3.0 + 2.0  # the last one up
-    most = cutter.cut(1, in_flight=[1], limit_bytes=[20.0], num_micro_batches=1)
+    most = within(20.0)
     assert most is not None
     assert most.modes.count(MOVED) == 6
     assert most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0

@@ -22,7 +22,7 @@ from autopar.plan import ScheduleName
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
 from autopar.planner.branch_and_bound.sampling import Sampling
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner

@@ -16,7 +16,7 @@ from autopar.plan_io import save_plan
 from autopar.planner import planner as planning
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.explain.alternatives import compare
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner

@@ -19,7 +19,7 @@ from autopar.models import resolve_model
 from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.evaluate.evaluator import Evaluation, Misfit
+from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits
@@ -62,7 +62,7 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
     evaluator = Evaluator.of(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
-    most = evaluator.pipelines.rows.most_blocks(evaluator.layouts.whole(LayoutKey(micro_batch_size=2)), 4)
+    most = evaluator.cascade.rows.most_blocks(evaluator.layouts.whole(LayoutKey(micro_batch_size=2)), 4)
     assert (most == 2) == is_even
     assert most >= 2
 
@@ -153,7 +153,9 @@ def test_a_storage_records_every_trial_and_its_reason(graph: Graph, tmp_path: Pa
     trials = [trial for trial in trials if trial.state != optuna.trial.TrialState.WAITING]  # experts' choices
     assert len(trials) == plan.search.evaluated
     values = [t.value for t in trials if t.value is not None]
-    assert min(values) == pytest.approx(plan.predicted.step_time_s)
+    assert plan.predicted.step_time_s <= min(values) * (
+        1 + 1e-9
+    )  # the best one's stages are cut better still at the end
     assert all(t.user_attrs.get("reason") for t in trials if t.value is None)
 
 

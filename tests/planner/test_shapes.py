@@ -13,7 +13,7 @@ from autopar.graph.ir import Graph
 from autopar.measured import OperatorTable, OperatorTime
 from autopar.models import resolve_model
 from autopar.plan import FP32
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.operator_calls import operator_calls
 from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task

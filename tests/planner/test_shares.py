@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32, Plan
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import divisors
 from autopar.planner.space.data_shares import nearest

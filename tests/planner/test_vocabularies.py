@@ -17,7 +17,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.padding import vocabulary_sizes
 from autopar.models import resolve_model
 from autopar.plan_io import plan_from_dict, plan_to_dict
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins

@@ -99,7 +99,9 @@ class Cascade:
         for own in alike.values():
             columns = Columns([self.maker.perfect_split(candidates[i]) for i in own])
             bounds_s = np.where(columns.holds(), columns.work_s(), np.inf).tolist()
-            self._known.update(((0, candidates[i]), (bound_s, math.inf)) for i, bound_s in zip(own, bounds_s, strict=True))
+            self._known.update(
+                ((0, candidates[i]), (bound_s, math.inf)) for i, bound_s in zip(own, bounds_s, strict=True)
+            )
         return [self._known[0, c][0] for c in candidates]
 
     def _of_layouts_s(
@@ -133,7 +135,11 @@ class Cascade:
         return max(m * work_s / pp, work_s / (1 - (1 - 1 / m) ** (pp * candidate.virtual_stages)))
 
     def _bounds_s(
-        self, keys: Sequence[tuple[object, ...]], made: Sequence[Callable[[], PipelineInstance]], goal_s: float, precision: float
+        self,
+        keys: Sequence[tuple[object, ...]],
+        made: Sequence[Callable[[], PipelineInstance]],
+        goal_s: float,
+        precision: float,
     ) -> list[float]:
         """Feasibility bounds of what these make, each worked out as far as it was asked for."""
         asked = []

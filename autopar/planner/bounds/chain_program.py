@@ -16,18 +16,18 @@ chains that are known, its cut is simulated, and the longest chain of that simul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from autopar.cost.step.critical_path import chains_of
 from autopar.cost.step.simulation import compiled
-from autopar.planner.space.candidates import Candidate
 from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
+from autopar.planner.space.candidates import Candidate
 
 ROUNDS = 40
 """Programs that are solved for an instance at most."""
@@ -142,7 +142,9 @@ class _Stages:
         modes = numbers[self.rank][..., FIELDS:].reshape(self.num, -1, MODES, 3)[:, :, :count]
         self.backward_s, self.kept, passing = np.moveaxis(modes, -1, 0)  # [s, k, o]
         self.held = forwards_done(instance.schedule, pp, v, m).T.reshape(-1).astype(float)
-        self.stage_s = np.array([np.array(instance.forward_s)[device], np.array(instance.backward_s)[device]])[:, self.rank]
+        self.stage_s = np.array([np.array(instance.forward_s)[device], np.array(instance.backward_s)[device]])[
+            :, self.rank
+        ]
         sends = instance.sends_s or (0.0,) * pp
         backs = instance.sends_back_s or (0.0,) * pp
         self.sends_s, self.backs_s = np.array(sends)[self.rank], np.array(backs)[(self.rank - 1) % pp]
@@ -165,14 +167,14 @@ class _Stages:
         a = self.actions
         if not chain or min(chain) < 0 or max(chain) >= len(a.rank):
             return False
-        return all(j in (a.before[i], a.need[i]) for i, j in zip(chain, chain[1:], strict=False))
+        return all(j in (a.before[i], a.need[i]) for i, j in itertools.pairwise(chain))
 
     def counts(self, chain: tuple[int, ...]) -> _Counts:
         """Of the actions of a chain, and of the messages between them."""
         a, found, sent = self.actions, np.zeros(3 * self.num), np.zeros(2 * self.num + 1)
         for i in chain:
             found[a.duration[i]] += 1
-        for i, j in zip(chain, chain[1:], strict=False):
+        for i, j in itertools.pairwise(chain):
             if j != a.before[i]:
                 sent[a.message[i]] += 1
         durations, messages = found.reshape(-1, 3), sent[:-1].reshape(-1, 2)
@@ -181,7 +183,9 @@ class _Stages:
             sends=messages[:, 0], backs=messages[:, 1], rank=a.rank[chain[0]],
         )  # fmt: skip
 
-    def longest(self, forward_s: Array, backward_s: Array, first_s: Array, once_s: Array) -> tuple[float, tuple[int, ...]]:
+    def longest(
+        self, forward_s: Array, backward_s: Array, first_s: Array, once_s: Array
+    ) -> tuple[float, tuple[int, ...]]:
         """Seconds of the step of stages that take so long, and the actions of its longest chain."""
         durations = np.array([forward_s, backward_s, forward_s + first_s]).T.ravel().tolist()
         messages = [*np.array([self.sends_s, self.backs_s]).T.ravel().tolist(), 0.0]
@@ -244,8 +248,13 @@ def _solved(
     none = np.zeros(stages.pp)
     blocks = np.array([stages.block_s(own, none).ravel() for own in counts])
     fixed = np.array([stages.fixed_s(own) for own in counts])
-    scale_s, scale_bytes = max(float(fixed.max()), float(blocks.max()), 1e-12), max(float(np.abs(stages.room).max()), 1.0)
-    stage, kind = (x.ravel() for x in np.meshgrid(np.arange(num), np.arange(kinds), np.arange(modes), indexing="ij")[:2])
+    scale_s, scale_bytes = (
+        max(float(fixed.max()), float(blocks.max()), 1e-12),
+        max(float(np.abs(stages.room).max()), 1.0),
+    )
+    stage, kind = (
+        x.ravel() for x in np.meshgrid(np.arange(num), np.arange(kinds), np.arange(modes), indexing="ij")[:2]
+    )
     num_bytes = (stages.static[..., None] + stages.held[:, None, None] * stages.kept).ravel()
     place = np.arange(size)
     chain_rows = np.concatenate([blocks / scale_s, -np.ones((len(chains), 1))], axis=1)

@@ -84,7 +84,10 @@ class Columns:
         for kind, count in self.runs:
             self.counts[kind] += count
         self.first, self.last = self.runs[0][0], self.runs[-1][0]
-        # of each kind the least of all ranks [i, k]
+        self._least()
+
+    def _least(self) -> None:
+        """Of each kind the least of all ranks [i, k]."""
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         self.least_forward_s = (self.forward_s + self.gather_s + far).min(axis=1)
         self.least_backward_s = (self.backward_s.min(axis=3) + self.more_s + far).min(axis=1)
@@ -257,9 +260,7 @@ def line_costs(c: Columns, chain: Chain, prices: Array) -> tuple[Array, Array]:
     def by_stage(values: Array) -> Array:
         return np.broadcast_to(values if values.ndim == 3 else values[:, :, None], (*values.shape[:2], v))
 
-    forwards, backwards, more = (
-        by_stage(x)[..., None, None] for x in (chain.forwards, chain.backwards, chain.more)
-    )
+    forwards, backwards, more = (by_stage(x)[..., None, None] for x in (chain.forwards, chain.backwards, chain.more))
     price = prices[:, :, None, :, None]
     fixed = forwards * c.forward_s[:, :, None, None] + more * c.more_s[:, :, None, None]
     fixed = fixed + chain.gathers * c.gather_s[:, :, None, None] + chain.once * c.once_s[:, :, None, None]

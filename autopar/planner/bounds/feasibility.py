@@ -119,7 +119,14 @@ def _chains(c: Columns, num_left: Array) -> tuple[Chain, Chain, Chain]:
     """The three chains; ``num_left``: forwards that are left when a rank's first backward begins [i, r, v]."""
     m = np.broadcast_to(c.m[:, None], c.active.shape)
     every = m[:, :, None] + np.zeros(num_left.shape)
-    third = Chain(forwards=num_left, backwards=every, more=np.minimum(num_left + 1.0, every), gathers=0.0, once=0.0, base=float(c.v == 1))
+    third = Chain(
+        forwards=num_left,
+        backwards=every,
+        more=np.minimum(num_left + 1.0, every),
+        gathers=0.0,
+        once=0.0,
+        base=float(c.v == 1),
+    )
     return (
         Chain(forwards=m, backwards=m, more=m, gathers=1.0, once=1.0),
         Chain(forwards=m, backwards=m, more=m, gathers=1.0, once=0.0),

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
-from autopar.cost.step.step_model import Beside
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.step.stage_time import own_times
+from autopar.cost.step.step_model import Beside
 from autopar.plan import Recompute
 from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor
@@ -117,7 +117,9 @@ class BlockFloors:
         return BlockFloor(
             forward_s=forward_s,
             modes=tuple(
-                ModeFloor(backward_s=added.least_s(work_s + again_s) - forward_s, kept_bytes=kept, passing_bytes=passing)
+                ModeFloor(
+                    backward_s=added.least_s(work_s + again_s) - forward_s, kept_bytes=kept, passing_bytes=passing
+                )
                 for again_s, kept, passing in modes
             ),
             once_s=self.model.of(step).block_once_s(part),
@@ -251,11 +253,16 @@ class BlockFloors:
         found, first_s = [], float("inf")
         matters = self.model.of(step).data.sends_always
         for k, cost in enumerate(costs):
-            beside = self.neighbours[k] if matters else set()
             ends = k in (0, len(costs) - 1)  # which count parameters that others do not
-            same = (layout.keys[k], ends and k, self.blocks.modes[k], self.is_moved[k], frozenset(beside))
+            same = (
+                layout.keys[k],
+                ends and k,
+                self.blocks.modes[k],
+                self.is_moved[k],
+                frozenset(self.neighbours[k]) if matters else (),
+            )
             if same not in known:
-                pairs = [tuple(None if i < 0 else costs[i] for i in pair) for pair in sorted(beside)]
+                pairs = self.beside(costs, k) if matters else []
                 gather_s = self.model.of(step).block_gather_s(cost)
                 hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
                 first_s = min(first_s, hidden_s)
@@ -301,6 +308,10 @@ class BlockFloors:
             for floor, cost, own_s, modes in zip(floors, costs, down_s, self.blocks.modes, strict=True)
         ]
 
+    def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
+        """The blocks before and after those that block ``k`` of the compact graph stands for."""
+        return [(None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in sorted(self.neighbours[k])]
+
     # --- costs
 
     def costs(self, layout: PricedLayout, *, is_least: bool = True) -> list[BlockCost]:
@@ -315,11 +326,15 @@ class BlockFloors:
             for k, cost in enumerate(layout.costs):
                 if self.is_moved[k] or (self.moves and is_least):
                     cost = replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0)
-                if k and any(p.shared for p in cost.parameters):
-                    cost = replace(cost, parameters=tuple(p for p in cost.parameters if not p.shared))
-                found.append(cost)
+                found.append(without_shared(cost) if k else cost)
             self._costs[key] = found
         return self._costs[key]
+
+
+def without_shared(cost: BlockCost) -> BlockCost:
+    """A block without parameters that others read too: a rank that holds several of those has them once."""
+    own = tuple(p for p in cost.parameters if not p.shared)
+    return cost if len(own) == len(cost.parameters) else replace(cost, parameters=own)
 
 
 def _moving_floor(floor: BlockFloor, cost: BlockCost, share: float, down_s: float, *, is_free: bool) -> BlockFloor:

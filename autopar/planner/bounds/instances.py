@@ -111,6 +111,20 @@ class InstanceMaker:
             return math.inf
         return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
 
+    # --- what stage cuts read of the same blocks
+
+    @property
+    def floors(self) -> BlockFloors:
+        """Of blocks on the slowest device, none of which keeps anything on the host but where pins say so."""
+        key: tuple[Places, bool] = (None, False)
+        if key not in self._floors:
+            self._floors[key] = BlockFloors(self._blocks[False], self._model(None), self._is_moved, moves=False)
+        return self._floors[key]
+
+    def blocks_of(self, candidate: Candidate) -> EqualBlocks:
+        """Which blocks of a candidate may form stages."""
+        return self._blocks[candidate.moves]
+
     # --- devices
 
     def is_mixed(self, candidate: Candidate) -> bool:
@@ -149,9 +163,7 @@ class InstanceMaker:
     def _instance(self, candidate: Candidate, tables: dict[Places, FloorTable]) -> PipelineInstance:
         kinds = {places: i for i, places in enumerate(tables)}
         pp, v = candidate.mesh.pp, candidate.virtual_stages
-        action_s = tuple(
-            self._model(own).device.overheads.of_actions(v)[0] if pp > 1 else 0.0 for own in tables
-        )
+        action_s = tuple(self._model(own).device.overheads.of_actions(v)[0] if pp > 1 else 0.0 for own in tables)
         return PipelineInstance(
             schedule=candidate.schedule,
             virtual_stages=v,

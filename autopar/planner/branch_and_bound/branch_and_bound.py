@@ -26,7 +26,7 @@ from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Question, Rounds, Sampling
-from autopar.planner.evaluate.evaluator import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.outcome import Limits, Outcome, Progress
@@ -262,7 +262,9 @@ class BranchAndBound:
     def _certify(self) -> None:
         """Raise the least bounds of what may still be faster than the incumbent."""
         if math.isfinite(self.ledger.incumbent_s):
-            close_gap(self.pool, self.bounds, self.ledger.incumbent_s, self.frontier.given | {*self.order}, self._closest_s)
+            close_gap(
+                self.pool, self.bounds, self.ledger.incumbent_s, self.frontier.given | {*self.order}, self._closest_s
+            )
 
     def _closest_s(
         self, index: int, goal_s: float, known: Sequence[ChainProof]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.outcome import peak_bytes
 from autopar.planner.space.candidates import Candidate

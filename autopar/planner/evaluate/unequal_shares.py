@@ -15,13 +15,16 @@ from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.step.unequal_shares import predict_shares, shared_memory, shared_step_s
 from autopar.plan import RECOMPUTES, Memory, Recompute
 from autopar.planner.context import SearchContext
-from autopar.planner.evaluate.evaluator import ROUNDING, SLOW, Evaluation, Misfit, needs_text
+from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
+from autopar.planner.evaluate.evaluator import needs_text
+from autopar.planner.evaluate.layout_plans import ROUNDING
 from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import none_if_moved
-from autopar.planner.stages.fit_cut import Cuts
-from autopar.planner.stages.fitting import MAX_CUTS
+from autopar.planner.stages.block_options import BlockOptions
+from autopar.planner.stages.fit import MAX_CUTS, MORE
 from autopar.planner.stages.per_device import Placed
+from autopar.planner.stages.stage_cut import cut, stage_masks
 
 Modes = tuple[Recompute, ...]
 
@@ -41,11 +44,11 @@ class SharesEvaluator:
     Args:
         context: of the search.
         placed: prices on the devices of node groups.
-        cuts: of blocks into stages.
+        options: prices of blocks.
     """
 
-    def __init__(self, context: SearchContext, placed: Placed, cuts: Cuts) -> None:
-        self.context, self.placed, self.cuts = context, placed, cuts
+    def __init__(self, context: SearchContext, placed: Placed, options: BlockOptions) -> None:
+        self.context, self.placed, self.options = context, placed, options
         self.layouts, self.model = context.layouts, context.model
         self._alone: dict[tuple[int, ...], tuple[CostModel, ...]] = {}
         self._shared: dict[Candidate, _Shared] = {}
@@ -75,7 +78,7 @@ class SharesEvaluator:
     def _fastest_s(self, candidate: Candidate) -> float:
         if candidate not in self._fastest:
             parts = self._parts(candidate)
-            made = self._stages(parts, self.cuts.fastest_modes())
+            made = self._stages(parts, self.options.fastest_modes())
             time_s = shared_step_s(parts.models, made, parts.steps)
             self._fastest[candidate] = time_s * (1 - ROUNDING)
         return self._fastest[candidate]
@@ -132,32 +135,34 @@ class SharesEvaluator:
 
         The first alone where it fits: it is the quickest.
         """
-        fastest = self.cuts.fastest_modes()
+        fastest = self.options.fastest_modes()
         if self._all_fit(parts, shared_memory(parts.models, self._stages(parts, fastest), parts.steps)):
             return [fastest]
         own = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
         most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*own, strict=True))
         leanest = tuple(
-            self.context.recompute.get(i, max(self.cuts.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
+            self.context.recompute.get(i, max(self.options.space_modes, key=RECOMPUTES.index)) for i in range(len(most))
         )
         return [*dict.fromkeys((*own, most, leanest))]
 
     def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
         """What one group has to recompute; what it can where that is not enough."""
-        blocks = self.cuts.blocks(option, step, model)
-        cutter, device = self.cuts.cutter(blocks), model.device
+        options, device = self.options.of_rank(option, step, model, moves=False), model.device
         most = self._limit(model)
         limit = (most - device.reserved_bytes) / (1 + device.fragmentation)
-        modes = tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in blocks)
+        blocks = len(options.blocks)
         for _ in range(MAX_CUTS):
-            cut = cutter.cut(1, in_flight=[1], limit_bytes=[limit], num_micro_batches=step.num_micro_batches)
-            if cut is None:
-                return modes
-            spare = most - model.memory(self.cuts.stages((len(blocks),), cut.modes, option, 1), step)[0].total
+            found = cut(
+                [options], in_flight=[1], limit_bytes=[limit], num_micro_batches=step.num_micro_batches,
+                allowed=stage_masks(blocks, 1, None, {}),
+            )  # fmt: skip
+            if found is None:
+                break
+            spare = most - model.memory(self.options.stages((blocks,), found.modes, option, 1), step)[0].total
             if spare >= 0:
-                return tuple(map(none_if_moved, cut.modes))
-            limit += 1.01 * spare
-        return modes
+                return tuple(map(none_if_moved, found.modes))
+            limit += MORE * spare
+        return tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
 
     def _in_buckets(self, parts: _Shared, made: Sequence[StageCost]) -> bool:
         return parts.models[0].sums_in_buckets(made[:1], parts.steps[0])
@@ -190,4 +195,4 @@ class SharesEvaluator:
 
     def _stages(self, parts: _Shared, modes: Modes) -> tuple[StageCost, ...]:
         """All blocks, as each group runs them."""
-        return tuple(self.cuts.stages((len(modes),), modes, option, 1)[0] for option in parts.options)
+        return tuple(self.options.stages((len(modes),), modes, option, 1)[0] for option in parts.options)

@@ -12,7 +12,7 @@ from autopar.cost.operators.measured import Measured, Source, measurement_note
 from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.model_stats import readable

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.graph.ir import Graph, Op
 from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
-from autopar.planner.evaluate.evaluator import Evaluation
+from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.explain.layout_writer import block_layouts, mixtures, operators_without_rule, repeated
 from autopar.planner.explain.notes import (

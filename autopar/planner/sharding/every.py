@@ -19,7 +19,8 @@ from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
 from autopar.planner.sharding.block_table import BlockProblem
 from autopar.planner.sharding.elimination import marginalise
 from autopar.planner.sharding.tables import Weights
-from autopar.planner.stages.stage_cut import Cut, CutBlock
+from autopar.planner.stages.activation_modes import CutBlock
+from autopar.planner.stages.stage_cut import Cut
 
 MAX_ENTRIES = 64
 """Combinations of a block's strategies, types at rest and types at its boundary that are looked through, for each typing wanted."""

@@ -1,4 +1,4 @@
-"""How a block may recompute: its options, which of them are worth trying, and of equal blocks how many take each."""
+"""How a block may run: the activation modes of one block with their seconds and bytes, and which of them are worth trying."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autopar.plan import Recompute
 
 MOVED: Literal["moved"] = "moved"
 """Recomputes nothing, and keeps on the host what backward needs."""
 
 Way = Recompute | Literal["moved"]
-
-MAX_TRADE = 8
-"""Blocks at most that :class:`Ways` trades for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,72 +35,21 @@ class BlockOption:
     up_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """In which ways equal blocks of a stage may recompute, as counts of each option.
-
-    Where ``first`` blocks of the first of three options and ``last`` ones of the last may all take the second one instead, and
-    then neither take more time nor keep more bytes, no stage needs as many as both: those counts are left out. Likewise those
-    of ``middle`` blocks and more of the second one, which may take the first and the last instead.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutBlock:
+    """A block as the cut sees it: equal ``key`` means equal in everything else.
 
     Attributes:
-        options: how many a block has.
-        first, last, middle: see above; 0: there are no such numbers.
-        anyway: the second option needs the most in passing: nothing is left out where no block takes it.
+        static_bytes: parameters, gradients and optimizer states.
+        once_s: the least that it adds to a step once.
+        more_s: what counts beside its time where stages are balanced.
     """
 
-    options: int
-    first: int = 0
-    last: int = 0
-    middle: int = 0
-    anyway: bool = False
-
-    def counts(self, blocks: int) -> NDArray[np.int64]:
-        """All counts worth trying [ways, options], of so many blocks."""
-        if self.options == 1:
-            return np.array([[blocks]], dtype=np.int64)
-        if self.options == 2:
-            second = np.arange(blocks + 1)
-            return np.stack([blocks - second, second], axis=1)
-        second, third = (
-            n.reshape(-1) for n in np.meshgrid(np.arange(blocks + 1), np.arange(blocks + 1), indexing="ij")
-        )
-        first = blocks - second - third
-        needed = first >= 0
-        if self.first:
-            needed &= (first < self.first) | (third < self.last) | (self.anyway & (second == 0))
-        if self.middle:  # something of the third option is there, which needs the most in passing
-            needed &= (second < self.middle) | (third == 0)
-        return np.stack([first, second, third], axis=1)[needed]
-
-
-def ways_of(options: Sequence[BlockOption]) -> Ways:
-    """The ways of blocks with these options, by the trade of :class:`Ways` with the fewest blocks.
-
-    Its numbers are rounded up to powers of two, which leaves out fewer counts, so that most prices have the same ways.
-    """
-    if len(options) != 3 or any(option.down_s for option in options):  # copies do not add up
-        return Ways(len(options))
-    one, two, three = options
-    for both in range(2, MAX_TRADE + 1):
-        for last in range(1, both):
-            first = both - last
-            quicker = first * (two.time_s - one.time_s) <= last * (three.time_s - two.time_s)
-            if quicker and first * (one.held_bytes - two.held_bytes) >= last * (two.held_bytes - three.held_bytes):
-                anyway = two.transient_bytes > max(one.transient_bytes, three.transient_bytes)
-                return Ways(3, _rounded(first), _rounded(last), anyway=anyway)
-    for both in range(2, MAX_TRADE + 1) if one.transient_bytes <= three.transient_bytes else ():
-        for last in range(1, both):
-            first = both - last
-            quicker = first * (two.time_s - one.time_s) >= last * (three.time_s - two.time_s)
-            if quicker and first * (one.held_bytes - two.held_bytes) <= last * (two.held_bytes - three.held_bytes):
-                return Ways(3, middle=_rounded(both))
-    return Ways(3)
-
-
-def _rounded(count: int) -> int:
-    """Up to a power of two."""
-    return 1 << (count - 1).bit_length()
+    key: int
+    options: tuple[BlockOption, ...]
+    static_bytes: float
+    once_s: float = 0.0
+    more_s: float = 0.0
 
 
 def useful(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
@@ -122,16 +65,6 @@ def useful(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
     return tuple(o for k, o in enumerate(options) if not any(beats(i, k) for i in range(len(options)) if i != k))
 
 
-def lighter(options: Sequence[BlockOption], now: Way) -> int:
-    """The option that a block takes next as it recomputes less, along those that free the most for their seconds; -1: none."""
-    way = along(options)
-    place = next((k for k, i in enumerate(way) if options[i].mode == now), 0)
-    own = next((i for i, o in enumerate(options) if o.mode == now), 0)
-    if way[place] != own:  # beside the way: to where nothing is recomputed
-        return 0
-    return way[place - 1] if place else -1
-
-
 def with_moved(modes: Sequence[Way]) -> tuple[Way, ...]:
     """The modes of a block that may keep on the host what it needs; which it does not where it recomputes selectively."""
     some = [mode for mode in modes if mode != "selective"]
@@ -143,17 +76,23 @@ def none_if_moved(way: Way) -> Recompute:
     return "none" if way == MOVED else way
 
 
-def along(options: Sequence[BlockOption]) -> list[int]:
-    """Positions of options from the first to the one that keeps least, each step freeing more for a second than the next."""
-    found = [0]
+def lower_hull(options: Sequence[BlockOption]) -> list[int]:
+    """Positions of options on the lower hull of seconds against held bytes, from the quickest to the one that holds least.
+
+    Each step from one to the next frees more bytes for a second than the step after it.
+    """
+    if not options:
+        return []
+    found = [min(range(len(options)), key=lambda i: (options[i].time_s, options[i].held_bytes, i))]
     while True:
         here = options[found[-1]]
-        less = [i for i in range(found[-1] + 1, len(options)) if options[i].held_bytes < here.held_bytes]
+        less = [i for i, option in enumerate(options) if option.held_bytes < here.held_bytes]
         if not less:
             return found
-        found.append(max(less, key=lambda i: (gain(here, options[i]), -i)))
+        found.append(max(less, key=lambda i: (_gain(here, options[i]), -options[i].held_bytes)))
 
 
-def gain(before: BlockOption, after: BlockOption) -> float:
-    """Bytes that recompute frees for each second it takes."""
-    return (before.held_bytes - after.held_bytes) / max(after.time_s - before.time_s, 1e-12)
+def _gain(before: BlockOption, after: BlockOption) -> float:
+    """Bytes that are freed for each second more."""
+    more_s = after.time_s - before.time_s
+    return (before.held_bytes - after.held_bytes) / more_s if more_s > 0 else float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -31,7 +31,10 @@ def floors(draw: st.DrawFn) -> BlockFloor:
     for _ in range(draw(st.integers(1, 3))):
         passing = draw(NUMBERS)
         modes.append(ModeFloor(backward_s=backward_s, kept_bytes=kept, passing_bytes=passing))
-        kept, backward_s = max(kept - draw(st.sampled_from([1.0, 2.0])), 0.0), backward_s + draw(st.sampled_from([0.25, 1.0]))
+        kept, backward_s = (
+            max(kept - draw(st.sampled_from([1.0, 2.0])), 0.0),
+            backward_s + draw(st.sampled_from([0.25, 1.0])),
+        )
     return BlockFloor(
         forward_s=draw(st.sampled_from([0.5, 1.0, 1.5])), modes=tuple(modes), gather_s=draw(NUMBERS) / 4,
         once_s=draw(NUMBERS), static_bytes=draw(NUMBERS), more_s=draw(st.sampled_from([0.0, 0.0, 0.25])),
@@ -48,7 +51,9 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
     devices = draw(st.integers(1, 2)) if pp > 1 else 1
     blocks = [draw(floors()) for _ in range(4)]
     slower = [
-        replace(own, forward_s=1.5 * own.forward_s, modes=tuple(replace(x, backward_s=2 * x.backward_s) for x in own.modes))
+        replace(
+            own, forward_s=1.5 * own.forward_s, modes=tuple(replace(x, backward_s=2 * x.backward_s) for x in own.modes)
+        )
         for own in blocks
     ]
     device_of_rank = tuple(draw(st.integers(0, devices - 1)) for _ in range(pp))
@@ -154,7 +159,7 @@ def test_proofs_verify_and_spoilt_ones_do_not(instance: PipelineInstance) -> Non
 def _is_chain_anyway(instance: PipelineInstance, chains: Sequence[tuple[int, ...]]) -> bool:
     """Whether each action still waits for the next one, by the schedule itself."""
     a = compiled(instance.schedule, instance.pp, instance.virtual_stages, instance.num_micro_batches)
-    return all(j in (a.before[i], a.need[i]) for chain in chains for i, j in zip(chain, chain[1:], strict=False))
+    return all(j in (a.before[i], a.need[i]) for chain in chains for i, j in pairwise(chain))
 
 
 def test_a_proof_of_one_instance_is_no_proof_of_a_quicker_one() -> None:

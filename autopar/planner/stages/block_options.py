@@ -1,0 +1,153 @@
+"""The blocks of a layout as stages are cut by them: in each activation mode the seconds that they take and the bytes that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cost.model import BlockCost, CostModel, StageCost, Step
+from autopar.cost.step.step_model import Beside
+from autopar.plan import RECOMPUTES, Recompute
+from autopar.planner.bounds.floors import BlockFloors, without_shared
+from autopar.planner.layouts.types import PricedLayout
+from autopar.planner.space.candidates import Candidate
+from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
+from autopar.planner.stages.stage_cut import CutBlocks, StageKinds
+
+
+class BlockOptions:
+    """The blocks of one model; remembers what candidates share.
+
+    Args:
+        floors: of the model, whose compact graph and modes of recompute they are for.
+        space_modes: modes of recompute that the space allows.
+        recompute: pinned modes by block of the original graph.
+        moved: blocks of it whose activations live on the host.
+    """
+
+    def __init__(
+        self,
+        floors: BlockFloors,
+        *,
+        space_modes: tuple[Recompute, ...],
+        recompute: Mapping[int, Recompute],
+        moved: frozenset[int],
+    ) -> None:
+        self.floors, self.class_of, self.model = floors, floors.blocks.class_of, floors.model
+        self.space_modes, self.recompute, self.moved = space_modes, recompute, moved
+        self._on_hosts: dict[BlockCost, BlockCost] = {}
+        self._kinds: dict[tuple[int, ...], StageKinds] = {}
+        self._made: dict[tuple[object, ...], CutBlocks] = {}
+
+    def of_rank(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> CutBlocks:
+        """The blocks as the devices of ``model`` run them; blocks pinned to a mode have one.
+
+        Args:
+            layout: with the prices of these devices.
+            step: how they run.
+            moves: blocks may keep on the host what they need, and none recomputes selectively where it is not pinned.
+        """
+        axes = step.mesh, step.zero_stage, step.num_micro_batches, step.offload
+        key = layout, model, axes, moves
+        if key not in self._made:  # asked again for other schedules
+            blocks = self._blocks(layout, step, model, moves=moves)
+            keys = tuple(block.key for block in blocks)
+            if keys not in self._kinds:
+                self._kinds[keys] = StageKinds(keys)
+            self._made[key] = CutBlocks(blocks, self._kinds[keys])
+        return self._made[key]
+
+    def _blocks(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> list[CutBlock]:
+        made: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
+        blocks, beside = [], self._beside(layout) if model.of(step).data.sends_always else {}
+        for index, (k, cost) in enumerate(zip(self.class_of, self.costs(layout), strict=True)):
+            pinned = self.recompute.get(index)
+            key = (layout.keys[k], pinned, cost.offloads)
+            if key not in made:
+                modes: tuple[Way, ...] = (pinned,) if pinned else self.space_modes
+                if moves and not cost.offloads:
+                    modes = with_moved(modes) if not pinned or pinned == "none" else modes
+                made[key] = self._block(len(made), cost, modes, step, model, beside.get(layout.keys[k], ()))
+            blocks.append(made[key])
+        return blocks
+
+    def _beside(self, layout: PricedLayout) -> dict[int, list[Beside]]:
+        """The blocks that stand beside those of each key: what times say of them is never too much."""
+        costs, found = self.floors.costs(layout), dict[int, list[Beside]]()
+        for k in range(len(costs)):
+            found.setdefault(layout.keys[k], []).extend(self.floors.beside(costs, k))
+        return found
+
+    def costs(self, layout: PricedLayout) -> list[BlockCost]:
+        """Of each block of the original graph."""
+        costs = [layout.costs[k] for k in self.class_of]
+        for index in self.moved:
+            costs[index] = self._on_host(costs[index])
+        return costs
+
+    def _on_host(self, cost: BlockCost) -> BlockCost:
+        """The block with what it keeps on the host; the same object for equal blocks, by which stages are known again."""
+        if cost not in self._on_hosts:
+            self._on_hosts[cost] = replace(cost, offloads=True)
+        return self._on_hosts[cost]
+
+    def _block(
+        self, key: int, cost: BlockCost, modes: tuple[Way, ...], step: Step, model: CostModel, beside: Sequence[Beside]
+    ) -> CutBlock:
+        options = []
+        private = without_shared(cost)
+        adding_s = model.of(step).block_adding_s(private)
+        for mode in modes:
+            again, own = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
+            time = model.of(step).block_time_s(cost, recompute=again, beside=beside)
+            down_s = up_s = 0.0
+            if size := own.moved_bytes(again) if mode == MOVED else 0:
+                down_s = model.host.latency_s + size / model.host.to_host_bytes_per_s
+                up_s = model.host.latency_s + size / model.host.to_device_bytes_per_s
+            options.append(
+                BlockOption(
+                    mode=mode,
+                    time_s=time.forward_s + time.backward_s + adding_s,
+                    held_bytes=own.kept_bytes(again),
+                    transient_bytes=own.passing_bytes(again) + size,
+                    forward_s=time.forward_s,
+                    down_s=down_s,
+                    up_s=up_s,
+                )
+            )
+        once_s = model.of(step).block_once_s(private)
+        return CutBlock(
+            key=key,
+            options=useful(options),
+            static_bytes=model.of(step).block_static_bytes(cost),
+            once_s=once_s,
+            more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
+        )
+
+    def stages(
+        self, stops: Sequence[int], modes: Sequence[Way], layout: PricedLayout, pp: int
+    ) -> tuple[StageCost, ...]:
+        """Stages that end at these blocks, as the devices of their ranks run them."""
+        costs = [self.costs(own) for own in layout.ranks or (layout,)]
+        if MOVED in modes:
+            costs = [
+                [self._on_host(cost) if mode == MOVED else cost for cost, mode in zip(own, modes, strict=True)]
+                for own in costs
+            ]
+        again = [none_if_moved(mode) for mode in modes]
+        return tuple(
+            StageCost(blocks=tuple(costs[s % pp % len(costs)][start:stop]), recompute=tuple(again[start:stop]))
+            for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False))
+        )
+
+    def fastest_modes(self) -> tuple[Recompute, ...]:
+        """Of each block the one that takes the least time."""
+        free = min(self.space_modes, key=RECOMPUTES.index)
+        return tuple(self.recompute.get(index, free) for index in range(len(self.class_of)))
+
+    def least_bytes(self, candidate: Candidate, layout: PricedLayout, step: Step) -> float:
+        """Tensors of the fullest rank at least: the average rank, or a single block."""
+        blocks = self.of_rank(layout, step, self.model, moves=candidate.moves).blocks
+        own = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
+        alone = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
+        return max(sum(own) / candidate.mesh.pp, *alone)

@@ -1,0 +1,272 @@
+"""What the blocks of a stage recompute so that the stage fits in memory, in the least time.
+
+A stage of n blocks that each run in one of a few activation modes is a multiple-choice knapsack (Sinha and Zoltners 1979): seconds
+are minimised while bytes held for each micro-batch stay within what memory leaves. Equal blocks are counted. For each kind of block
+the modes on the lower hull of seconds against bytes are steps of ever fewer bytes freed for a second; the steps of all kinds are
+taken in that order until enough is freed. Between the optimum of the fractional problem and what is found lies at most one step:
+the last step is chosen among all that free enough, and what is then freed too much is taken back where it saves most.
+
+What a stage needs in passing is the most that any of its modes needs, beside what it holds: for each such number of bytes the
+problem is solved with the modes that need no more. The work grows with kinds of blocks squared, not with products of counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock, Way, lower_hull
+
+Array = NDArray[np.float64]
+
+ROUNDING = 1e-9
+"""Part of a step's bytes up to which rounding may make them seem too few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Levels:
+    """The problem for each number of bytes in passing [levels], with its steps in order [steps, levels].
+
+    Attributes:
+        passing_bytes: what modes may need.
+        first: the mode that a block of each kind has before any step [levels, kinds]; -1: no mode of this kind is allowed.
+        kind, before, after: whose blocks take a step, and from which mode to which.
+        previous: the step that brings a block to the mode before this one; -1: it is the first mode. Of a place without a step -2.
+        following: the step that takes a block on from the mode after this one; -1: there is none.
+        time_s, freed_bytes: of one block.
+    """
+
+    passing_bytes: Array
+    first: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    before: NDArray[np.int64]
+    after: NDArray[np.int64]
+    previous: NDArray[np.int64]
+    following: NDArray[np.int64]
+    time_s: Array
+    freed_bytes: Array
+
+
+class Recomputes:
+    """The least recompute of stages that are made of blocks of these kinds.
+
+    Args:
+        kinds: one block of each kind.
+    """
+
+    def __init__(self, kinds: Sequence[CutBlock]) -> None:
+        self.kinds = tuple(kinds)
+        self.static_bytes = np.array([block.static_bytes for block in kinds])
+        self._may_move = any(option.mode == MOVED for block in kinds for option in block.options)
+        plain = [[o for o in block.options if o.mode != MOVED] for block in kinds]
+        self._plain = [own or list(block.options) for own, block in zip(plain, kinds, strict=True)]
+        self._levels = _levels(self._plain)
+        level = self._levels
+        chosen = [[self._plain[k][max(i, 0)] for k, i in enumerate(row)] for row in level.first.tolist()]
+        self._time_s = np.array([[o.time_s + b.more_s for o, b in zip(row, kinds, strict=True)] for row in chosen])
+        self._held_bytes = np.array([[o.held_bytes for o in row] for row in chosen])
+        self._forward_s = np.array([[o.forward_s for o in row] for row in chosen])
+
+    def times_s(self, counts: NDArray[np.int64], in_flight: Sequence[int], limit_bytes: Sequence[float]) -> Array:
+        """The least seconds of a micro-batch on stages [limits, stages]; infinite where a stage does not fit.
+
+        Args:
+            counts: blocks of each kind on each stage [stages, kinds].
+            in_flight, limit_bytes: micro-batches that a stage holds, and bytes that it may fill: of each limit.
+        """
+        held, limit = np.array(in_flight, dtype=float), np.array(limit_bytes, dtype=float)
+        best = np.full((len(held), len(counts)), np.inf)
+        for moved in self._moved(counts):
+            time_s = self._solved(counts, moved, held, limit)[0]
+            np.minimum(best, time_s.min(axis=0), out=best)
+        return best
+
+    def modes(self, counts: NDArray[np.int64], in_flight: int, limit_bytes: float) -> list[dict[Way, int]]:
+        """Of each kind how many blocks of one stage that fits take which mode, as :meth:`times_s` counts them."""
+        limit = np.array([in_flight], dtype=float), np.array([limit_bytes], dtype=float)
+        solved = [(moved, *self._solved(counts[None], moved, *limit)) for moved in self._moved(counts[None])]
+        moved, time_s, taken = min(solved, key=lambda own: float(own[1].min()))
+        level = int(time_s[:, 0, 0].argmin())
+        return self._named(counts, moved[0], level, taken[:, level, 0, 0])
+
+    def _named(
+        self, counts: NDArray[np.int64], moved: NDArray[np.int64], level: int, taken: Array
+    ) -> list[dict[Way, int]]:
+        found = []
+        for k, own in enumerate(self._plain):
+            modes = {o.mode: 0 for o in own}
+            modes[own[int(self._levels.first[level, k])].mode] = int(counts[k] - moved[k])
+            found.append(modes | ({MOVED: int(moved[k])} if moved[k] else {}))
+        for c, count in enumerate(taken.astype(int).tolist()):
+            if self._levels.previous[c, level] > -2:
+                k = int(self._levels.kind[c, level])
+                found[k][self._plain[k][int(self._levels.before[c, level])].mode] -= count
+                found[k][self._plain[k][int(self._levels.after[c, level])].mode] += count
+        return found
+
+    def _moved(self, counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """How many blocks of each kind keep on the host what they need: the same part of all that may."""
+        none = np.zeros_like(counts)
+        if not self._may_move:
+            return [none]
+        may = np.array([any(o.mode == MOVED for o in block.options) for block in self.kinds])
+        must = np.array([all(o.mode == MOVED for o in block.options) for block in self.kinds])
+        own = np.where(may, counts, 0)
+        most = int(own.max(initial=0))
+        fixed = np.where(must, counts, 0)
+        return [np.maximum(own * part // max(most, 1), fixed) for part in range(most + 1)]
+
+    def _solved(
+        self, counts: NDArray[np.int64], moved: NDArray[np.int64], in_flight: Array, limit_bytes: Array
+    ) -> tuple[Array, Array]:
+        """Seconds [levels, limits, stages] and how often each step is taken [steps, levels, limits, stages]."""
+        level, plain = self._levels, counts - moved
+        static = counts @ self.static_bytes
+        move = self._moves(moved)
+        passing = np.maximum(level.passing_bytes[:, None], move.passing_bytes[None])
+        room = (limit_bytes[None, :, None] - static - passing[:, None]) / in_flight[None, :, None]
+        time_s = (plain @ self._time_s.T).T + move.time_s
+        need = (plain @ self._held_bytes.T).T[:, None] + move.held_bytes - room
+        allowed = ((plain > 0) @ (level.first < 0).T == 0).T
+        found_s, taken = _covered(level, plain, need)
+        found_s = found_s + time_s[:, None]
+        if self._may_move:
+            forward_s = (plain @ self._forward_s.T).T + move.forward_s
+            waits = np.maximum(move.down_s - forward_s, 0.0)[:, None]
+            waits = waits + np.maximum(move.up_s - (found_s - forward_s[:, None]), 0.0) + move.last_up_s
+            found_s = found_s + waits
+        return np.where(allowed[:, None], found_s, np.inf), taken
+
+    def _moves(self, moved: NDArray[np.int64]) -> _Moves:
+        none = BlockOption(mode=MOVED, time_s=0.0, held_bytes=0.0, transient_bytes=0.0)
+        own = [next((o for o in block.options if o.mode == MOVED), none) for block in self.kinds]
+        more_s = [block.more_s for block in self.kinds]
+        ups = [o.up_s for o in own if o.up_s]
+        return _Moves(
+            time_s=moved @ np.array([o.time_s + m for o, m in zip(own, more_s, strict=True)]),
+            forward_s=moved @ np.array([o.forward_s for o in own]),
+            held_bytes=moved @ np.array([o.held_bytes for o in own]),
+            passing_bytes=((moved > 0) * np.array([o.transient_bytes for o in own])).max(axis=1),
+            down_s=moved @ np.array([o.down_s for o in own]),
+            up_s=moved @ np.array([o.up_s for o in own]),
+            last_up_s=(moved.sum(axis=1) > 0) * min(ups, default=0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moves:
+    """Of the blocks of stages that keep on the host what they need, together [stages]."""
+
+    time_s: Array
+    forward_s: Array
+    held_bytes: Array
+    passing_bytes: Array
+    down_s: Array
+    up_s: Array
+    last_up_s: Array
+
+
+def _levels(kinds: Sequence[Sequence[BlockOption]]) -> _Levels:
+    sizes = sorted({o.transient_bytes for own in kinds for o in own})
+    rows: list[list[tuple[float, int, int, int, float, float]]] = []
+    first = np.full((len(sizes), len(kinds)), -1)
+    for r, size in enumerate(sizes):
+        row = []
+        for k, own in enumerate(kinds):
+            allowed = [i for i, o in enumerate(own) if o.transient_bytes <= size]
+            hull = lower_hull([own[i] for i in allowed])
+            if hull:
+                first[r, k] = allowed[hull[0]]
+            for a, b in pairwise(hull):
+                one, other = own[allowed[a]], own[allowed[b]]
+                more_s, fewer = other.time_s - one.time_s, one.held_bytes - other.held_bytes
+                row.append((more_s / fewer, k, allowed[a], allowed[b], more_s, fewer))
+        rows.append(sorted(row))
+    most = max(map(len, rows))
+    shape = most, len(sizes)
+    kind, before, after = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    previous, following = np.full(shape, -2), np.full(shape, -1)
+    time_s, freed_bytes = np.zeros(shape), np.ones(shape)
+    for r, row in enumerate(rows):
+        place: dict[tuple[int, int], int] = {}
+        for c, (_, k, a, b, more_s, fewer) in enumerate(row):
+            kind[c, r], before[c, r], after[c, r], time_s[c, r], freed_bytes[c, r] = k, a, b, more_s, fewer
+            previous[c, r] = place.get((k, a), -1)
+            if (k, a) in place:
+                following[place[k, a], r] = c
+            place[k, b] = c
+    return _Levels(
+        passing_bytes=np.array(sizes), first=first, kind=kind, before=before, after=after, previous=previous,
+        following=following, time_s=time_s, freed_bytes=freed_bytes,
+    )  # fmt: skip
+
+
+def _covered(level: _Levels, counts: NDArray[np.int64], need: Array) -> tuple[Array, Array]:
+    """Steps that free at least so many bytes of a micro-batch, and their seconds; infinite where all steps free less.
+
+    Args:
+        need: [levels, limits, stages].
+
+    Returns:
+        Seconds [levels, limits, stages], and how often each step is taken [steps, levels, limits, stages].
+    """
+    tiny = ROUNDING * np.maximum(np.abs(need), 1.0)
+    up, left = _in_order(level, counts, need, np.ceil)
+    best_s, best = _taken_back(level, up, left, tiny)
+    down, left = _in_order(level, counts, need, np.floor)
+    if (left > tiny).any():
+        down, left = _closed(level, counts, down, left, tiny)
+        found_s, found = _taken_back(level, down, left, tiny)
+        best = np.where(found_s < best_s, found, best)
+        best_s = np.minimum(found_s, best_s)
+    return best_s, best
+
+
+def _available(level: _Levels, counts: NDArray[np.int64], taken: Array, c: int) -> Array:
+    """How many blocks may take step ``c``: those that took the one before it [levels, limits, stages]."""
+    before = taken[np.maximum(level.previous[c], 0), np.arange(len(level.first))]
+    first = np.where((level.previous[c] == -1)[:, None], counts.T[level.kind[c]], 0.0)
+    found: Array = np.where((level.previous[c] >= 0)[:, None, None], before, first[:, None])
+    return found
+
+
+def _in_order(
+    level: _Levels, counts: NDArray[np.int64], need: Array, rounded: Callable[[Array], Array]
+) -> tuple[Array, Array]:
+    """Steps in order until enough is freed; and what is left to be freed, which is below zero where it is too much."""
+    taken, left = np.zeros((len(level.kind), *need.shape)), need
+    for c, size in enumerate(level.freed_bytes[:, :, None, None]):
+        count = np.maximum(rounded(left / size), 0.0)
+        taken[c] = np.minimum(count, _available(level, counts, taken, c))
+        left = left - taken[c] * size
+    return taken, left
+
+
+def _closed(level: _Levels, counts: NDArray[np.int64], taken: Array, left: Array, tiny: Array) -> tuple[Array, Array]:
+    """With the quickest single step that frees what is left."""
+    seconds, pick = np.full(left.shape, np.inf), np.full(left.shape, -1)
+    for c, (size, time_s) in enumerate(
+        zip(level.freed_bytes[:, :, None, None], level.time_s[:, :, None, None], strict=True)
+    ):
+        frees = (left > tiny) & (size >= left - tiny) & (time_s < seconds)
+        frees &= _available(level, counts, taken, c) > taken[c]
+        seconds, pick = np.where(frees, time_s, seconds), np.where(frees, c, pick)
+    more = pick == np.arange(len(taken))[:, None, None, None]
+    return taken + more, left - (more * level.freed_bytes[:, :, None, None]).sum(axis=0)
+
+
+def _taken_back(level: _Levels, taken: Array, left: Array, tiny: Array) -> tuple[Array, Array]:
+    """Seconds and counts without the steps that are not needed, first those that take longest for what they free."""
+    rows = np.arange(len(level.first))
+    for c in reversed(range(len(taken))):
+        size = level.freed_bytes[c][:, None, None]
+        onward = np.where((level.following[c] >= 0)[:, None, None], taken[level.following[c], rows], 0.0)
+        back = np.clip(np.floor((tiny - left) / size), 0.0, taken[c] - onward)
+        taken[c] -= back
+        left = left + back * size
+    time_s = (taken * level.time_s[:, :, None, None]).sum(axis=0)
+    return np.where(left > tiny, np.inf, time_s), taken

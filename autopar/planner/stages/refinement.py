@@ -1,0 +1,267 @@
+"""Which blocks of a rank with several stages recompute.
+
+The cut gives each stage an equal share of its rank's memory and counts the most micro-batches that it ever holds. But a rank's
+stages are full at different moments, so the same block frees more on one stage than on another, and some stages never hold much.
+Here a rank's blocks are weighed together against its fullest moments: of all steps to a leaner mode (of
+:func:`autopar.planner.stages.activation_modes.lower_hull`) the one is taken that frees most of what the rank has too much for its
+seconds, until no moment has too much, and steps that turn out not to be needed are taken back: the greedy algorithm of covering
+programs (Dobson 1982).
+
+Of choices that take equally long the quickest are those that recompute on the same turn on all ranks: ranks run their stages of one
+turn side by side, and wait for each other. Which turn is best depends on the fill and the drain of the pipeline: each is tried, and
+the simulation judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.cost.step.memory import kept_bytes
+from autopar.planner.stages.activation_modes import MOVED, Way, lower_hull
+from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops
+from autopar.planner.stages.recompute import Array
+
+BEGUN = 2
+"""Micro-batches for each pipeline rank by which choices are compared where a step has more."""
+
+MAX_CHOICES = 4
+"""Times that ranks choose again because the memory model finds more than they counted."""
+
+TIE = 1 + 1e-9
+"""Ratio of times that are equal but for rounding."""
+
+
+TINY_S = 1e-12
+"""Seconds that a step takes at least, so that what is freed for each second is finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """To a leaner mode, for the equal blocks of a stage.
+
+    Attributes:
+        turn: of the stage on its rank.
+        blocks: their positions.
+        previous: the step of the same rank that brings them to the mode before; -1: they have it from the beginning.
+        mode: that they have then.
+        time_s, freed_bytes: of one block.
+    """
+
+    turn: int
+    blocks: tuple[int, ...]
+    previous: int
+    mode: Way
+    time_s: float
+    freed_bytes: float
+
+
+def refined(problem: CutProblem, found: Fitting) -> Fitting:
+    """The cut with other blocks recomputed where that is quicker and fits; never slower, nor too large where it was not.
+
+    Cuts whose ranks hold one stage, or whose blocks may keep on the host what they need, are left as they are.
+    """
+    if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*found.modes}:
+        return found
+    cover = _fitting_cover(problem, found.stops)
+    if cover is None:
+        return found
+    choices = [own for own in cover.choices() if own != found.modes]
+    every = [found.made, *(problem.stages_of(found.stops, modes) for modes in choices)]
+    count = min(problem.candidate.num_micro_batches, BEGUN * problem.pp)
+    ends_s = problem.model.finishes_s(every, problem.step, count).max(axis=1)
+    for place in np.argsort(ends_s, kind="stable").tolist():
+        if place == 0:
+            break
+        other = problem.fitting(found.stops, choices[place - 1])
+        if problem.fits(other):
+            return other if problem.time_s(other) < problem.time_s(found) else found
+    return found
+
+
+def covered(problem: CutProblem, stops: Stops) -> Fitting | None:
+    """Stages that end at these blocks with as much recompute as each rank needs, whichever turn it is on; None: none fits."""
+    cover = _fitting_cover(problem, stops)
+    return None if cover is None else cover.fitting
+
+
+def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
+    """A cover whose quickest choice fits as the memory model counts it; None where none does.
+
+    What a rank needs in passing depends on what it recomputes: it is taken from one choice for the next one, from none at all on.
+    """
+    steps = [_rank_steps(problem, stops, rank) for rank in range(problem.pp)]
+    other = problem.fitting(stops, problem.quickest_modes(stops))
+    needs = _needs(problem, other)
+    for _ in range(MAX_CHOICES):
+        cover = _Cover(problem, stops, steps, needs, other)
+        if problem.fits(other):
+            return cover
+        taken, time_s = cover.taken([(0, 0)])
+        if not np.isfinite(time_s).all():
+            return None
+        other = problem.fitting(stops, cover.modes(taken[:, 0]))
+        needs = [
+            own if left >= 0 else np.maximum(np.maximum(own, more), own - left)
+            for own, more, left in zip(needs, _needs(problem, other), problem.spare_bytes(other), strict=True)
+        ]
+    return _Cover(problem, stops, steps, needs, other) if problem.fits(other) else None
+
+
+def _needs(problem: CutProblem, found: Fitting) -> list[Array]:
+    """For each rank the bytes that it has too much at each of its fullest moments if all blocks take their quickest modes."""
+    last = problem.num_stages - 1
+    kept = [kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(found.made)]
+    chosen = problem.quickest_modes(found.stops)
+    more = [0.0] * problem.num_stages
+    for s, (rank, start, stop) in enumerate(problem.spans(found.stops)):
+        for i in range(start, stop):
+            options = {option.mode: option for option in problem.block_options[rank].blocks[i].options}
+            more[s] += options[chosen[i]].held_bytes - options[found.modes[i]].held_bytes
+    needs = []
+    for rank, limit in enumerate(problem.tensor_limits):
+        memory = found.memory[rank]
+        others = memory.parameters + memory.gradients + memory.optimizer + memory.transient
+        held = np.array(kept[rank :: problem.pp]) + np.array(more[rank :: problem.pp])
+        needs.append(problem.peaks(rank) @ held + others - limit)
+    return needs
+
+
+def _rank_steps(problem: CutProblem, stops: Stops, rank: int) -> list[_Step]:
+    """Of all blocks of a rank; steps of the same blocks one after the other."""
+    blocks: dict[tuple[int, int], list[int]] = {}
+    own = problem.block_options[rank].blocks
+    for turn, (_, start, stop) in enumerate(problem.spans(stops)[rank :: problem.pp]):
+        for i in range(start, stop):
+            blocks.setdefault((turn, own[i].key), []).append(i)
+    steps: list[_Step] = []
+    for (turn, _), places in blocks.items():
+        options = [option for option in own[places[0]].options if option.mode != MOVED]
+        hull = [options[i] for i in lower_hull(options)]
+        for level, (one, other) in enumerate(pairwise(hull)):
+            steps.append(
+                _Step(
+                    turn=turn,
+                    blocks=tuple(places),
+                    previous=len(steps) - 1 if level else -1,
+                    mode=other.mode,
+                    time_s=other.time_s - one.time_s,
+                    freed_bytes=one.held_bytes - other.held_bytes,
+                )
+            )
+    return steps
+
+
+class _Cover:
+    """Of all ranks: what they have too much at their fullest moments, and the steps that free some of it.
+
+    Attributes:
+        steps: of each rank.
+        fitting: what is chosen, whichever turn is preferred.
+        needs: [ranks, moments]; of fewer moments the rest has nothing too much.
+        freed: by one block [ranks, steps, moments].
+        time_s, sizes, turns, previous: [ranks, steps]; of fewer steps the rest is of no blocks.
+    """
+
+    def __init__(
+        self,
+        problem: CutProblem,
+        stops: Stops,
+        steps: Sequence[Sequence[_Step]],
+        needs: Sequence[Array],
+        fitting: Fitting,
+    ) -> None:
+        self.problem, self.stops, self.steps, self.fitting = problem, stops, steps, fitting
+        shape = len(steps), max(map(len, steps))
+        moments = max(map(len, needs))
+        self.needs = np.full((len(steps), moments), -np.inf)
+        self.freed = np.zeros((*shape, moments))
+        self.time_s, self.sizes = np.ones(shape), np.zeros(shape)
+        self.turns, self.previous = np.full(shape, -1), np.full(shape, -1)
+        for rank, own in enumerate(steps):
+            peaks = problem.peaks(rank)
+            self.needs[rank, : len(needs[rank])] = needs[rank]
+            for i, step in enumerate(own):
+                self.freed[rank, i, : len(peaks)] = peaks[:, step.turn] * step.freed_bytes
+                self.time_s[rank, i], self.sizes[rank, i] = max(step.time_s, TINY_S), len(step.blocks)
+                self.turns[rank, i], self.previous[rank, i] = step.turn, step.previous
+
+    def taken(self, variants: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        """How often steps are taken [ranks, variants, steps], and their seconds [ranks, variants]; infinite where too little is freed.
+
+        Args:
+            variants: turns, and how many steps are taken on them before others.
+        """
+        ranks, steps = self.sizes.shape
+        taken = np.zeros((ranks, len(variants), steps))
+        left = np.repeat(self.needs[:, None], len(variants), axis=1)
+        if not steps:
+            return taken, np.where(left.max(axis=2) > 0, np.inf, 0.0)
+        first = self.turns[:, None] == np.array([turn for turn, _ in variants])[:, None]
+        counts = np.array([count for _, count in variants], dtype=float)
+        rows, columns = np.indices(left.shape[:2])
+        while True:
+            missing = np.maximum(left, 0.0)
+            useful = np.minimum(self.freed[:, None], missing[:, :, None]).sum(axis=3)
+            room = self._limits(taken) - taken
+            gains = np.where((room > 0) & (useful > 0), useful / self.time_s[:, None], 0.0)
+            forced = np.maximum(counts - (taken * first).sum(axis=2), 0.0)
+            own = np.where(first & (forced > 0)[:, :, None], gains, 0.0)
+            gains = np.where((own > 0).any(axis=2, keepdims=True), own, gains)
+            best = gains.argmax(axis=2)
+            may = gains[rows, columns, best] > 0
+            if not may.any():
+                break
+            freed = self.freed[rows, best]
+            whole = np.where((missing > 0) & (freed > 0), missing / np.maximum(freed, 1.0), np.inf).min(axis=2)
+            number = np.clip(np.floor(whole), 1.0, room[rows, columns, best])
+            number = np.where(forced > 0, np.minimum(number, forced), number) * may
+            taken[rows, columns, best] += number
+            left = left - number[:, :, None] * freed
+        for place in np.argsort(-self.time_s, axis=1, kind="stable").T:
+            freed = self.freed[np.arange(ranks), place][:, None]
+            onward = (taken * (self.previous == place[:, None])[:, None]).sum(axis=2)
+            spare = np.where(freed > 0, -left / np.maximum(freed, 1.0), np.inf).min(axis=2)
+            back = np.clip(
+                np.floor(spare),
+                0.0,
+                taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] - onward,
+            )
+            taken[np.arange(ranks)[:, None], np.arange(len(variants)), place[:, None]] -= back
+            left = left + back[:, :, None] * freed
+        time_s = (taken * self.time_s[:, None]).sum(axis=2)
+        return taken, np.where(left.max(axis=2) > 0, np.inf, time_s)
+
+    def choices(self) -> list[Modes]:
+        """Modes of all blocks, one choice for each turn that is preferred: of each rank's quickest choices that with most on the turn."""
+        most = max((len(step.blocks) for own in self.steps for step in own), default=0)
+        turns = range(self.problem.candidate.virtual_stages)
+        variants = [(0, 0), *((turn, count) for turn in turns for count in range(1, most + 1))]
+        taken, time_s = self.taken(variants)
+        is_least = time_s <= time_s.min(axis=1, keepdims=True) * TIE
+        ranks = np.arange(self.problem.pp)
+        chosen = [time_s.argmin(axis=1)]
+        for turn in turns:
+            own = np.array([i for i, (which, count) in enumerate(variants) if which == turn and count], dtype=np.int64)
+            if len(own):
+                last = len(own) - 1 - is_least[:, own][:, ::-1].argmax(axis=1)
+                chosen.append(np.where(is_least[:, own].any(axis=1), own[last], chosen[0]))
+        return [*dict.fromkeys(self.modes(taken[ranks, own]) for own in chosen)]
+
+    def modes(self, taken: Array) -> Modes:
+        """Of all blocks, by how often each rank takes its steps [ranks, steps]; of equal ones of a stage the first recompute the most."""
+        modes = list(self.problem.quickest_modes(self.stops))
+        for own, counts in zip(self.steps, taken.astype(int).tolist(), strict=True):
+            for step, count in zip(own, counts, strict=False):
+                for i in step.blocks[:count]:
+                    modes[i] = step.mode
+        return tuple(modes)
+
+    def _limits(self, taken: Array) -> Array:
+        """How often each step may be taken: by the blocks that took the one before it."""
+        before = np.take_along_axis(taken, np.maximum(self.previous, 0)[:, None], axis=2)
+        found: Array = np.where((self.previous >= 0)[:, None], before, self.sizes[:, None])
+        return found

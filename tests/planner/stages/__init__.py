@@ -1,0 +1,1 @@
+"""Tests of the stage cut, its refinement and the local search."""

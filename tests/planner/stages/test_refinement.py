@@ -1,0 +1,181 @@
+"""Recompute of ranks with several stages, and moves of blocks between stages: never slower, never too large, whatever is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, product
+
+import numpy as np
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.graph.ir import Graph
+from autopar.models import resolve_model
+from autopar.plan import FP32, Recompute
+from autopar.planner.evaluate.evaluation import Evaluation
+from autopar.planner.planner import Planner
+from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import load_space
+from autopar.planner.stages.activation_modes import Way
+from autopar.planner.stages.cut_problem import CutProblem, Fitting, allows, evenly
+from autopar.planner.stages.fit import fitted
+from autopar.planner.stages.local_search import improved
+from autopar.planner.stages.refinement import refined
+from autopar.planner.task import Task
+from tests.mixed_clusters import two_kinds
+from tests.planner.graphs import mlp
+
+PP = 4
+TWO: tuple[Recompute, ...] = ("none", "full")
+THREE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+# memory for some of the recompute of 16 layers; a short step, and a long one whose choices are compared when it has begun
+CASES = [(modes, batch, memory) for modes in (TWO, THREE) for batch in (16, 64) for memory in ("431MB", "433MB")]
+BY_CASE = pytest.mark.parametrize(("modes", "batch", "memory"), CASES, ids=lambda own: str(own).replace("'", ""))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return resolve_model("gpt:layers=16,hidden=64,heads=4,vocab=512", sequence_length=64).trace()
+
+
+def planner(graph: Graph, cluster: Cluster, modes: tuple[Recompute, ...], batch: int, pins: list[str]) -> Planner:
+    return Planner(
+        Task(
+            graph=graph, cluster=cluster, global_batch_size=batch, precision=FP32, optimizer="adamw",
+            pins=Pins.parse(pins), space=replace(load_space("default"), recompute=modes, every=0),
+        )
+    )  # fmt: skip
+
+
+def of_equal_ranks(graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str) -> Planner:
+    pins = [f"pp={PP}", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2"]
+    return planner(graph, Cluster.parse(f"cpu:1x{PP}?memory={memory}"), modes, batch, pins)
+
+
+def of_two_kinds() -> Planner:
+    memory = 400 * 2**20 + 3_000_000
+    cluster = two_kinds(factor=3.0, slow_memory=memory, fast_memory=memory)
+    return planner(mlp(layers=8, batch=2, width=64, hidden=256), cluster, THREE, 16, [])
+
+
+def problems(made: Planner) -> Iterator[CutProblem]:
+    """All candidates with a pipeline in all their layouts."""
+    evaluator = made.evaluator
+    for candidate in made.pool:
+        if candidate.mesh.pp > 1:
+            for typed in evaluator.context.known_layouts(candidate):
+                yield evaluator.plans.problem(candidate, evaluator.layouts.option(typed))
+
+
+def cuts(made: Planner) -> Iterator[tuple[CutProblem, Fitting]]:
+    for problem in problems(made):
+        for allowed in problem.allowed_stages:
+            found = fitted(problem, allowed, float("inf"))
+            if isinstance(found, Fitting):
+                yield problem, found
+
+
+def check_refined(made: Planner) -> int:
+    quicker = 0
+    for problem, found in cuts(made):
+        assert problem.fits(found)
+        other = refined(problem, found)
+        assert other.stops == found.stops
+        assert problem.fits(other)
+        before_s, after_s = problem.time_s(found), problem.time_s(other)
+        assert after_s <= before_s
+        quicker += after_s < before_s
+    return quicker
+
+
+@BY_CASE
+def test_refined_recompute_fits_and_is_never_slower(
+    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
+) -> None:
+    assert check_refined(of_equal_ranks(graph, modes, batch, memory))  # some are quicker
+
+
+def test_refined_recompute_fits_and_is_never_slower_where_devices_differ() -> None:
+    assert check_refined(of_two_kinds())
+
+
+def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> None:
+    """Of two stages a rank, every number of blocks that recompute on each: the least total of those that fit is found."""
+    pins = ["pp=2", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2", "virtual_stages=2"]
+    free, cut = next(cuts(planner(graph, Cluster.parse("cpu:1x2?memory=2GB"), TWO, 16, pins)))
+    lean = free.fitting(cut.stops, ["full"] * free.num_blocks)
+    most, least = (max(memory.total for memory in own.memory) for own in (cut, lean))
+    compared = 0
+    for share in (0.2, 0.5, 0.8):
+        memory = f"{(least + share * (most - least)) * free.model.memory_spread / 1e6:.3f}MB"
+        for problem, found in cuts(planner(graph, Cluster.parse(f"cpu:1x2?memory={memory}"), TWO, 16, pins)):
+            sizes = [stop - start for _, start, stop in problem.spans(found.stops)]
+            quickest = problem.quickest_modes(found.stops)
+            edges = list(accumulate(sizes, initial=0))
+            fewest = [float("inf")] * problem.pp
+            for counts in product(*(range(size + 1) for size in sizes)):
+                modes: list[Way] = [*quickest]
+                for start, count in zip(edges, counts, strict=False):
+                    modes[start : start + count] = ["full"] * count
+                spare = problem.spare_bytes(problem.fitting(found.stops, modes))
+                for rank in range(problem.pp):
+                    if spare[rank] >= 0:
+                        fewest[rank] = min(fewest[rank], sum(counts[rank :: problem.pp]))
+            other = refined(problem, found)
+            for rank in range(problem.pp):
+                stages = range(rank, problem.num_stages, problem.pp)
+                own = sum(other.modes[edges[s] : edges[s + 1]].count("full") for s in stages)
+                assert own <= fewest[rank] + 1  # at most the last step of a cover more
+            compared += "full" in found.modes
+    assert compared
+
+
+@BY_CASE
+def test_a_plan_is_the_same_whatever_time_is_known(
+    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
+) -> None:
+    """Searches that share their work know other times at the same candidate, whatever the number of their processes."""
+
+    def evaluated(at_most_s: float = float("inf")) -> Evaluation:
+        found = of_equal_ranks(graph, modes, batch, memory).evaluator.evaluate(candidate, at_most_s=at_most_s)
+        assert isinstance(found, Evaluation)
+        return found
+
+    for candidate in of_equal_ranks(graph, modes, batch, memory).pool:
+        found = evaluated()
+        for factor in (1.5, 1.02, 1.001, 1 + 1e-8):
+            again = evaluated(found.time_s * factor)
+            assert again.prediction == found.prediction
+            assert (again.stops, again.modes, again.bucket_bytes) == (found.stops, found.modes, found.bucket_bytes)
+        for factor in (1.0, 0.999, 0.9):
+            evaluator = of_equal_ranks(graph, modes, batch, memory).evaluator
+            slow = evaluator.evaluate(candidate, at_most_s=factor * found.time_s)
+            assert not isinstance(slow, Evaluation) or slow.time_s >= factor * found.time_s
+
+
+def test_a_cut_is_never_below_its_bound(graph: Graph) -> None:
+    for problem, found in [*cuts(of_equal_ranks(graph, THREE, 16, "433MB")), *cuts(of_two_kinds())]:
+        assert problem.busy_s(found.stops, found.modes) <= problem.time_s(found) * (1 + 1e-9)
+        assert problem.busy_s(found.stops, problem.quickest_modes(found.stops)) <= problem.time_s(found) * (1 + 1e-9)
+
+
+def test_local_search_shortens_the_step_and_keeps_what_is_allowed(graph: Graph) -> None:
+    """From stages as even as can be."""
+    shorter = 0
+    for made in (of_equal_ranks(graph, TWO, 16, "600MB"), of_two_kinds()):
+        for problem in problems(made):
+            stops = evenly(problem.num_blocks, problem.num_stages)
+            first = problem.fitting(stops, problem.quickest_modes(stops))
+            masks = problem.masks()
+            if not problem.fits(first) or not any(allows(own, stops) for own in masks):
+                continue
+            time_s = problem.time_s(first)
+            found = improved(problem, first, time_s)
+            assert problem.fits(found)
+            assert problem.time_s(found) <= time_s
+            assert np.diff((0, *found.stops)).min() >= 1
+            assert any(allows(own, found.stops) for own in masks)
+            shorter += problem.time_s(found) < time_s
+    assert shorter
