@@ -273,5 +273,5 @@ def line_costs(c: Columns, chain: Chain, prices: Array) -> tuple[Array, Array]:
         own = seconds + price * c.held[..., None, None] * c.kept_bytes[:, :, None, None, :, mode]
         best = np.minimum(best, own)
         peak = np.minimum(peak, own + price * c.passing_bytes[:, :, None, None, :, mode])
-    found: Array = fixed + best
-    return found, peak - best
+    total, extra = np.asarray(fixed + best), np.asarray(peak - best)
+    return total, extra
