@@ -9,14 +9,10 @@ from typing import TypeAlias
 
 import torch
 
-from autopar.frozen import quickly
 from autopar.layout import Type
 
 Layout: TypeAlias = tuple[tuple[str, Type], ...]
 """Types of one tensor by axis, in the order in which the axes were applied."""
-
-
-@quickly
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor by the name of what makes it: an operator, an input, a parameter or a buffer.
@@ -42,9 +38,6 @@ Argument: TypeAlias = (
     "Ref | bool | int | float | str | torch.dtype | torch.device | torch.memory_format"
     " | torch.layout | tuple[Argument, ...] | None"
 )
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Shape and dtype; ``requires_grad``: a gradient flows through this tensor in training."""
@@ -74,9 +67,6 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One call: ``target`` as torch prints it (``aten.linear.default``) or ``autopar.NAME``.
@@ -170,9 +160,6 @@ class Padding:
 
     dim: int
     length: int
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A trained tensor, or a part of one where the model computes several projections from it.

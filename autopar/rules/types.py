@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from autopar.frozen import quickly
 from autopar.graph.ir import Argument, TensorSpec
 from autopar.layout import Type
 
@@ -22,9 +21,6 @@ class Communication:
     kind: str
     num_bytes: int
     backward: bool = False
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One way to run an operator on one axis.
@@ -71,9 +67,6 @@ class Typing:
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, Type]
     inputs: Mapping[str, Type] = field(default_factory=dict)
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """What a rule needs to write one rank's call: see ``rules.localize``.

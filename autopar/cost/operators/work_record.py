@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.frozen import quickly
 from autopar.graph.ir import Op, TensorSpec
 
 Specs = Sequence[TensorSpec]
 
 FLOAT = 4
 """Bytes of the type in which torch computes the losses of half precision logits."""
-
-
-@quickly
 @dataclass(frozen=True, slots=True)
 class Product:
     """``count`` products of matrices [rows, depth] and [depth, columns] in one kernel."""
@@ -36,9 +32,6 @@ class Product:
             Product(self.count, self.rows, self.depth, self.columns),
             Product(self.count, self.depth, self.columns, self.rows),
         )
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One operator, forward and backward.

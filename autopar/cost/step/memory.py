@@ -26,7 +26,6 @@ from autopar.cost.step.gradient_buckets import Summed, buckets
 from autopar.cost.step.optimizer import OptimizerCost
 from autopar.cost.step.step import Step
 from autopar.device import Device
-from autopar.frozen import quickly
 from autopar.plan import Memory, Recompute
 from autopar.schedule import peak_table
 
@@ -45,9 +44,6 @@ class StageCost:
     def runs(self) -> Runs:
         """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
         return tuple((one, len(list(some))) for one, some in groupby(zip(self.blocks, self.recompute, strict=True)))
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Bytes of a rank that live from step to step or from micro-batch to micro-batch."""

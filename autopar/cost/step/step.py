@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.frozen import quickly
 from autopar.mesh import Mesh
 from autopar.plan import BUCKET_BYTES, Offload
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """How one optimizer step is run: what a prediction needs besides the stages.

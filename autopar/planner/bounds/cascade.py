@@ -78,7 +78,7 @@ class Cascade:
         for i, typed in enumerate(layouts):
             if found[i] >= goal_s or candidate.moves or self.context.moved:
                 continue
-            priced = self.context.layouts.option(typed)
+            priced = self.context.layouts.price(typed)
             if candidate.mesh.pp == 1:
                 one = self.maker.one_stage(candidate, priced)
                 found[i] = max(found[i], float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING))
@@ -125,7 +125,7 @@ class Cascade:
                 found[i][j] = max(found[i][j], bound_s)
 
     def _priced(self, candidate: Candidate, typed: TypedLayout) -> PipelineInstance:
-        return self.maker.priced(candidate, self.context.layouts.option(typed))
+        return self.maker.priced(candidate, self.context.layouts.price(typed))
 
     def _typed_s(self, candidate: Candidate, typed: TypedLayout) -> float:
         """Of the work of a layout before it is priced, spread over ranks, and over stages one after the other."""
@@ -158,6 +158,6 @@ class Cascade:
             loads.setdefault(layout_key_of(candidate), []).append(load_of(candidate))
         for key, own in loads.items():
             try:
-                self.context.layouts.solving.solve_ahead(key, own)
+                self.context.layouts.typings.solve_ahead(key, [load.order for load in own])
             except InfeasibleError:  # told with its reason when the candidate is evaluated
                 continue

@@ -152,7 +152,7 @@ class InstanceMaker:
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
         """A layout at the prices of some devices."""
-        return layout if places is None else self.context.layouts.priced(layout, self._model(places))
+        return layout if places is None else self.context.layouts.on_device(layout, self._model(places))
 
     def _limit_bytes(self, places: Places) -> float:
         """For tensors, what the device reserves left out."""

@@ -146,7 +146,7 @@ def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     if not isinstance(measured, Measured):
         return ()
     split = layout_key_of(best.candidate)
-    graph = layouts.local_graph(split, option.kind, option.solution)
+    graph = layouts.local_graph(option)
     counts: Counter[Source] = Counter()
 
     def count(op: Op, times: int) -> None:

@@ -13,7 +13,6 @@ from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
 from autopar.cost.step.stage_time import own_times
 from autopar.errors import InfeasibleError
-from autopar.frozen import replaced
 from autopar.graph.compact import compact
 from autopar.graph.ir import Graph
 from autopar.mesh import Mesh
@@ -29,7 +28,6 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.rules.apply import shard
 from autopar.rules.spread import AXIS as SPREAD
-from autopar.weak import weakly
 
 
 class Layouts:
@@ -63,7 +61,7 @@ class Layouts:
         self.compact = compact(graph, keys=keys)
         self.bases = Bases(
             graph, self.compact, model, global_batch_size=global_batch_size, pins=pins,
-            costs=weakly(self._plain_costs),
+            costs=self._plain_costs,
         )  # fmt: skip
         self.batch = self.bases.batch
         self._owners = Counter(
@@ -71,7 +69,7 @@ class Layouts:
         )
         self.solving = Solving(
             self.compact, self.bases, model,
-            pins=pins, pinned=self.pinned, space=space, narrow=narrow, costs=weakly(self._whole_costs),
+            pins=pins, pinned=self.pinned, space=space, narrow=narrow, costs=self._whole_costs,
         )  # fmt: skip
         self._parameters: dict[tuple[ParameterCost, ...], tuple[ParameterCost, ...]] = {}
         self._options: dict[tuple[LayoutKey, str, object], PricedLayout] = {}
@@ -307,7 +305,7 @@ class Layouts:
         for cost in costs:
             if id(cost) not in known:
                 own = self._parameters.setdefault(cost.parameters, cost.parameters)
-                known[id(cost)] = cost if own is cost.parameters else replaced(cost, parameters=own)
+                known[id(cost)] = cost if own is cost.parameters else replace(cost, parameters=own)
         return tuple(known[id(cost)] for cost in costs)
 
     def _prices(self, split: LayoutKey, kind: str) -> BlockPrices:
@@ -327,7 +325,7 @@ class Layouts:
             found, mesh, at_best = self._works[id(option)]
             parameters = {number: cost.parameters for number, cost in zip(option.keys, option.costs, strict=True)}
             priced = [part.price(work, mesh, at_best=at_best) for work in found.works]
-            made = [replaced(cost, parameters=parameters[k]) for k, cost in enumerate(priced)]  # as in :meth:`_alike`
+            made = [replace(cost, parameters=parameters[k]) for k, cost in enumerate(priced)]  # as in :meth:`_alike`
             prelude_s = part.prelude_time_s(found.prelude)
             self._priced[key] = replace(option, costs=tuple(made[k] for k in option.keys), prelude_s=prelude_s)
         return self._priced[key]

@@ -27,7 +27,6 @@ from autopar.planner.space.space import Space
 from autopar.rules.sharded import EXPERT_TARGETS
 from autopar.rules.spread import EXPERTS
 from autopar.rules.types import Strategy
-from autopar.weak import weakly
 
 TP = "tp"
 SPREAD_EXPERTS = "autopar.experts_dispatch"
@@ -123,7 +122,7 @@ class Solving:
                 size=split.tp,
                 pricing=self.bases.pricing(TP, split),
                 rests=self._rests(base.graph, split.tp),
-                narrow=partial(weakly(self._narrow), split),
+                narrow=partial(self._narrow, split),
                 common=Common(
                     structures=self._structures,
                     changes=self._costs.setdefault((split.cp, split.tp, split.ep_data), {}),

@@ -24,7 +24,6 @@ from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, Problem, Shared
 from autopar.planner.sharding.tables import FREE, Cost, Weights
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.types import Local, Strategy
-from autopar.weak import weakly
 
 MAX_BOUNDARY_STATES = 1 << 14
 """Entries of a block's boundary table; past it, what crosses a boundary is never partial or replicated."""
@@ -304,8 +303,8 @@ class BlockProblem:
         problem = Problem(
             graph,
             costs,
-            offered=weakly(self._offered),
-            at_rest=weakly(self.rest_types),
+            offered=self._offered,
+            at_rest=self.rest_types,
             max_extras=max_extras,
             alike=alike,
             shared=costs.shared,

@@ -16,7 +16,6 @@ from math import inf, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.frozen import quickly
 from autopar.planner.sharding.steps import Step, eliminate, steps_of
 
 Table = NDArray[np.float64]
@@ -33,9 +32,6 @@ MAX_KNOWN, MAX_KNOWN_ENTRIES = 128, 1 << 16
 
 MAX_SIDE_BY_SIDE = 1 << 20
 """Entries of the tables of several energies that are eliminated at once."""
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Factor:
     """A cost for each combination of the variables of ``scope``; ``table`` has one dim for each, in that order."""

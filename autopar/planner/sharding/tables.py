@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.frozen import quickly
 from autopar.planner.sharding.elimination import Prepared, Table
 
 
@@ -24,9 +23,6 @@ class Weights:
     """For a second of once a step: one over the number of micro-batches."""
     saved_byte: float = 0.0
     state_byte: float = 0.0
-
-
-@quickly
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Parts of a cost; see :class:`Weights`. ``forward_s``: of ``time_s`` the forward's, which no table has."""
@@ -39,9 +35,6 @@ class Cost:
 
 
 FREE = Cost()
-
-
-@quickly
 @dataclass(frozen=True, slots=True)
 class Parted:
     """A factor whose table is weighted later."""

@@ -61,7 +61,7 @@ class Placed:
             return option
         places = self.places(candidate)
         if (option, places) not in self._options:
-            ranks = tuple(self.layouts.priced(option, self.model.part(own)) for own in places)
+            ranks = tuple(self.layouts.on_device(option, self.model.part(own)) for own in places)
             self._options[option, places] = replace(option, ranks=ranks)
         return self._options[option, places]
 
@@ -73,7 +73,7 @@ class Placed:
         """Computation of one micro-batch, forward and backward, each block on the device that is fastest for it."""
         model = self.model
         groups = range(len(model.cluster.groups)) if model.is_mixed else ()
-        options = [self.layouts.priced(option, model.part(frozenset({i}))) for i in groups] or [option]
+        options = [self.layouts.on_device(option, model.part(frozenset({i}))) for i in groups] or [option]
         times = [[cost.forward_s + cost.backward_s for cost in own.costs] for own in options]
         members = zip(*times, self.compact.members, strict=True)
         return float(sum(min(own) * len(blocks) for *own, blocks in members))
