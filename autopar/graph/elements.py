@@ -13,6 +13,8 @@ from autopar.layout import Type
 
 Layout: TypeAlias = tuple[tuple[str, Type], ...]
 """Types of one tensor by axis, in the order in which the axes were applied."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor by the name of what makes it: an operator, an input, a parameter or a buffer.
@@ -38,6 +40,8 @@ Argument: TypeAlias = (
     "Ref | bool | int | float | str | torch.dtype | torch.device | torch.memory_format"
     " | torch.layout | tuple[Argument, ...] | None"
 )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Shape and dtype; ``requires_grad``: a gradient flows through this tensor in training."""
@@ -67,6 +71,8 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One call: ``target`` as torch prints it (``aten.linear.default``) or ``autopar.NAME``.
@@ -160,6 +166,8 @@ class Padding:
 
     dim: int
     length: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A trained tensor, or a part of one where the model computes several projections from it.

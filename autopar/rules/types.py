@@ -21,6 +21,8 @@ class Communication:
     kind: str
     num_bytes: int
     backward: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One way to run an operator on one axis.
@@ -67,6 +69,8 @@ class Typing:
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, Type]
     inputs: Mapping[str, Type] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """What a rule needs to write one rank's call: see ``rules.localize``.

@@ -57,7 +57,10 @@ def test_costs_are_those_of_each_layout_alone(graph: Graph, tp: int, micro_batch
     assert len(options) > 1
     for option in options:
         local = layouts.local_graph(option)
-        alone = [layouts.model.block_cost(local, block, layouts.graphs.mesh(split)) for block in local.blocks]
+        alone = [
+            layouts.model.price(layouts.model.block_work(local, block), layouts.graphs.mesh(split))
+            for block in local.blocks
+        ]
         first = [alone[option.keys.index(key)] for key in option.keys]
         assert [unnamed(cost) for cost in option.costs] == [unnamed(cost) for cost in first]
         assert option.prelude_s == layouts.model.prelude_time_s(local)

@@ -8,6 +8,8 @@ from math import prod
 from autopar.cost.blocks.block_collectives import Message
 from autopar.errors import RuleError
 from autopar.plan import Recompute
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCost:
     """A parameter as one rank of the tensor-parallel axes has it.
@@ -68,6 +70,8 @@ class Remade:
     backward_transient_bytes: int
     time_s: float = 0.0
     least_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
     """One block on one rank for one micro-batch; seconds, bytes and flops.

@@ -10,6 +10,8 @@ from autopar.cost.operators.work import LINEAR, VIEWS, Product, Specs, Work, wor
 from autopar.device import Device
 from autopar.graph.ir import Op
 from autopar.rates import MatmulRate
+
+
 @dataclass(frozen=True, slots=True)
 class OpTime:
     """Seconds of one operator on one rank."""

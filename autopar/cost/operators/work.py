@@ -7,8 +7,8 @@ scores again (five products where forward has two: Dao et al. 2022, FlashAttenti
 
 from __future__ import annotations
 
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import torch

@@ -11,6 +11,8 @@ Specs = Sequence[TensorSpec]
 
 FLOAT = 4
 """Bytes of the type in which torch computes the losses of half precision logits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """``count`` products of matrices [rows, depth] and [depth, columns] in one kernel."""
@@ -32,6 +34,8 @@ class Product:
             Product(self.count, self.rows, self.depth, self.columns),
             Product(self.count, self.depth, self.columns, self.rows),
         )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One operator, forward and backward.

@@ -47,6 +47,8 @@ def is_mixed(precision: Precision) -> bool:
 
 _Part: TypeAlias = tuple[ParameterCost, int]
 """A parameter that is not of experts over data ranks, and the elements of it that the fullest rank of dp_shard keeps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One FSDP unit (a block) on one rank.

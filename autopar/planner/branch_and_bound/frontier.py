@@ -64,7 +64,7 @@ class Frontier:
         """First bounds of all."""
         alike: dict[LayoutKey, list[int]] = {}
         for i, key in enumerate(self.keys):
-            alike.setdefault(key.whole, []).append(i)
+            alike.setdefault(key.unsplit, []).append(i)
         largest_first = sorted(alike.values(), key=len, reverse=True)
         mine = sorted(i for own in largest_first[self.group.rank :: self.group.size] for i in own)
         found = dict(zip(mine, self.evaluator.bounds_s(0, [self.pool[i] for i in mine]), strict=True))
