@@ -113,7 +113,7 @@ def check_candidates(small: Small) -> None:
     found = zip(
         planner.pool,
         *(evaluator.bounds_s(level, planner.pool) for level in range(LEVELS)),
-        [evaluator.closest_s(candidate, math.inf) for candidate in planner.pool],
+        [evaluator.closest_s(candidate, math.inf)[0] for candidate in planner.pool],
         strict=True,
     )
     seen = set()

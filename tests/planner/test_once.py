@@ -13,7 +13,7 @@ from autopar.cost.model import CostModel, Step
 from autopar.cost.step.step import StageCost
 from autopar.mesh import Mesh
 from autopar.plan import BF16
-from autopar.planner.bounds.once import at_both_ends, least_sums_s, tie_s
+from autopar.planner.bounds.gradient_sums import at_both_ends, least_sums_s, tie_s
 
 MODEL = CostModel(Cluster.parse("h100-sxm5-80gb:2x8"), BF16, "adamw")
 

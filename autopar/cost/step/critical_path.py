@@ -21,6 +21,7 @@ class Chain:
         sends_s: of the messages.
         forwards, backwards, firsts: actions of each stage; the first forward of a step is among both ``forwards`` and ``firsts``.
         sends, sends_back: messages of each stage to the next one and to the one before.
+        actions: as :class:`autopar.cost.step.simulation.Compiled` numbers them, the last one first.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Chain:
     firsts: NDArray[np.int64]
     sends: NDArray[np.int64]
     sends_back: NDArray[np.int64]
+    actions: tuple[int, ...] = ()
 
 
 def longest_chains(
@@ -66,9 +68,10 @@ def chains_of(
         ends[i] = free[rank] = end + durations[duration]
     found = []
     for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
-        own, sent_on, i = [], [], actions.last[rank]
+        own, path, sent_on, i = [], [], [], actions.last[rank]
         while i >= 0:
             own.append(actions.duration[i])
+            path.append(i)
             before, need, message = actions.before[i], actions.need[i], actions.message[i]
             if need >= 0 and ends[need] + sends[message] > (ends[before] if before >= 0 else 0.0):
                 sent_on.append(message)
@@ -88,6 +91,7 @@ def chains_of(
                 firsts=count[:, 2],
                 sends=sent_count[:, 0],
                 sends_back=sent_count[:, 1],
+                actions=tuple(path),
             )
         )
     return found

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from autopar.errors import UsageError
+from autopar.planner.bounds.chain_program import ChainProof
 from autopar.planner.branch_and_bound.certificate import close_gap
 from autopar.planner.branch_and_bound.frontier import Frontier
 from autopar.planner.branch_and_bound.ledger import Ledger, LocalLedger, Result
@@ -261,11 +262,15 @@ class BranchAndBound:
     def _certify(self) -> None:
         """Raise the least bounds of what may still be faster than the incumbent."""
         if math.isfinite(self.ledger.incumbent_s):
-            close_gap(self.pool, self.bounds, self.ledger.incumbent_s, {*self.order}, self._closest_s)
+            close_gap(
+                self.pool, self.bounds, self.ledger.incumbent_s, self.frontier.given | {*self.order}, self._closest_s
+            )
 
-    def _closest_s(self, index: int, goal_s: float) -> float:
+    def _closest_s(
+        self, index: int, goal_s: float, known: Sequence[ChainProof]
+    ) -> tuple[float, tuple[ChainProof, ...]]:
         """The tightest bound of a candidate, by the process that has worked out its layouts."""
-        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s)
+        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s, known)
         return self.group.broadcast(ask, self.group.owner(self.frontier.keys[index]))
 
     def _owns(self, key: LayoutKey) -> bool:

@@ -2,7 +2,7 @@
 
 The least dual bound of all candidates says it. It is raised where that costs little: the candidate of the least bound gets the
 tightest relaxation that there is, until the least bound is near the best plan, or cannot be raised. What each step gives is a
-function of the candidate and of the goal alone, so that the certificate is the same for any number of processes and any timing.
+function of the candidate, the goal and the proofs before it alone, so that the certificate is the same for any number of processes and any timing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import heapq
 import math
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 
+from autopar.planner.bounds.chain_program import ChainProof, Key, key_of
 from autopar.planner.space.candidates import Candidate
 
-GAP = 0.05
+GAP = 0.03
 """Of a bound, up to which the best time above it is near enough."""
 
 MOST = 256
 """Candidates whose bounds are raised at most."""
+
+KEPT = 12
+"""Proofs of a schedule that are tried on its other candidates: those that were found last."""
 
 
 def close_gap(
@@ -25,7 +29,7 @@ def close_gap(
     bounds: MutableMapping[Candidate, float],
     best_s: float,
     asked: Collection[int],
-    closest_s: Callable[[int, float], float],
+    closest_s: Callable[[int, float, Sequence[ChainProof]], tuple[float, tuple[ChainProof, ...]]],
 ) -> None:
     """Raise the least of some bounds, until none is below ``best_s / (1 + GAP)``.
 
@@ -33,11 +37,12 @@ def close_gap(
         bounds: of each candidate of the pool; raised in place.
         best_s: of the best plan; infinite: there is none, and nothing to raise.
         asked: positions of those that the search came to, whose bounds are of their priced layouts.
-        closest_s: the tightest bound of the candidate at a position, up to a goal.
+        closest_s: the tightest bound of the candidate at a position, up to a goal, from proofs of its schedule; and new proofs.
     """
     if math.isinf(best_s):
         return
     goal_s, made = best_s / (1 + GAP), 0
+    proofs: dict[Key, list[ChainProof]] = {}
     heap = [(bounds[candidate], i) for i, candidate in enumerate(pool) if bounds[candidate] < goal_s]
     heapq.heapify(heap)
     while heap and made < MOST:
@@ -45,7 +50,10 @@ def close_gap(
         if i not in asked:
             return
         made += 1
-        bound_s = closest_s(i, goal_s)
+        known = proofs.setdefault(key_of(pool[i]), [])
+        bound_s, more = closest_s(i, goal_s, known)
+        known += more
+        del known[: len(known) - KEPT]
         if bound_s <= before_s:  # it is the least of all, and stays so
             return
         bounds[pool[i]] = bound_s

@@ -9,8 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.bounds.chain_program import ChainProof, Key, key_of
+from autopar.planner.branch_and_bound.certificate import KEPT
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
@@ -19,8 +22,8 @@ from autopar.planner.space.candidates import Candidate
 LAST = LEVELS - 1
 
 SCOUTS = 8
-"""Candidates of which the best by the last bound gives an early incumbent where ranks have different devices: bounds there cost
-many times less where there is a time to be below."""
+"""Candidates of which the best by the last bound gives an early incumbent: bounds cost many times less where there is a time to
+be below."""
 
 
 class Frontier:
@@ -35,6 +38,7 @@ class Frontier:
 
     Attributes:
         bounds: so far.
+        given: positions of those that have come to their turn.
         parts: positions of candidates that share their layouts and may have a plan; none before :meth:`begin`.
     """
 
@@ -53,7 +57,8 @@ class Frontier:
         self.parts: dict[LayoutKey, list[int]] = {}
         self._heap: list[tuple[float, int, int]] = []
         self._level: dict[int, int] = {}
-        self._given: set[int] = set()
+        self.given: set[int] = set()
+        self._proofs: dict[Key, list[ChainProof]] = {}
 
     def begin(self) -> None:
         """First bounds of all."""
@@ -77,32 +82,54 @@ class Frontier:
         self._level |= {i: 0 for own in self.parts.values() for i in own}
         self._heap += [(self.bounds[self.pool[i]], 0, i) for i in self._level]
         heapq.heapify(self._heap)
-        if self.scouts and self.evaluator.model.is_mixed:
+        if self.scouts:
             yield from self._scout()
         while self._heap:
             bound_s, level, i = heapq.heappop(self._heap)
             if bound_s >= self.best_s():
                 return
-            if level < self._level[i] or i in self._given or not self.group.claim(self.keys[i]):
+            if level < self._level[i] or i in self.given or not self.group.claim(self.keys[i]):
                 continue
             if level == LAST:
-                self._given.add(i)
-                yield i
+                self.given.add(i)
+                if not self._is_excluded(i):
+                    yield i
+            elif level == 0 and not self.group.is_forked:  # no layout is asked for: all at once
+                self._raise([k for own in self.parts.values() for k in own], level)
             else:
                 self._raise(self.parts[self.keys[i]], level)
 
     def _scout(self) -> Iterator[int]:
-        """A primal heuristic: of the smallest micro-batches, whose pipelines fill best, the candidate of the least bound."""
-        few = min((key.micro_batch_size for key in self.parts), default=0)
-        for key, own in self.parts.items():
-            if key.micro_batch_size == few and self.group.claim(key):
-                self._raise(own, 0)
-                some = heapq.nsmallest(SCOUTS, own, key=self._place)
-                self._raise(some, 1)
-                first = min(some, key=self._place)
-                if self.bounds[self.pool[first]] < self.best_s():
-                    self._given.add(first)
-                    yield first
+        """A primal heuristic for an early incumbent: of the smallest micro-batches, whose bounds are nearest to their plans.
+
+        Of the few of least bound the best one by the last bound is evaluated; where none of them fits, larger micro-batches are next.
+        """
+        for size in sorted({key.micro_batch_size for key in self.parts}):
+            own = [k for key, part in self.parts.items() if key.micro_batch_size == size for k in part]
+            few = (k for k in sorted(own, key=self._place) if self.group.claim(self.keys[k]))
+            some = [*islice(few, SCOUTS)]
+            for made in range(LAST):
+                self._raise(some, made)
+            first = min(some, key=self._place, default=-1)
+            if first >= 0 and self._level[first] == LAST and math.isfinite(self.bounds[self.pool[first]]):
+                self.given.add(first)
+                yield first
+            if math.isfinite(self.best_s()):
+                return
+
+    def _is_excluded(self, index: int) -> bool:
+        """Whether the chains of its schedule exclude a candidate whose ranks differ, where these tell far more than its last bound.
+
+        What is known of a schedule depends on what was looked at before: it decides on no order, and is no part of the certificate.
+        """
+        candidate, best_s = self.pool[index], self.best_s()
+        if not (self.evaluator.model.is_mixed and candidate.mesh.pp > 1 and math.isfinite(best_s)):
+            return False
+        known = self._proofs.setdefault(key_of(candidate), [])
+        bound_s, proofs = self.evaluator.closest_s(candidate, best_s, known)
+        known += proofs
+        del known[: len(known) - KEPT]
+        return bound_s >= best_s
 
     def _place(self, index: int) -> tuple[float, int]:
         return self.bounds[self.pool[index]], index

@@ -9,6 +9,7 @@ from typing import Protocol
 from autopar.cost.model import CostModel
 from autopar.graph.ir import Graph
 from autopar.planner.bounds.cascade import LEVELS, Cascade
+from autopar.planner.bounds.chain_program import ChainProof
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import PipelineEvaluator
@@ -37,15 +38,13 @@ class Evaluator:
 
     def __init__(self, context: SearchContext) -> None:
         self.context, self.model, self.layouts = context, context.model, context.layouts
-        placed = Placed(
-            context.layouts, context.model, modes=context.modes, pinned=context.recompute,
-            is_even=context.space.equal_stages,
-        )  # fmt: skip
-        self.cascade = Cascade(context, placed)
+        placed = Placed(context.layouts, context.model)
+        self.cascade = Cascade(context)
+        maker = self.cascade.maker
         options = BlockOptions(
-            self.cascade.rows, space_modes=context.modes, recompute=context.recompute, moved=context.moved
+            maker.floors, space_modes=context.modes, recompute=context.recompute, moved=context.moved
         )
-        self.plans = LayoutPlans(context, options, placed, self.cascade.rows_of)
+        self.plans = LayoutPlans(context, options, placed, maker.blocks_of)
         self.pipelines = PipelineEvaluator(context, self.cascade, self.plans)
         self.shares = SharesEvaluator(context, placed, options)
 
@@ -60,14 +59,13 @@ class Evaluator:
         shares = iter(self.shares.bounds_s(level, [c for c in candidates if c.shares], goal_s))
         return [next(shares if c.shares else pipelines) for c in candidates]
 
-    def closest_s(self, candidate: Candidate, goal_s: float) -> float:
-        """The tightest bound of a candidate, up to ``goal_s``."""
-        last = LEVELS - 1
-        return (
-            self.shares.bounds_s(last, [candidate])[0]
-            if candidate.shares
-            else self.cascade.closest_s(candidate, goal_s)
-        )
+    def closest_s(
+        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = ()
+    ) -> tuple[float, tuple[ChainProof, ...]]:
+        """The tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        if candidate.shares:
+            return min(self.shares.bounds_s(LEVELS - 1, [candidate])[0], goal_s), ()
+        return self.cascade.closest_s(candidate, goal_s, known)
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
         """The best plan of a candidate; see :class:`Family`."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from autopar.errors import InfeasibleError
 from autopar.plan import Memory
-from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import PricedLayout
@@ -15,6 +14,7 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops
 from autopar.planner.stages.enumerate_cuts import every_cut
+from autopar.planner.stages.equal_blocks import EqualBlocks
 from autopar.planner.stages.fit import fitted, leanest_bytes
 from autopar.planner.stages.local_search import improved
 from autopar.planner.stages.per_device import Placed
@@ -36,7 +36,7 @@ class LayoutPlans:
     """
 
     def __init__(
-        self, context: SearchContext, options: BlockOptions, placed: Placed, rows_of: Callable[[Candidate], RowMaker]
+        self, context: SearchContext, options: BlockOptions, placed: Placed, rows_of: Callable[[Candidate], EqualBlocks]
     ) -> None:
         self.context, self.options, self.placed, self.rows_of = context, options, placed, rows_of
         self.pinned, self.buckets = dict(context.stages), context.buckets

@@ -14,8 +14,6 @@ from autopar.cluster import Cluster
 from autopar.cost.step.optimizer import OPTIMIZERS, optimizer_cost
 from autopar.errors import UsageError
 from autopar.plan import Offload
-from autopar.planner.bounds.bound_rows import Row
-from autopar.planner.bounds.flow import least_flow_s
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import ActivationPin, ChoicePin, Pins
 from autopar.planner.space.space import Hosted
@@ -76,15 +74,3 @@ def _without_link(cluster: Cluster) -> tuple[str, str, str] | None:
         law = "something is offloaded to the host where all nodes are equal"
         return law, cluster.name, "drop the pin, or take equal nodes"
     return None
-
-
-def first_bound_s(candidate: Candidate, ideal: Row, more_once_s: float) -> float:
-    """Seconds below which a candidate with something on the host has no plan, whatever fits.
-
-    Args:
-        ideal: the row of its twin that has all on the device (``LeastRows.ideal``), of which memory does not count.
-        more_once_s: what stepping on the host takes longer, all ranks of the pipeline together.
-    """
-    m, pp = candidate.num_micro_batches, candidate.mesh.pp
-    flow_s = least_flow_s(ideal.total_s, m, pp, pp * candidate.virtual_stages)
-    return max(flow_s, (m * ideal.total_s + ideal.once_s + more_once_s) / pp)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
 from autopar.cost.step.step_model import Beside
 from autopar.plan import RECOMPUTES, Recompute
-from autopar.planner.bounds.rows import RowMaker
+from autopar.planner.bounds.floors import BlockFloors, without_shared
 from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import MOVED, BlockOption, CutBlock, Way, none_if_moved, useful, with_moved
@@ -19,7 +19,7 @@ class BlockOptions:
     """The blocks of one model; remembers what candidates share.
 
     Args:
-        rows: of the model, whose compact graph and modes of recompute they are for.
+        floors: of the model, whose compact graph and modes of recompute they are for.
         space_modes: modes of recompute that the space allows.
         recompute: pinned modes by block of the original graph.
         moved: blocks of it whose activations live on the host.
@@ -27,13 +27,13 @@ class BlockOptions:
 
     def __init__(
         self,
-        rows: RowMaker,
+        floors: BlockFloors,
         *,
         space_modes: tuple[Recompute, ...],
         recompute: Mapping[int, Recompute],
         moved: frozenset[int],
     ) -> None:
-        self.rows, self.class_of, self.model = rows, rows.class_of, rows.model
+        self.floors, self.class_of, self.model = floors, floors.blocks.class_of, floors.model
         self.space_modes, self.recompute, self.moved = space_modes, recompute, moved
         self._on_hosts: dict[BlockCost, BlockCost] = {}
         self._kinds: dict[tuple[int, ...], StageKinds] = {}
@@ -73,9 +73,9 @@ class BlockOptions:
 
     def _beside(self, layout: PricedLayout) -> dict[int, list[Beside]]:
         """The blocks that stand beside those of each key: what times say of them is never too much."""
-        costs, found = self.rows.private_costs(layout), dict[int, list[Beside]]()
+        costs, found = self.floors.costs(layout), dict[int, list[Beside]]()
         for k in range(len(costs)):
-            found.setdefault(layout.keys[k], []).extend(self.rows.beside(costs, k))
+            found.setdefault(layout.keys[k], []).extend(self.floors.beside(costs, k))
         return found
 
     def costs(self, layout: PricedLayout) -> list[BlockCost]:
@@ -95,7 +95,7 @@ class BlockOptions:
         self, key: int, cost: BlockCost, modes: tuple[Way, ...], step: Step, model: CostModel, beside: Sequence[Beside]
     ) -> CutBlock:
         options = []
-        private = self.rows.without_shared(cost)
+        private = without_shared(cost)
         adding_s = model.of(step).block_adding_s(private)
         for mode in modes:
             again, own = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost

@@ -38,11 +38,11 @@ def least_sums_s(
     if model.collectives.is_measured:  # a table of times need not be of straight lines
         return [0.0] * len(costs)
     data = model.of(step).data
-    known: dict[int, tuple[Sums, Sums]] = {}
+    known: dict[tuple[ParameterCost, ...], tuple[Sums, Sums]] = {}
     for cost in costs:
-        if id(cost) not in known:
-            known[id(cost)] = _bytes(cost.parameters, data, itemsize(model.precision.storage))
-    beside, late = ([known[id(cost)][part] for cost in costs] for part in (0, 1))
+        if cost.parameters not in known:
+            known[cost.parameters] = _bytes(cost.parameters, data, itemsize(model.precision.storage))
+    beside, late = ([known[cost.parameters][part] for cost in costs] for part in (0, 1))
     beside_s, late_s = (_seconds(model, sums, counts, step) for sums in (beside, late))
     if not any(beside_s):
         return late_s

@@ -1,0 +1,277 @@
+"""Pipeline instances of one model side by side, as arrays; what is common to the relaxations that look at many at once.
+
+Dims are named by letters: i instances, r pipeline ranks (a pipeline with fewer has inactive ones), k kinds of blocks, o modes,
+v virtual stages of a rank (likewise), l lines. A *line* is a law that is linear in what a rank holds, see :class:`Lines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.planner.bounds.instance import FIELDS, Array, PipelineInstance, forwards_done
+
+LARGEST = 2
+"""Groups of blocks whose modes say at which prices memory is weighed against time."""
+
+FITS = 1 + 1e-9
+"""Times a limit of memory, up to which what is exactly as large fits."""
+
+
+class Columns:
+    """Instances side by side.
+
+    Attributes:
+        forward_s, more_s, hidden_s, gather_s, once_s, static_bytes: of a block [i, r, k].
+        backward_s, kept_bytes, passing_bytes: in each mode [i, r, k, o].
+        counts: blocks of each kind [k]; ``first``, ``last``: the kinds of the first and of the last block.
+        active: ranks that a pipeline has [i, r]; ``is_last``: its last one.
+        held: micro-batches whose forward a stage has done when its rank's first backward begins [i, r, v].
+        room_bytes: of a rank for the blocks of its stages [i, r].
+        stage_forward_s, stage_backward_s: of each stage beside its blocks [i, r].
+        sends_s, backs_s: messages of a rank to the next one, and back; of the last one with the first [i, r].
+    """
+
+    def __init__(self, instances: Sequence[PipelineInstance]) -> None:
+        own, tables = instances[0], _tables(instances)
+        kind_of, num_kinds = _same_kinds(tables)
+        self.runs = _merged([(kind_of[kind], count) for kind, count in own.runs])
+        self.groups = _joined([{kind_of[k] for k in group} for group in own.groups])
+        tables = tables[:, :, [kind_of.index(k) for k in range(num_kinds)]]
+        self.pp = np.array([one.pp for one in instances])
+        self.m = np.array([float(one.num_micro_batches) for one in instances])
+        self.virtual = np.array([float(one.virtual_stages) for one in instances])
+        self.v = int(self.virtual.max())
+        ranks, num = int(self.pp.max()), len(instances)
+        place = np.arange(ranks)
+        self.active, self.is_last = place < self.pp[:, None], place == self.pp[:, None] - 1
+        self.is_first = np.broadcast_to(place == 0, (num, ranks))
+        device = np.zeros((num, ranks), dtype=np.int64)
+        self.sends_s, self.backs_s = np.zeros((num, ranks)), np.zeros((num, ranks))
+        self.held = np.ones((num, ranks, self.v))
+        by_device = np.zeros((3, num, tables.shape[1]))
+        for i, one in enumerate(instances):
+            device[i, : one.pp] = one.device_of_rank
+            if one.sends_s:
+                self.sends_s[i, : one.pp], self.backs_s[i, : one.pp] = one.sends_s, one.sends_back_s
+            held = forwards_done(one.schedule, one.pp, one.virtual_stages, one.num_micro_batches)
+            self.held[i, : one.pp, : held.shape[1]] = held
+            self.held[i, : one.pp, held.shape[1] :] = held[:, -1:]
+            by_device[:, i, : len(one.floors)] = one.limit_bytes, one.forward_s, one.backward_s
+        rows = np.arange(num)[:, None]
+        found = tables[rows, device]
+        (self.forward_s, self.more_s, self.hidden_s, self.gather_s, self.once_s, self.static_bytes) = np.moveaxis(
+            found[..., :FIELDS], -1, 0
+        )
+        modes = found[..., FIELDS:].reshape(*found.shape[:-1], -1, 3)
+        self.num_modes = max(len(block.modes) for one in instances for t in one.floors for block in t.blocks)
+        self.backward_s, self.kept_bytes, self.passing_bytes = np.moveaxis(modes[..., : self.num_modes, :], -1, 0)
+        limit, self.stage_forward_s, self.stage_backward_s = by_device[:, rows, device]
+        sent = np.array([one.sent_bytes for one in instances])[:, None]
+        self.has_stage = np.arange(self.v) < self.virtual[:, None]
+        """Virtual stages that the ranks of an instance have [i, v]; the others are as its last one."""
+        sending = (self.held * self.has_stage[:, None]).sum(axis=2) - self.is_last * self.held[:, :, -1]
+        self.room_bytes = np.where(self.active, limit * FITS - sending * sent, 0.0)
+        self.first_s = np.array([one.first_s for one in instances])
+        self.tie_s = np.array([one.tie_s for one in instances])
+        self.least_work_s = np.array([one.least_work_s for one in instances])
+        self.most = np.array([one.most_blocks for one in instances])
+        self.counts = np.zeros(num_kinds)
+        for kind, count in self.runs:
+            self.counts[kind] += count
+        self.first, self.last = self.runs[0][0], self.runs[-1][0]
+        self._least()
+
+    def _least(self) -> None:
+        """Of each kind the least of all ranks [i, k]."""
+        far = np.where(self.active, 0.0, np.inf)[:, :, None]
+        self.least_forward_s = (self.forward_s + self.gather_s + far).min(axis=1)
+        self.least_backward_s = (self.backward_s.min(axis=3) + self.more_s + far).min(axis=1)
+        self.least_s = (self.forward_s + self.backward_s.min(axis=3) + self.more_s + far).min(axis=1)
+
+    def before(self, values: Array) -> Array:
+        """For each rank the sum of these [i, r] over the ranks before it."""
+        own = np.where(self.active, values, 0.0)
+        found: Array = np.cumsum(own, axis=1) - own
+        return found
+
+    def total(self, values: Array, *, but_last: bool = False) -> Array:
+        """Over all ranks [i], or all but the last one."""
+        found: Array = np.where(self.active & ~(but_last & self.is_last), values, 0.0).sum(axis=1)
+        return found
+
+    # --- relaxations that ask for no table
+
+    def work_s(self) -> Array:
+        """Total work over total speed [i], without memory and whole blocks.
+
+        Let w_r be the work that rank r takes, in seconds of a micro-batch on the devices that are fastest for each block;
+        its own devices take at least s_r w_r. Then, for every rank r and a step of T,
+
+            sum over q before r of s_q w_q  +  m s_r w_r  <=  T,        sum of w_r = W.
+
+        Weights y_r >= 0 with m s_r y_r + s_r * (sum of y after r) >= 1 add these up to T * (sum of y) >= W: a bound for any
+        such y, and the best one where all inequalities can be equalities. Without the first term, as with virtual stages,
+        y_r = 1 / (m s_r); there the inequalities of the stages, each as if its rank had no other, give a second bound, the
+        larger one of few micro-batches.
+        """
+        work_s = np.maximum(self.least_s @ self.counts, self.least_work_s)
+        own_s = self.forward_s + self.backward_s.min(axis=3) + self.more_s
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(self.least_s[:, None] > 0, own_s / self.least_s[:, None], np.inf)
+        slowness = ratio.min(axis=2)
+        slowness = np.where(np.isfinite(slowness), slowness, 1.0)
+        every_s = self.stage_forward_s + self.stage_backward_s
+        before_s = self.before(every_s + self.sends_s + self.backs_s)
+        found = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=self.v == 1, repeats=self.virtual)
+        if self.v == 1:
+            return found
+        # as if each stage had a rank of its own, whatever stands before it
+        one = np.ones(len(self.m))
+        return np.maximum(found, self._weighed_s(work_s, slowness, before_s, every_s, is_chain=True, repeats=one))
+
+    def _weighed_s(
+        self, work_s: Array, slowness: Array, before_s: Array, every_s: Array, *, is_chain: bool, repeats: Array,
+    ) -> Array:  # fmt: skip
+        after, weighed_s = np.zeros(len(self.m)), np.zeros(len(self.m))
+        rounds = self.virtual / repeats
+        for turn in range(int(rounds.max())):
+            for rank in reversed(range(slowness.shape[1])):
+                weight = (1 / slowness[:, rank] - after * is_chain) / self.m
+                weight = np.where(self.active[:, rank] & (turn < rounds), np.maximum(weight, 0.0), 0.0)
+                weighed_s += weight * (before_s[:, rank] + self.m * repeats * every_s[:, rank])
+                after += weight
+        found: Array = (work_s + weighed_s) / after
+        return found
+
+    def holds(self) -> NDArray[np.bool_]:
+        """Whether all ranks together can hold all blocks [i], each with the least that it can keep."""
+        held = np.where(self.active[:, :, None], self.held, np.inf).min(axis=(1, 2))
+        far = np.where(self.active, 0.0, np.inf)[:, :, None]
+        least = (self.static_bytes + held[:, None, None] * self.kept_bytes.min(axis=3) + far).min(axis=1)
+        found: NDArray[np.bool_] = np.einsum("ik,k->i", least, self.counts) <= self.room_bytes.sum(axis=1)
+        return found
+
+    # --- lines
+
+    def prices(self) -> Array:
+        """Seconds for a byte at which memory is weighed against time [i, r, l], the first one zero.
+
+        Any price gives a law; those at which a mode of a large group costs as much as another one give the tightest.
+        """
+        found = [np.zeros(self.active.shape)]
+        every = [self.held.max(axis=2), self.held.min(axis=2)][: min(self.v, 2)]
+        large = sorted(self.groups, key=lambda group: -self.counts[list(group)].sum())[:LARGEST]
+        for group in large:
+            kind = max(group, key=lambda k: self.counts[k])
+            for rate in _rates(self.backward_s[:, :, kind], self.kept_bytes[:, :, kind]):
+                found += [self.m[:, None] * rate / held for held in every]
+        return np.stack(found, axis=2)
+
+
+def _tables(instances: Sequence[PipelineInstance]) -> Array:
+    """The numbers of the floors of each kind of device of each instance [i, device, k, columns]."""
+    own = instances[0].floors[0].numbers
+    found = np.zeros((len(instances), max(len(one.floors) for one in instances), *own.shape))
+    for i, one in enumerate(instances):
+        for d, table in enumerate(one.floors):
+            found[i, d] = table.numbers
+    return found
+
+
+def _same_kinds(tables: Array) -> tuple[list[int], int]:
+    """Of each kind of blocks a number, equal for those whose floors are equal in all instances; and how many there are."""
+    found: list[int] = []
+    firsts: list[int] = []
+    for k in range(tables.shape[2]):
+        same = [i for i, other in enumerate(firsts) if np.array_equal(tables[:, :, k], tables[:, :, other])]
+        found.append(same[0] if same else len(firsts))
+        if not same:
+            firsts.append(k)
+    return found, len(firsts)
+
+
+def _joined(groups: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
+    """Groups of kinds, those that have a kind in common as one."""
+    found: list[set[int]] = []
+    for group in groups:
+        apart = [own for own in found if not own & group]
+        found = [*apart, group.union(*(own for own in found if own & group))]
+    return tuple(tuple(sorted(group)) for group in found)
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Runs of which those of one kind that follow each other are one."""
+    found: list[tuple[int, int]] = []
+    for kind, count in runs:
+        if found and found[-1][0] == kind:
+            found[-1] = kind, found[-1][1] + count
+        else:
+            found.append((kind, count))
+    return tuple(found)
+
+
+def _rates(seconds: Array, kept: Array) -> list[Array]:
+    """Seconds for a freed byte from each mode [i, r, o] to the next one on the lower hull of seconds against bytes, of up to three modes."""
+    order = np.argsort(-kept, axis=2)
+    seconds, kept = np.take_along_axis(seconds, order, axis=2), np.take_along_axis(kept, order, axis=2)
+
+    def rate(one: int, other: int) -> Array:
+        more_s, freed = seconds[..., other] - seconds[..., one], kept[..., one] - kept[..., other]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Array = np.where((freed > 0) & (more_s > 0), more_s / freed, 0.0)
+        return found
+
+    count = seconds.shape[2]
+    if count == 3:
+        first, second, both = rate(0, 1), rate(1, 2), rate(0, 2)
+        is_hull = first <= second
+        return [np.where(is_hull, first, both), np.where(is_hull, second, both)]
+    return [rate(one, other) for one, other in combinations(range(count), 2)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """How often each part of a block counts on a rank, in a chain of actions that follow each other [i, r] or [i, r, v].
+
+    ``backwards`` counts recompute too; ``base``: how often the least backward is taken off, as it is counted for all blocks.
+    """
+
+    forwards: Array
+    backwards: Array
+    more: Array
+    gathers: float
+    once: float
+    base: float = 0.0
+
+
+def line_costs(c: Columns, chain: Chain, prices: Array) -> tuple[Array, Array]:
+    """Seconds that a block adds to a chain on a stage, its bytes priced [i, r, v, l, k]; and what the last block's peak adds at least.
+
+    At a price y for a byte a block adds what the cheapest of its modes does: seconds, and y times its bytes. So of any blocks on a
+    rank, seconds + y (bytes - room) <= T is a law, for any y: what they recompute need not be known.
+    """
+    v = c.held.shape[2]
+
+    def by_stage(values: Array) -> Array:
+        return np.broadcast_to(values if values.ndim == 3 else values[:, :, None], (*values.shape[:2], v))
+
+    forwards, backwards, more = (by_stage(x)[..., None, None] for x in (chain.forwards, chain.backwards, chain.more))
+    price = prices[:, :, None, :, None]
+    fixed = forwards * c.forward_s[:, :, None, None] + more * c.more_s[:, :, None, None]
+    fixed = fixed + chain.gathers * c.gather_s[:, :, None, None] + chain.once * c.once_s[:, :, None, None]
+    fixed = fixed + price * c.static_bytes[:, :, None, None] - (price > 0) * backwards * c.hidden_s[:, :, None, None]
+    if chain.base:
+        fixed = fixed - chain.base * c.least_backward_s[:, None, None, None]
+    best, peak = np.inf, np.inf
+    for mode in range(c.num_modes):
+        seconds = backwards * c.backward_s[:, :, None, None, :, mode]
+        own = seconds + price * c.held[..., None, None] * c.kept_bytes[:, :, None, None, :, mode]
+        best = np.minimum(best, own)
+        peak = np.minimum(peak, own + price * c.passing_bytes[:, :, None, None, :, mode])
+    total, extra = np.asarray(fixed + best), np.asarray(peak - best)
+    return total, extra

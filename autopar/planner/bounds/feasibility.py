@@ -1,0 +1,381 @@
+"""The feasibility relaxation: can ranks take all blocks in a step time T?
+
+Whatever the cut and whichever blocks recompute, three chains of actions follow each other for each rank r that holds the blocks K_r.
+With F, B the forward and the backward of a micro-batch, m micro-batches, h those that the rank holds when its first backward begins:
+
+1. the forwards of the first micro-batch on the stages before the rank's first one, all work of K_r, what follows on the
+   rank once a step (optimizer, exposed reductions);
+2. the same until the rank's last backward, the last micro-batch's backwards on the stages before, what follows on rank 0;
+3. the first micro-batch's forwards on *all* stages and its backwards on those after the rank's last one; then the rank's
+   first backward begins: all its backwards and the m - h forwards that it has not done by then, and from there as 2.
+
+What K_r keeps for the h micro-batches, in the modes of recompute that are taken, has to fit in its memory. At any price y of a byte
+(:func:`autopar.planner.bounds.columns.line_costs`) that gives laws that are linear in K_r. A time T is *possible* if ranks can take all
+blocks under these laws. The bound is the largest T of a grid, anchored at the work relaxation, that is not possible: a
+function of the instance alone, and up to a goal the same whatever the goal is.
+
+With one stage a rank, blocks are taken in order, whole: from the last rank to the first each takes as many as it can. The fewer
+are left, the less stands before the ranks that follow, so taking the most is never wrong. With virtual stages a rank's blocks are
+anywhere: each takes the most of them, and the most of their work, that it can, the cheapest ones first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.planner.bounds.columns import Chain, Columns, line_costs
+from autopar.planner.bounds.instance import Array, PipelineInstance
+from autopar.planner.bounds.whole_recompute import WholeRecompute
+
+PRECISION = 5e-4
+"""The ratio of a bound to the next one of the grid, less one."""
+
+FARTHEST = 16_384
+"""Steps of the grid from the work relaxation, beyond which a time is not sought: some thousand times the work."""
+
+SIDE_BY_SIDE = 96
+"""Times that are tried at once, of all instances together."""
+
+TRIES = 3
+"""Blocks that are taken off a rank at most, where whole ones recompute longer than there is time."""
+
+SLACK = 1e-6
+"""Of a block, up to which rounding is none."""
+
+CHUNK = 128
+"""Instances side by side at most, so that tables stay in the cache."""
+
+
+def feasible_bounds(
+    instances: Sequence[PipelineInstance], goal_s: float = np.inf, *, precision: float = PRECISION
+) -> Array:
+    """For each instance the step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
+
+    Args:
+        precision: the ratio of a bound to the next one of the grid, less one.
+    """
+    found = np.zeros(len(instances))
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, one in enumerate(instances):
+        alike.setdefault((min(one.virtual_stages, 2), one.pp.bit_length() // 4), []).append(i)
+    for (v, _), places in alike.items():
+        places.sort(key=lambda i: (instances[i].pp, instances[i].virtual_stages))
+        for start in range(0, len(places), CHUNK):
+            some = places[start : start + CHUNK]
+            columns = Columns([instances[i] for i in some])
+            test = _InOrder(columns) if v == 1 else _InAnyOrder(columns)
+            found[some] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)))
+    return found
+
+
+def _least(
+    low: Array, possible: Callable[[NDArray[np.intp], Array], NDArray[np.bool_]], goal_s: float, step: float
+) -> Array:
+    """The largest time of each row's grid that is not possible, at most ``goal_s``; ``step``: of the logarithms of its times."""
+    every = np.arange(len(low))
+    found = low.copy()
+    if np.isinf(goal_s):
+        found[~possible(every, np.full(len(low), np.inf))] = np.inf
+    open_ = every[np.isfinite(found) & (low < goal_s)]
+    # places on the grid: ``least`` is not possible (-1: the work relaxation itself), ``most`` is, or is at the goal
+    ends = np.full(len(low), FARTHEST)
+    if np.isfinite(goal_s):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            far = np.ceil(np.log(goal_s / low) / step)
+        ends = np.clip(np.nan_to_num(far, nan=0.0, posinf=FARTHEST), 0, FARTHEST).astype(np.int64)
+    least, most, is_known = np.full(len(low), -1), ends, np.zeros(len(low), dtype=bool)
+    first = True
+    while len(open_):
+        width = most[open_] - least[open_]
+        parts = max(int(np.clip(SIDE_BY_SIDE // len(open_), 2, 24)), 2)
+        if first:  # most are excluded by the goal, or possible soon
+            shares = np.array([1.0]) if np.isfinite(goal_s) else 2.0 ** -np.arange(10.0)[::-1]
+        else:
+            shares = np.arange(1, parts) / parts
+        points = least[open_][:, None] + np.maximum(np.ceil(width[:, None] * shares), 1).astype(np.int64)
+        points = np.minimum(points, most[open_][:, None])
+        times = low[open_][:, None] * np.exp(step * points)
+        good = possible(np.repeat(open_, points.shape[1]), times.reshape(-1)).reshape(points.shape)
+        for j in range(points.shape[1]):
+            bad = open_[~good[:, j]]
+            least[bad] = np.maximum(least[bad], points[~good[:, j], j])
+            fine = open_[good[:, j]]
+            most[fine] = np.minimum(most[fine], points[good[:, j], j])
+            is_known[fine] = True
+        if first and np.isfinite(goal_s):
+            over = open_[~is_known[open_]]
+            found[over] = goal_s
+        first = False
+        open_ = open_[is_known[open_] & (most[open_] - least[open_] > 1)]
+    is_open = is_known & (least >= 0)
+    found[is_open] = (low * np.exp(step * least))[is_open]
+    return np.where(np.isfinite(found), np.minimum(found, goal_s), found)
+
+
+def _chains(c: Columns, num_left: Array) -> tuple[Chain, Chain, Chain]:
+    """The three chains; ``num_left``: forwards that are left when a rank's first backward begins [i, r, v]."""
+    m = np.broadcast_to(c.m[:, None], c.active.shape)
+    every = m[:, :, None] + np.zeros(num_left.shape)
+    third = Chain(
+        forwards=num_left,
+        backwards=every,
+        more=np.minimum(num_left + 1.0, every),
+        gathers=0.0,
+        once=0.0,
+        base=float(c.v == 1),
+    )
+    return (
+        Chain(forwards=m, backwards=m, more=m, gathers=1.0, once=1.0),
+        Chain(forwards=m, backwards=m, more=m, gathers=1.0, once=0.0),
+        third,
+    )
+
+
+def _lean_costs(c: Columns) -> tuple[Array, Array]:
+    """Bytes that a block takes of a stage at the least [i, r, v, 1, k], and what the last block's peak adds to them."""
+    held = c.held[..., None]
+    kept = [held * c.kept_bytes[:, :, None, :, mode] for mode in range(c.num_modes)]
+    passing = [own + c.passing_bytes[:, :, None, :, mode] for mode, own in enumerate(kept)]
+    least = np.minimum.reduce(kept)
+    found: Array = (c.static_bytes[:, :, None] + least)[:, :, :, None]
+    return found, (np.minimum.reduce(passing) - least)[:, :, :, None]
+
+
+class _Laws:
+    """The laws of ranks: of each line what blocks add [i, r, v, l, k], and what the time has to be without any [i, r, l].
+
+    The last line is of memory alone: whatever the time is.
+    """
+
+    def __init__(self, c: Columns) -> None:
+        self.c, v = c, c.virtual[:, None]
+        m, prices = c.m[:, None], c.prices()
+        num_left = np.maximum(c.m[:, None, None] - c.held, 0.0)
+        room_s = prices * c.room_bytes[:, :, None]
+        sends, backs = c.before(c.sends_s), c.before(c.backs_s)
+        forward_s, backward_s = c.stage_forward_s, c.stage_backward_s
+        place = np.arange(c.active.shape[1])[None]
+        start_s = sends + c.before(forward_s) + place * c.first_s[:, None]
+        end_s = backs + c.before(backward_s)
+        own_s = v * m * (forward_s + backward_s) + v * c.first_s[:, None]
+        all_s = c.least_forward_s @ c.counts + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
+        all_s = all_s + c.total(c.backs_s, but_last=True) + c.virtual * (c.total(forward_s) + c.pp * c.first_s)
+        third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
+        third = third + (num_left * c.has_stage[:, None]).sum(axis=2) * forward_s
+        ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
+        times = (start_s + own_s + ties_s, start_s + own_s + end_s, third)
+        costs, fixed, peaks = [], [], []
+        for chain, time_s in zip(_chains(c, num_left), times, strict=True):
+            own, peak = line_costs(c, chain, prices)
+            costs.append(own)
+            peaks.append(peak)
+            fixed.append(time_s[:, :, None] - room_s)
+        lean, lean_peak = _lean_costs(c)
+        self.costs = np.concatenate([*costs, lean], axis=3)
+        self.fixed = np.concatenate([*fixed, -c.room_bytes[:, :, None]], axis=2)
+        self.num_prices = prices.shape[2]
+        self.fixed += self._peaks(np.concatenate([*peaks, lean_peak], axis=3))
+        self.is_timed = np.arange(self.costs.shape[3]) < 3 * self.num_prices
+
+    def _peaks(self, peaks: Array) -> Array:
+        """What is in passing when the last block of a stage is at its peak [i, r, l]: of any, but of the last rank's last stage."""
+        inner = [k for k in range(peaks.shape[4]) if k != self.c.last or self.c.counts[k] > 1]
+        some = peaks[..., inner].min(axis=(2, 4)) if inner else peaks[:, :, -1, :, self.c.last]
+        found: Array = np.where(self.c.is_last[:, :, None], peaks[:, :, -1, :, self.c.last], some)
+        return found
+
+    def line(self, chain: int) -> slice:
+        """The lines of a chain, 0, 1 or 2."""
+        return slice(chain * self.num_prices, (chain + 1) * self.num_prices)
+
+
+class _InOrder:
+    """One stage a rank: consecutive blocks, as runs of equal ones."""
+
+    def __init__(self, c: Columns) -> None:
+        self.c, laws = c, _Laws(c)
+        self.laws, costs = laws, laws.costs[:, :, 0]  # [i, r, l, k]
+        before = np.zeros(costs.shape)
+        before[:, :, laws.line(0)] = c.least_forward_s[:, None, None]
+        before[:, :, laws.line(1)] = (c.least_forward_s + c.least_backward_s)[:, None, None]
+        # the backwards of all blocks, once: those of the rank's own are taken off its lines
+        laws.fixed[:, :, laws.line(2)] += (c.least_backward_s @ c.counts)[:, None, None]
+        before = np.minimum(before, costs)  # a block that a rank takes costs no less than before it
+        kinds, sizes = [kind for kind, _ in c.runs], np.array([count for _, count in c.runs], dtype=float)
+        self.sizes, self.ends = sizes, np.concatenate([[0.0], np.cumsum(sizes)])
+        zeros = np.zeros((*costs.shape[:3], 1))
+        self.slope = costs[..., kinds]
+        self.cost = np.concatenate([zeros, np.cumsum(self.slope * sizes, axis=3)], axis=3)
+        self.less = self.slope - before[..., kinds]
+        """What a block of each run costs less if it stands before a rank [i, r, l, run], and for the first ones of all up to a run's."""
+        self.saved = np.concatenate([zeros, np.cumsum(self.less * sizes, axis=3)], axis=3)
+        once = c.once_s[:, 0][:, kinds]
+        self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
+
+    def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
+        """Whether the ranks of each of these rows can take all blocks in a time."""
+        one = self._once(rows, np.ones(len(rows)))
+        found, first = self._takes(rows, time_s, one)
+        again = np.flatnonzero(found & np.isfinite(time_s))
+        if len(again):  # the first rank has what the others leave: what it does once follows every chain
+            once_s = self._once(rows[again], first[again])
+            found[again] = self._takes(rows[again], time_s[again], once_s)[0]
+        return found
+
+    def _once(self, rows: NDArray[np.intp], count: Array) -> Array:
+        """What the first rank does once a step with so many blocks at least."""
+        run = np.searchsorted(self.ends, count) - 1
+        own: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
+        return own + self.c.tie_s[rows]
+
+    def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
+        """Whether all blocks are taken, and how many are left for the first rank."""
+        c, laws = self.c, self.laws
+        left, first = np.full(len(rows), self.ends[-1]), np.ones(len(rows))
+        fits = np.ones(len(rows), dtype=bool)
+        time = np.where(laws.is_timed, time_s[:, None] * (1 + 1e-9), 0.0)
+        time[:, laws.num_prices : 3 * laws.num_prices] -= once_s[:, None]
+        for rank in reversed(range(c.active.shape[1])):
+            is_here = c.active[rows, rank]
+            run = np.searchsorted(self.ends, left) - 1
+            cost = self.cost[rows, rank, :, run] + (left - self.ends[run])[:, None] * self.slope[rows, rank, :, run]
+            over = cost + laws.fixed[rows, rank] - time  # what the blocks before have to spare this rank
+            saved = self.saved[rows, rank]
+            place = (saved < over[..., None]).sum(axis=2)  # breakpoints at which it takes too much
+            inner = np.clip(place, 1, len(self.sizes)) - 1
+            base = np.take_along_axis(saved, inner[..., None], axis=2)[..., 0]
+            less = np.take_along_axis(self.less[rows, rank], inner[..., None], axis=2)[..., 0]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                own = self.ends[inner] + np.ceil((over - base) / less - SLACK)
+            own = np.where(place == 0, 0.0, np.where(place > len(self.sizes), np.inf, own)).max(axis=1)
+            taken = np.maximum(own, rank)
+            fits &= ~is_here | (taken <= left - 1)
+            first = np.where(is_here & (rank == 0), left, first)
+            left = np.where(is_here, np.minimum(taken, left), left)
+            if not fits.any():
+                return fits, first
+        return fits & (left <= 0), first
+
+
+class _InAnyOrder:
+    """Several stages a rank: any blocks of each group of equal ones; the first and the last block stand where they have to."""
+
+    def __init__(self, c: Columns) -> None:
+        self.c, laws = c, _Laws(c)
+        self.laws = laws
+        inner = c.counts.copy()
+        inner[c.first] -= 1
+        inner[c.last] -= 1
+        kinds = [own for group in c.groups if (own := [k for k in group if inner[k] > 0])]
+        counts = np.array([inner[own].sum() for own in kinds])
+        large, stages = int(counts.argmax()), c.pp * c.virtual
+        # blocks of the largest group that every stage has, as the others cannot hold them
+        each = np.where(c.most < counts[large], np.maximum(counts[large] - c.most * (stages - 1), 0.0), 0.0)
+        fixed = laws.fixed
+        fixed += np.where(c.is_first[:, :, None], laws.costs[:, :, 0, :, c.first], 0.0)
+        fixed += np.where(c.is_last[:, :, None], laws.costs[:, :, -1, :, c.last], 0.0)
+        self._before(kinds, large, each)
+        costs = np.stack([laws.costs[..., own].min(axis=4) for own in kinds], axis=4)  # [i, r, v, l, group]
+        costs = np.maximum(costs, 1e-30)
+        most = counts * c.has_stage[:, :, None]
+        most[:, :, large] = np.minimum(most[:, :, large], np.where(c.has_stage, c.most[:, None], 0.0))
+        self.needed = c.virtual[:, None] - c.is_first * 1.0 - c.is_last
+        self.measures = [(np.ones(len(counts)) + np.zeros((len(c.m), 1)), True)]
+        if len(counts) > 1:
+            work = np.stack([c.least_s[:, own].min(axis=1) for own in kinds], axis=1)
+            self.measures.append((work, False))
+        self.whole = WholeRecompute(c, most.sum(axis=2))
+        self.tables = [self._table(costs, most, value) for value, _ in self.measures]
+        self.totals = [(value * counts).sum(axis=1) for value, _ in self.measures]
+
+    def _before(self, kinds: Sequence[Sequence[int]], large: int, each: Array) -> None:
+        """Adds to the chains what stands before and after a rank's stages at the least, and what the first rank does once."""
+        c, laws = self.c, self.laws
+        some = [k for own in kinds for k in own]
+
+        def stages(values: Array, count: Array, end: int) -> Array:
+            """The least of so many stages at an end of the model, whose block of that end is on one of them."""
+            some_s, large_s = values[:, some].min(axis=1), values[:, kinds[large]].min(axis=1)
+            others = np.maximum(np.maximum(count - 1, 0) * some_s[:, None], count * (each * large_s)[:, None])
+            found: Array = (count > 0) * values[:, end][:, None] + others
+            return found
+
+        before = np.broadcast_to(np.arange(c.active.shape[1]), c.active.shape)
+        before_s = stages(c.least_forward_s, before, c.first)
+        end_s = stages(c.least_backward_s, before, c.first)
+        after_s = stages(c.least_backward_s, np.maximum(c.pp[:, None] - 1 - before, 0), c.last)
+        once_s = c.once_s[:, 0, c.first] + c.tie_s
+        once_s = once_s + (c.virtual - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, some].min(axis=1)
+        laws.fixed[:, :, laws.line(0)] += before_s[:, :, None]
+        laws.fixed[:, :, laws.line(1)] += (before_s + end_s + once_s[:, None])[:, :, None]
+        laws.fixed[:, :, laws.line(2)] += (after_s + end_s + once_s[:, None])[:, :, None]
+
+    def _table(self, costs: Array, most: Array, value: Array) -> tuple[Array, Array, Array]:
+        """The cheapest blocks first, on the stages where they cost least: their cost and their value together [i, r, l, places]."""
+        i, r, v, lines, groups = costs.shape
+        cost = np.moveaxis(costs, 3, 2).reshape(i, r, lines, v * groups)
+        worth = np.broadcast_to(value[:, None], (i, v, groups)).reshape(i, 1, 1, v * groups)
+        size = most.reshape(i, 1, 1, v * groups)
+        order = np.argsort(cost / worth, axis=3)
+        spent = np.take_along_axis(cost * size, order, axis=3)
+        had = np.take_along_axis(np.broadcast_to(worth * size, cost.shape), order, axis=3)
+        none = np.zeros((i, r, lines, 1))
+        spent, had = (np.concatenate([none, np.cumsum(x, axis=3)], axis=3) for x in (spent, had))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rate = np.diff(had, axis=3) / np.diff(spent, axis=3)
+        return spent, had, np.concatenate([np.nan_to_num(rate), none], axis=3)
+
+    def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
+        """Whether the ranks of each of these rows can take all blocks in a time."""
+        c, laws = self.c, self.laws
+        is_here = c.active[rows]
+        time = np.where(laws.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
+        budget = np.where(is_here[:, :, None], time - laws.fixed[rows], 0.0)
+        fits = (budget >= 0.0).all(axis=(1, 2))
+        for (spent, had, rate), total, (_, is_whole) in zip(self.tables, self.totals, self.measures, strict=True):
+            own = spent[rows]
+            place = np.maximum((own <= budget[..., None]).sum(axis=3) - 1, 0)[..., None]
+            begun, done, more = (np.take_along_axis(x, place, axis=3)[..., 0] for x in (own, had[rows], rate[rows]))
+            with np.errstate(invalid="ignore"):
+                value = np.where(more > 0, done + (budget - begun) * more, done).min(axis=2)
+            if is_whole:
+                value = np.floor(value + SLACK)
+                fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
+                fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
+                left = np.flatnonzero(fits & np.isfinite(time_s))
+                if len(left):
+                    some = self._whole(rows[left], value[left], budget[left], own[left], had[rows[left]])
+                    fits[left] = np.where(is_here[left], some, 0.0).sum(axis=1) >= total[rows[left]] * (1 - 1e-9)
+            else:
+                fits &= np.where(is_here, value, 0.0).sum(axis=1) >= total[rows] * (1 - 1e-9)
+        return fits
+
+    def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array, spent: Array, had: Array) -> Array:
+        """So many blocks, or fewer where those that recompute have to do so whole."""
+        lines = [chain * self.laws.num_prices for chain in range(3)]  # those of time alone
+        for _ in range(TRIES):
+            again_s = self.c.m[rows][:, None] * self.whole.least_s(rows, slice(None), value)
+            is_late = np.zeros(value.shape, dtype=bool)
+            for line in lines:
+                cost = _between(had[:, :, line], spent[:, :, line], value)
+                is_late |= cost + again_s > budget[:, :, line]
+            is_late &= self.c.active[rows] & (value > 0)
+            if not is_late.any():
+                break
+            value = value - is_late
+        return value
+
+
+def _between(xs: Array, ys: Array, at: Array) -> Array:
+    """Piecewise linear through points [n, r, points], at places [n, r]."""
+    place = np.clip((xs <= at[..., None]).sum(axis=2) - 1, 0, xs.shape[2] - 2)[..., None]
+    x0, y0, x1, y1 = (
+        np.take_along_axis(values, where, axis=2)[..., 0] for where in (place, place + 1) for values in (xs, ys)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = np.where(x1 > x0, (y1 - y0) / (x1 - x0), 0.0)
+    found: Array = y0 + (at - x0) * slope
+    return found

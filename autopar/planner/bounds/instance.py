@@ -1,0 +1,176 @@
+"""A pipeline as the relaxations see it: floors of its blocks, its devices, its schedule.
+
+A *floor* is what a block takes and holds at the least. A relaxation reads nothing but a :class:`PipelineInstance`: what it finds is a
+function of that instance and of a goal, and a bound of every plan whose blocks are above the floors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeFloor:
+    """A block in one mode of what it keeps and recomputes.
+
+    Attributes:
+        backward_s: of one micro-batch, recompute included.
+        kept_bytes: of one micro-batch between its forward and its backward.
+        passing_bytes: at the block's peak inside, over what it keeps.
+    """
+
+    backward_s: float
+    kept_bytes: float
+    passing_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFloor:
+    """The least that a block adds to its rank.
+
+    Attributes:
+        forward_s: of one micro-batch, whatever it recomputes.
+        modes: what it may keep and recompute.
+        more_s: what a forward and a backward take together over both of them alone, at the least: it may fall on either.
+        hidden_s: of copies to the host that the block's forward can hide for any block of its stage; in no time without copies.
+        gather_s: what the step's first forward takes longer.
+        once_s: once a step, after the rank's last backward.
+        static_bytes: parameters, gradients and optimizer states.
+    """
+
+    forward_s: float
+    modes: tuple[ModeFloor, ...]
+    more_s: float = 0.0
+    hidden_s: float = 0.0
+    gather_s: float = 0.0
+    once_s: float = 0.0
+    static_bytes: float = 0.0
+
+    @property
+    def least_s(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return self.forward_s + min(mode.backward_s for mode in self.modes) + self.more_s
+
+
+FIELDS = 6
+"""Columns of :attr:`FloorTable.numbers` before those of modes: forward_s, more_s, hidden_s, gather_s, once_s, static_bytes."""
+
+MODES = 4
+"""Modes of :attr:`FloorTable.numbers`, three columns each; a block with fewer has its last one again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloorTable:
+    """The floors of the kinds of blocks of one model on one kind of device.
+
+    ``numbers``: the same as an array [kinds, FIELDS + 3 * MODES].
+    """
+
+    blocks: tuple[BlockFloor, ...]
+    numbers: Array = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rows = []
+        for own in self.blocks:
+            modes = (*own.modes, *[own.modes[-1]] * MODES)[:MODES]
+            row = [own.forward_s, own.more_s, own.hidden_s, own.gather_s, own.once_s, own.static_bytes]
+            row += [x for mode in modes for x in (mode.backward_s, mode.kept_bytes, mode.passing_bytes)]
+            rows.append(row)
+        object.__setattr__(self, "numbers", np.array(rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineInstance:
+    """One candidate in one layout, or below several.
+
+    Attributes:
+        schedule, virtual_stages, num_micro_batches: of the pipeline.
+        runs: the blocks of the model in order: kind of block, and how many of it follow each other.
+        groups: kinds of blocks that count as one where the order of blocks is left out.
+        floors: by kind of device.
+        device_of_rank: the kind of device of each pipeline rank.
+        limit_bytes: for tensors, by kind of device.
+        forward_s, backward_s: by kind of device what each stage takes beside its blocks for each micro-batch.
+        first_s: of each stage what its first forward takes longer whatever its blocks.
+        sends_s, sends_back_s: of each pipeline rank its message to the next one and the one back; of the last one with the first.
+        sent_bytes: what each stage but the last keeps of a micro-batch beside its blocks.
+        tie_s: once a step, on the first rank and on the last one: gradients of parameters that both have.
+        most_blocks: of the largest group that a stage may have.
+        least_work_s: of one micro-batch through all blocks at the least, where that is known to be more than of each alone.
+    """
+
+    schedule: str
+    virtual_stages: int
+    num_micro_batches: int
+    runs: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]
+    floors: tuple[FloorTable, ...]
+    device_of_rank: tuple[int, ...]
+    limit_bytes: tuple[float, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    first_s: float = 0.0
+    sends_s: tuple[float, ...] = ()
+    sends_back_s: tuple[float, ...] = ()
+    sent_bytes: float = 0.0
+    tie_s: float = 0.0
+    most_blocks: float = np.inf
+    least_work_s: float = 0.0
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.device_of_rank)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the model."""
+        return sum(count for _, count in self.runs)
+
+    @property
+    def kind_of_block(self) -> NDArray[np.int64]:
+        """Of each block in order."""
+        return np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
+
+
+@lru_cache(maxsize=8192)
+def forwards_done(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
+    """Forwards that each pipeline rank has done when its first backward begins, by its virtual stages [pp, virtual_stages].
+
+    None of their micro-batches is through, so that the rank holds all of them.
+    """
+    rank = np.arange(pp)[:, None]
+    match schedule:
+        case "none":
+            return np.ones((pp, 1), dtype=np.int64)
+        case "GPipe":
+            return np.full((pp, 1), num_micro_batches)
+        case "1F1B":
+            return np.minimum(num_micro_batches, pp - rank)
+    per_round = num_micro_batches // max(1, num_micro_batches // pp)
+    warm = (virtual_stages - 1) * per_round + 2 * (pp - 1 - rank)
+    cycles, rest = np.divmod(np.minimum(warm, virtual_stages * num_micro_batches - 1) + 1, per_round * virtual_stages)
+    done: NDArray[np.int64] = cycles * per_round + np.clip(rest - np.arange(virtual_stages) * per_round, 0, per_round)
+    return done
+
+
+def runs_of(kinds: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The runs of equal kinds in a sequence.
+
+    >>> runs_of([0, 1, 1, 2])
+    ((0, 1), (1, 2), (2, 1))
+    """
+    found: list[tuple[int, int]] = []
+    for kind in kinds:
+        if found and found[-1][0] == kind:
+            found[-1] = kind, found[-1][1] + 1
+        else:
+            found.append((kind, 1))
+    return tuple(found)

@@ -1,0 +1,177 @@
+"""Every relaxation: never above a simulated plan, never lower when the goal rises, the same alone and in company; proofs hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autopar.cost.step.critical_path import chains_of
+from autopar.cost.step.simulation import compiled
+from autopar.planner.bounds.chain_program import ChainProof, chain_bound
+from autopar.planner.bounds.columns import Columns
+from autopar.planner.bounds.feasibility import feasible_bounds
+from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, PipelineInstance, forwards_done, runs_of
+
+TINY = 1e-6
+NUMBERS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0])
+SOME = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def floors(draw: st.DrawFn) -> BlockFloor:
+    """A block of up to three modes: what keeps less takes no less."""
+    kept, backward_s, modes = draw(st.sampled_from([4.0, 6.0])), draw(st.sampled_from([1.0, 2.0])), []
+    for _ in range(draw(st.integers(1, 3))):
+        passing = draw(NUMBERS)
+        modes.append(ModeFloor(backward_s=backward_s, kept_bytes=kept, passing_bytes=passing))
+        kept, backward_s = (
+            max(kept - draw(st.sampled_from([1.0, 2.0])), 0.0),
+            backward_s + draw(st.sampled_from([0.25, 1.0])),
+        )
+    return BlockFloor(
+        forward_s=draw(st.sampled_from([0.5, 1.0, 1.5])), modes=tuple(modes), gather_s=draw(NUMBERS) / 4,
+        once_s=draw(NUMBERS), static_bytes=draw(NUMBERS), more_s=draw(st.sampled_from([0.0, 0.0, 0.25])),
+    )  # fmt: skip
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> PipelineInstance:
+    """Up to six blocks of up to three kinds on up to three ranks of up to two kinds of devices."""
+    pp, v = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2)]))
+    schedule = "none" if pp == 1 else "Interleaved1F1B" if v > 1 else draw(st.sampled_from(["1F1B", "GPipe"]))
+    m = draw(st.integers(pp if schedule == "1F1B" else 1, 4)) if v == 1 else pp * draw(st.integers(1, 2))
+    kinds = [0, *draw(st.lists(st.sampled_from([1, 2]), min_size=max(pp * v - 2, 1), max_size=4)), 3]
+    devices = draw(st.integers(1, 2)) if pp > 1 else 1
+    blocks = [draw(floors()) for _ in range(4)]
+    slower = [
+        replace(
+            own, forward_s=1.5 * own.forward_s, modes=tuple(replace(x, backward_s=2 * x.backward_s) for x in own.modes)
+        )
+        for own in blocks
+    ]
+    device_of_rank = tuple(draw(st.integers(0, devices - 1)) for _ in range(pp))
+    return PipelineInstance(
+        schedule=schedule, virtual_stages=v, num_micro_batches=m, runs=runs_of(kinds), groups=((1,), (2,)),
+        floors=(FloorTable(blocks=tuple(blocks)), FloorTable(blocks=tuple(slower)))[:devices],
+        device_of_rank=device_of_rank, limit_bytes=tuple(draw(st.sampled_from([20.0, 40.0, 200.0])) for _ in range(devices)),
+        forward_s=(0.125,) * devices, backward_s=(0.0625,) * devices, first_s=draw(st.sampled_from([0.0, 0.25])),
+        sends_s=(0.25,) * pp if pp > 1 else (), sends_back_s=(0.125,) * pp if pp > 1 else (),
+        sent_bytes=draw(st.sampled_from([0.0, 0.5])), tie_s=draw(st.sampled_from([0.0, 0.5])) * (pp > 1),
+    )  # fmt: skip
+
+
+def plans(instance: PipelineInstance) -> Iterator[float]:
+    """The step times of all cuts of an instance with all choices of modes that fit, each simulated."""
+    pp, v, m = instance.pp, instance.virtual_stages, instance.num_micro_batches
+    kinds, num = instance.kind_of_block.tolist(), pp * v
+    tables = [instance.floors[d].blocks for d in instance.device_of_rank]
+    held = forwards_done(instance.schedule, pp, v, m).T.reshape(-1)
+    actions = compiled(instance.schedule, pp, v, m)
+    messages = []
+    for s in range(num):
+        there = instance.sends_s[s % pp] if instance.sends_s else 0.0
+        back = instance.sends_back_s[(s - 1) % pp] if instance.sends_back_s else 0.0
+        messages += [there, back]
+    for stops in combinations(range(1, len(kinds)), num - 1):
+        cut = list(zip((0, *stops), (*stops, len(kinds)), strict=True))
+        for modes in product(*(range(len(tables[0][k].modes)) for k in kinds)):
+            durations, once_s, used = [], [instance.tie_s * (r in (0, pp - 1)) for r in range(pp)], np.zeros(pp)
+            peak = np.zeros(pp)
+            for s, (start, stop) in enumerate(cut):
+                rank = s % pp
+                device, blocks = instance.device_of_rank[rank], [tables[rank][kinds[i]] for i in range(start, stop)]
+                own = [block.modes[modes[i]] for block, i in zip(blocks, range(start, stop), strict=True)]
+                forward_s = instance.forward_s[device] + sum(block.forward_s for block in blocks)
+                backward_s = instance.backward_s[device] + sum(mode.backward_s for mode in own)
+                backward_s += sum(block.more_s for block in blocks)  # it may fall on either
+                first_s = instance.first_s + sum(block.gather_s for block in blocks)
+                durations += [forward_s, backward_s, forward_s + first_s]
+                once_s[rank] += sum(block.once_s for block in blocks)
+                kept = [mode.kept_bytes for mode in own]
+                used[rank] += sum(block.static_bytes for block in blocks) + held[s] * sum(kept)
+                used[rank] += held[s] * instance.sent_bytes * (s < num - 1)
+                passing = [mode.passing_bytes - sum(kept[i + 1 :]) for i, mode in enumerate(own)]
+                peak[rank] = max(peak[rank], *passing)
+            limits = [instance.limit_bytes[d] for d in instance.device_of_rank]
+            if (used + peak <= limits).all():
+                yield chains_of(actions, durations, [*messages, 0.0], once_s, 1)[0].time_s
+
+
+def least_s(instance: PipelineInstance) -> float:
+    return min(plans(instance), default=math.inf)
+
+
+@SOME
+@given(instances())
+def test_no_relaxation_is_above_a_simulated_plan(instance: PipelineInstance) -> None:
+    best_s = least_s(instance)
+    columns = Columns([instance])
+    assert columns.work_s()[0] <= best_s * (1 + TINY)
+    assert math.isinf(best_s) or columns.holds()[0]
+    for goal_s in (math.inf, 1.2 * best_s, best_s, 0.9 * best_s):
+        assert feasible_bounds([instance], goal_s)[0] <= best_s * (1 + TINY)
+    proof = chain_bound(instance, math.inf)
+    assert proof is None or proof.bound_s <= best_s * (1 + TINY)
+
+
+@SOME
+@given(instances(), st.lists(st.floats(0.5, 2.0), min_size=2, max_size=4))
+def test_no_bound_is_lower_when_the_goal_rises(instance: PipelineInstance, parts: Sequence[float]) -> None:
+    own_s = float(feasible_bounds([instance])[0])
+    goals = sorted(part * (own_s if math.isfinite(own_s) else 10.0) for part in parts)
+    found = [float(feasible_bounds([instance], goal_s)[0]) for goal_s in goals]
+    assert found == sorted(found)
+    assert found == pytest.approx([min(own_s, goal_s) for goal_s in goals], rel=1e-12)
+
+
+@SOME
+@given(st.lists(instances(), min_size=2, max_size=5), st.sampled_from([math.inf, 12.0]))
+def test_a_bound_is_the_same_alone_and_in_company(every: Sequence[PipelineInstance], goal_s: float) -> None:
+    together = [replace(one, runs=every[0].runs) for one in every if one.pp * one.virtual_stages <= every[0].num_blocks]
+    alone = [float(feasible_bounds([one], goal_s)[0]) for one in together]
+    assert feasible_bounds(together, goal_s).tolist() == alone
+    assert feasible_bounds(together[::-1], goal_s).tolist() == alone[::-1]
+
+
+@SOME
+@given(instances())
+def test_proofs_verify_and_spoilt_ones_do_not(instance: PipelineInstance) -> None:
+    proof = chain_bound(instance, math.inf)
+    if proof is None:
+        return
+    assert proof.verify(instance)
+    more = replace(proof, bound_s=proof.bound_s + max(abs(proof.bound_s), 1.0) * 1e-3)
+    assert not more.verify(instance)
+    assert not replace(proof, weights=tuple(2 * weight for weight in proof.weights)).verify(instance)
+    longest = max(proof.chains, key=len)
+    if len(longest) > 2:
+        broken = tuple((*chain[:1], *chain[2:]) if chain == longest else chain for chain in proof.chains)
+        assert not replace(proof, chains=broken).verify(instance) or _is_chain_anyway(instance, broken)
+
+
+def _is_chain_anyway(instance: PipelineInstance, chains: Sequence[tuple[int, ...]]) -> bool:
+    """Whether each action still waits for the next one, by the schedule itself."""
+    a = compiled(instance.schedule, instance.pp, instance.virtual_stages, instance.num_micro_batches)
+    return all(j in (a.before[i], a.need[i]) for chain in chains for i, j in pairwise(chain))
+
+
+def test_a_proof_of_one_instance_is_no_proof_of_a_quicker_one() -> None:
+    block = BlockFloor(forward_s=1.0, modes=(ModeFloor(backward_s=2.0, kept_bytes=1.0, passing_bytes=0.0),))
+    slow = PipelineInstance(
+        schedule="1F1B", virtual_stages=1, num_micro_batches=4, runs=((0, 1), (1, 4), (2, 1)), groups=((1,),),
+        floors=(FloorTable(blocks=(block,) * 3),), device_of_rank=(0, 0), limit_bytes=(100.0,), forward_s=(0.0,),
+        backward_s=(0.0,), sends_s=(0.0, 0.0), sends_back_s=(0.0, 0.0),
+    )  # fmt: skip
+    quick = replace(slow, floors=(FloorTable(blocks=(replace(block, forward_s=0.5),) * 3),))
+    proof = chain_bound(slow, math.inf)
+    assert isinstance(proof, ChainProof)
+    assert proof.bound_s == pytest.approx(least_s(slow), rel=1e-3)  # three blocks each: the cut of the program is whole
+    assert proof.verify(slow)
+    assert not proof.verify(quick)
