@@ -30,8 +30,8 @@ class Compact:
     @property
     def class_of(self) -> tuple[int, ...]:
         """For each original block the block of ``graph`` that stands for it."""
-        found = {i: k for k, members in enumerate(self.members) for i in members}
-        return tuple(found[i] for i in range(len(found)))
+        standing_in = {i: k for k, members in enumerate(self.members) for i in members}
+        return tuple(standing_in[i] for i in range(len(standing_in)))
 
 
 def compact(graph: Graph, *, keys: Sequence[object] = ()) -> Compact:
@@ -44,8 +44,8 @@ def compact(graph: Graph, *, keys: Sequence[object] = ()) -> Compact:
         return _compact(graph, keys)
     if compact not in graph.passes:
         graph.passes[compact] = _compact(graph, ())
-    found: Compact = graph.passes[compact]
-    return found
+    small: Compact = graph.passes[compact]
+    return small
 
 
 def _compact(graph: Graph, keys: Sequence[object]) -> Compact:

@@ -85,12 +85,12 @@ class BlockPricing:
 
     def unsplit(self) -> PricedBlocks:
         """The blocks with nothing split."""
-        graph, known = self.graph, dict[Hashable, _PricedBlock]()
+        graph, priced = self.graph, dict[Hashable, _PricedBlock]()
         classes = [self._cost_class(graph, block) for block in graph.blocks]
         for block, cost_class in zip(graph.blocks, classes, strict=True):
-            if cost_class not in known:
-                known[cost_class] = self._priced(graph, block, cost_class)
-        return _together([known[own] for own in classes], graph, self.model.prelude_time_s(graph))
+            if cost_class not in priced:
+                priced[cost_class] = self._priced(graph, block, cost_class)
+        return _together([priced[cost_class] for cost_class in classes], graph, self.model.prelude_time_s(graph))
 
     def of(self, solution: AxisSolution) -> PricedBlocks:
         """The blocks in a typing."""
@@ -98,16 +98,16 @@ class BlockPricing:
             self._typed = _TypedBlocks(graph=self.graph, owners=self.owners)
         typed = self._typed
         keys, reads = typed.block_keys(solution), typed.prelude_key(solution.typing)
-        missing = {own: i for i, own in reversed(list(enumerate(keys))) if own not in typed.priced}
+        missing = {key: i for i, key in reversed(list(enumerate(keys))) if key not in typed.priced}
         if missing or reads not in typed.preludes:
             local = shard(self.graph, solution.typing, only=frozenset(missing.values()))
             if reads not in typed.preludes:
                 typed.preludes[reads] = local, self.model.prelude_time_s(local)
-            for own, i in missing.items():
+            for key, i in missing.items():
                 block = local.blocks[i]
-                typed.priced[own] = self._priced(local, block, self._cost_class(local, block))
+                typed.priced[key] = self._priced(local, block, self._cost_class(local, block))
         prelude, prelude_s = typed.preludes[reads]
-        return _together([typed.priced[own] for own in keys], prelude, prelude_s)
+        return _together([typed.priced[key] for key in keys], prelude, prelude_s)
 
     def _priced(self, graph: Graph, block: Block, cost_class: Hashable) -> _PricedBlock:
         work = self.model.block_work(graph, block, selective=self.is_selective)

@@ -146,26 +146,26 @@ class Layouts:
         kinds = self.graphs.kinds(key)
         if key.tp == 1:
             return tuple(TypedLayout(key=key, kind=kind, solution=None) for kind in kinds)
-        solutions = [[(kind, own) for own in self.typings.solutions(key, kind, order)] for kind in kinds]
-        found: dict[str, TypedLayout] = {}
-        for kind, solution in (own for same_price in zip(*solutions, strict=True) for own in same_price):
+        solutions = [[(kind, one) for one in self.typings.solutions(key, kind, order)] for kind in kinds]
+        front: dict[str, TypedLayout] = {}
+        for kind, solution in (one for at_price in zip(*solutions, strict=True) for one in at_price):
             typed = self._typed(key, kind, solution)
-            found.setdefault(typed.identity, typed)
-        return tuple(found.values())
+            front.setdefault(typed.identity, typed)
+        return tuple(front.values())
 
     def _every_typed(self, key: LayoutKey) -> tuple[TypedLayout, ...]:
         """All of them where the space asks for it and they are few; else none."""
         if not self.space.every or key.tp == 1:
             return ()
         if key not in self._every:
-            found: list[TypedLayout] = []
+            every: list[TypedLayout] = []
             for kind in self.graphs.kinds(key):
                 solutions = every_typing(self.typings.solver(key, kind), self.space.every)
                 if solutions is None:
-                    found = []
+                    every = []
                     break
-                found += [self._typed(key, kind, solution) for solution in solutions]
-            self._every[key] = tuple(found)
+                every += [self._typed(key, kind, solution) for solution in solutions]
+            self._every[key] = tuple(every)
         return self._every[key]
 
     def _typed(self, key: LayoutKey, kind: str, solution: AxisSolution) -> TypedLayout:
@@ -211,10 +211,10 @@ class Layouts:
         memo = self.memo(key)
         if memo.least_s is None:
             try:
-                found = [self._least_s(key, kind) for kind in self.graphs.kinds(key)]
+                by_kind = [self._least_s(key, kind) for kind in self.graphs.kinds(key)]
             except InfeasibleError:
-                found = [(0.0,) * len(self.compact.members)]
-            memo.least_s = tuple(map(min, zip(*found, strict=True)))
+                by_kind = [(0.0,) * len(self.compact.members)]
+            memo.least_s = tuple(map(min, zip(*by_kind, strict=True)))
         return memo.least_s
 
     def _least_s(self, key: LayoutKey, kind: str) -> tuple[float, ...]:

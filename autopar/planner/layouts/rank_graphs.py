@@ -56,10 +56,10 @@ class _MicroGraphs:
 def _micro_graphs(graph: Graph, batch: Typing, global_batch_size: int) -> _MicroGraphs:
     """Kept with the graph: searches of other spaces and clusters have the same ones."""
     key = _MicroGraphs, global_batch_size
-    found: _MicroGraphs | None = graph.passes.get(key)
-    if found is None or found.batch is not batch:
-        found = graph.passes[key] = _MicroGraphs(batch=batch)
-    return found
+    micro: _MicroGraphs | None = graph.passes.get(key)
+    if micro is None or micro.batch is not batch:
+        micro = graph.passes[key] = _MicroGraphs(batch=batch)
+    return micro
 
 
 class RankGraphs:
@@ -155,16 +155,16 @@ class RankGraphs:
         """
         if key.cp == 1:
             return ("",)
-        found, failure = [], None
+        possible, failure = [], None
         for kind in self._attention:
             try:
                 self.sequence(key, kind)
-                found.append(kind)
+                possible.append(kind)
             except InfeasibleError as error:
                 failure = error
-        if not found:
+        if not possible:
             raise failure or InfeasibleError("some kind of attention is allowed on cp", value="none")
-        return tuple(found)
+        return tuple(possible)
 
     def sequence(self, key: LayoutKey, kind: str) -> AxisSolution:
         """The typing on ``cp``: work and what is kept for backward are split wherever they can be.
@@ -175,10 +175,10 @@ class RankGraphs:
         key = self.key_before_tp(key)
         if (key, kind) not in self._sequences:
             self._sequences[key, kind] = self._split_sequence(key, kind)
-        found = self._sequences[key, kind]
-        if isinstance(found, InfeasibleError):
-            raise found
-        return found
+        solution = self._sequences[key, kind]
+        if isinstance(solution, InfeasibleError):
+            raise solution
+        return solution
 
     def _split_sequence(self, key: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
         compact, costs = self.before_tp(replace(key, cp=1), ""), self.block_pricing(key.unsplit, "").unsplit().costs

@@ -104,9 +104,9 @@ class TpTypings:
                 weights.append(
                     Weights(per_step_s=1 / num_micro_batches, saved_byte=price * in_flight, state_byte=price)
                 )
-        found, step = self.solver(key, kind).solve_all(weights), len(self.price_ratios)
+        solutions, step = self.solver(key, kind).solve_all(weights), len(self.price_ratios)
         for i, order in enumerate(missing):
-            self._solutions[key, kind, order] = found[i * step : (i + 1) * step]
+            self._solutions[key, kind, order] = solutions[i * step : (i + 1) * step]
 
     def solver(self, key: LayoutKey, kind: str) -> AxisSolver:
         """The solver of all typings of a key and kind of attention.
@@ -148,7 +148,7 @@ class TpTypings:
 
 def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
     """Types at rest of the parameters that are pinned, by name; the last pin that matches wins."""
-    found: dict[str, Type] = {}
+    types: dict[str, Type] = {}
     for pin in pins.parameters:
-        found |= {p.name: pin.type for p in graph.parameters if pin.matches((p.key, p.fqn, *p.aliases))}
-    return found
+        types |= {p.name: pin.type for p in graph.parameters if pin.matches((p.key, p.fqn, *p.aliases))}
+    return types

@@ -178,13 +178,13 @@ class AxisCosts:
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Storages that backward needs; what the batch brings and parameters are there anyway."""
-        found = self.saved.get(op.name)
-        if found is None:
+        storages = self.saved.get(op.name)
+        if storages is None:
             kept = self.pricing.saves(op, tuple([self.graph.spec(ref) for ref in op.operands]))
             roots = dict.fromkeys([self._root(ref) for ref in kept])
-            found = tuple([r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r)])
-            self.saved[op.name] = found
-        return found
+            storages = tuple([r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r)])
+            self.saved[op.name] = storages
+        return storages
 
     def _root(self, ref: Ref) -> Ref:
         """The value whose storage ``ref`` lies in."""
@@ -199,13 +199,13 @@ class AxisCosts:
         specs = tuple([self.graph.spec(ref) for ref in op.operands])
         call = op.target, without_refs(op.args), without_refs(op.kwargs), specs, op.outputs
         number = self._calls.setdefault(call, len(self._calls))
-        by_bytes, known = self.pricing.by_bytes(op), self._works
+        by_bytes, works_by_class = self.pricing.by_bytes(op), self._works
         works = []
         for strategy in strategies:
             key = number, _local_class(strategy, by_bytes)
-            if key not in known:
-                known[key] = self._work(op, specs, strategy)
-            works.append(known[key])
+            if key not in works_by_class:
+                works_by_class[key] = self._work(op, specs, strategy)
+            works.append(works_by_class[key])
         if not saved:
             return works
         where: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
@@ -259,16 +259,16 @@ class AxisCosts:
         return self.changes[key]
 
     def _change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
-        found = conversion(source, target, requires_grad=spec.requires_grad)
-        if found is None:
+        change = conversion(source, target, requires_grad=spec.requires_grad)
+        if change is None:
             return None
-        if not found.target:
+        if not change.target:
             return FREE
         local = self.local(spec, source)
         args = (Ref("value"), *emitted_arguments(self.axis, source, target))
-        call = Op(name="change", target=found.target, args=args, outputs=(self.local(spec, target),))
+        call = Op(name="change", target=change.target, args=args, outputs=(self.local(spec, target),))
         copied_s = self.pricing.op_cost(call, (local,)).time_s
-        return Cost(copied_s + self._sent_s(found.forward, spec) + self._sent_s(found.backward, spec))
+        return Cost(copied_s + self._sent_s(change.forward, spec) + self._sent_s(change.backward, spec))
 
     def _sent_s(self, kind: str | None, spec: TensorSpec) -> float:
         if kind is None:

@@ -190,7 +190,7 @@ class _OfParts:
 
     def __call__(self, entries: Sequence[Entry]) -> States:
         states, keep = self.prepared.states, self.prepared.keep
-        found = np.zeros((len(entries), len(states)), dtype=np.intp)
+        assignments = np.zeros((len(entries), len(states)), dtype=np.intp)
         for part, decoder in enumerate(self.decoders):
             places = [i for i, entry in enumerate(entries) if entry.energy // self.at_once == part]
             if not places:
@@ -202,9 +202,9 @@ class _OfParts:
                 Entry(entries[i].energy % self.at_once, tuple(index)) for i, index in zip(places, indices, strict=True)
             ]
             chosen = decoder(inside)
-            for v, own in enumerate(states):
-                found[places, v] = own[chosen[:, v]]
-        return found
+            for v, left in enumerate(states):
+                assignments[places, v] = left[chosen[:, v]]
+        return assignments
 
 
 # --- preparing
@@ -325,7 +325,7 @@ def _step(
     """``over``: the variables of the sum, in order; ``parts``: scopes of the tables that it adds up."""
     position = {u: i for i, u in enumerate(over)}
     full = tuple([sizes[u] for u in over])
-    found = []
+    ordered_parts = []
     for key, part in parts.items():
         places = [position[u] for u in part]
         ordered = sorted(places)
@@ -336,8 +336,8 @@ def _step(
             for i in places:
                 around[i] = full[i]
             shape = tuple(around)
-        found.append((key, axes, shape))
-    return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(found))
+        ordered_parts.append((key, axes, shape))
+    return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(ordered_parts))
 
 
 def _sum(step: EliminationStep, tables: Sequence[Table]) -> Table:
@@ -382,17 +382,17 @@ class _Backwards:
         energies = np.array([entry.energy for entry in entries], dtype=np.intp)
         same = np.zeros_like(energies)  # of a table that is that of all energies
         indices = np.array([entry.index for entry in entries], dtype=np.intp).reshape(len(entries), len(self.keep))
-        found = np.zeros((len(entries), self.num_variables), dtype=np.intp)
-        found[:, self.keep] = indices
+        assignments = np.zeros((len(entries), self.num_variables), dtype=np.intp)
+        assignments[:, self.keep] = indices
         for step in reversed(self.minima):
-            context = [found[:, u] for u in step.scope]
+            context = [assignments[:, u] for u in step.scope]
             if step.best is not None:
-                found[:, step.variable] = step.best[(energies if len(step.best) > 1 else same, *context)]
+                assignments[:, step.variable] = step.best[(energies if len(step.best) > 1 else same, *context)]
             else:
                 row = energies if len(step.total) > 1 else same
                 index: tuple[Any, ...] = (row, slice(None), *context)
-                found[:, step.variable] = step.total[index].argmin(axis=1)
-        return found
+                assignments[:, step.variable] = step.total[index].argmin(axis=1)
+        return assignments
 
 
 def _eliminate(
@@ -430,9 +430,9 @@ def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, D
     from autopar.planner.sharding.milp import minimise_by_milp  # imports scipy: only where it is needed
 
     table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    assignments: dict[tuple[int, ...], tuple[int, ...]] = {}
     for index in product(*(range(energy.sizes[k]) for k in keep)):
         best = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
         if best is not None:
-            table[0, *index], found[index] = best.value, best.assignment
-    return table, _Listed(found)
+            table[0, *index], assignments[index] = best.value, best.assignment
+    return table, _Listed(assignments)

@@ -34,8 +34,8 @@ def elimination_order(
     if MANY_ENTRIES < best[1] < MANY_ENTRIES**2:  # past that no order will do
         noise = random.Random(0)
         for i in range(ORDERS):
-            found = _greedy(sizes, scopes, keep, noise if i else None, by_fill=True, bound=best[1])
-            best = min(best, found, key=lambda order: order[1])
+            order = _greedy(sizes, scopes, keep, noise if i else None, by_fill=True, bound=best[1])
+            best = min(best, order, key=lambda found: found[1])
     return best
 
 

@@ -35,12 +35,12 @@ def every_typing(solver: AxisSolver, most: int) -> list[AxisSolution] | None:
     for a, b in solver.equal_values():
         equal.setdefault(a, []).append(b)
         equal.setdefault(b, []).append(a)
-    found: list[AxisSolution] = []
+    solutions: list[AxisSolution] = []
     for assignments in _fitting(solver, [by_key[key] for key in solver.keys], equal):
-        if len(found) == most:
+        if len(solutions) == most:
             return None
-        found.append(solver.solution(assignments))
-    return found
+        solutions.append(solver.solution(assignments))
+    return solutions
 
 
 def _variables(block: BlockProblem) -> tuple[int, ...]:
@@ -57,10 +57,10 @@ def _assignments(block: BlockProblem) -> _Assignments:
     """Each with the changes of type that take least time beside it."""
     marginals = marginalise(block.problem.energy(Weights()), _variables(block))
     entries = [Entry(0, tuple(index)) for index in np.argwhere(np.isfinite(marginals.tables[0])).tolist()]
-    found: dict[tuple[int, ...], list[Assignment]] = {}
+    by_boundary: dict[tuple[int, ...], list[Assignment]] = {}
     for assignment in marginals.decode(entries):
-        found.setdefault(tuple(assignment[v] for v in block.keep), []).append(assignment)
-    return found
+        by_boundary.setdefault(tuple(assignment[v] for v in block.keep), []).append(assignment)
+    return by_boundary
 
 
 def _fitting(

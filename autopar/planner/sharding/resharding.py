@@ -91,7 +91,7 @@ def several_readers(
         max_extras: further types at most that it may be changed to.
         allows: whether there is a change of type.
     """
-    read = {t for own in wanted for types in own for t in types}
+    read = {t for of_reader in wanted for types in of_reader for t in types}
     states: list[Held] = []
     for t in sorted(set(made)):
         others = [w for w in sorted(read - {t}) if allows(t, w)]
@@ -103,8 +103,8 @@ def several_readers(
     of_state = np.array([bit[t] for t, _ in states])
     has = of_state + np.array([sum(bit[e] for e in extras) for _, extras in states])
     to_readers = []
-    for own in wanted:
-        asked = np.array([sum(bit[t] for t in types) for types in own])
+    for of_reader in wanted:
+        asked = np.array([sum(bit[t] for t in types) for types in of_reader])
         to_readers.append(forbidding((asked[:, None] & ~has) == 0))
     return Flow(
         changes=tuple(changes),
@@ -133,11 +133,11 @@ def _sums(
 ) -> SumTable:
     """``places``: of the two dims, where they are given, the row or column of each state."""
     count = max([len(terms) for row in entries for terms in row], default=0)
-    found = []
+    table_terms = []
     for k in range(count):
         term = np.array([[terms[k] if k < len(terms) else 0 for terms in row] for row in entries], dtype=np.intp)
-        found.append(term[places[0][:, None], places[1]] if places else term.reshape(shape))
-    return SumTable(tuple(found))
+        table_terms.append(term[places[0][:, None], places[1]] if places else term.reshape(shape))
+    return SumTable(tuple(table_terms))
 
 
 def _numbered(items: Sequence[_T]) -> tuple[list[_T], NDArray[np.intp]]:

@@ -231,11 +231,11 @@ class Problem:
     def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref, made: Made) -> Wanted:
         """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
         strategies: Sequence[Strategy] = self.states[self.ops[op.name]]  # type: ignore[assignment]
-        found = [frozenset([s.inputs[i] for i in where]) for s in strategies]
+        wanted = [frozenset([s.inputs[i] for i in where]) for s in strategies]
         if self.graph.spec(ref).requires_grad or ref.name in self.rests:
-            return tuple(found)
+            return tuple(wanted)
         home = I if I in made and R not in made else R
-        return tuple([frozenset([home if t in (I, R) else t for t in types]) for types in found])
+        return tuple([frozenset([home if t in (I, R) else t for t in types]) for types in wanted])
 
     def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
         if ref.name in self.rests:
@@ -255,8 +255,8 @@ class Problem:
             self._connect(self._variable(flow.states), source, parts, flow, pairs)
             return
         alike = {
-            (self.ops[op.name], own): allowed
-            for (op, _), own, allowed in zip(readers, wanted, flow.to_readers, strict=True)
+            (self.ops[op.name], types): allowed
+            for (op, _), types, allowed in zip(readers, wanted, flow.to_readers, strict=True)
         }
         spec = self.graph.spec(ref) if ref.name in self.ops else ref  # what changes of type cost
         place = (source, ref.index, spec, frozenset(alike))
@@ -292,13 +292,12 @@ class Problem:
         key: tuple[object, ...] = (number(made), *[number(types) for types in wanted])
         if len(wanted) > 1:
             key = (*key, self.max_extras, self.graph.spec(ref).requires_grad, ref.name in self.rests)
-        found = self.structures.flows.get(key)
-        if found is None:
-            found = self.structures.flows[key] = self._new_flow(ref, made, wanted)
-        priced = key, price_class
+        if key not in self.structures.flows:
+            self.structures.flows[key] = self._new_flow(ref, made, wanted)
+        flow, priced = self.structures.flows[key], (key, price_class)
         if priced not in self.costs.tables:
-            self.costs.tables[priced] = self._parts(ref, found)
-        return found, self.costs.tables[priced]
+            self.costs.tables[priced] = self._parts(ref, flow)
+        return flow, self.costs.tables[priced]
 
     def _new_flow(self, ref: Ref, made: Made, wanted: tuple[Wanted, ...]) -> Flow:
         if len(wanted) == 1:

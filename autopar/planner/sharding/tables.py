@@ -91,10 +91,10 @@ class SumTable:
         if not self.terms:
             return ()
         columns = columns_of(costs)
-        found = [column[self.terms[0]] for column in columns]
+        sums = [column[self.terms[0]] for column in columns]
         for term in self.terms[1:]:
-            found = [part + column[term] for part, column in zip(found, columns, strict=True)]
-        return tuple(found)
+            sums = [part + column[term] for part, column in zip(sums, columns, strict=True)]
+        return tuple(sums)
 
 
 def columns_of(costs: Sequence[Cost | None]) -> list[NDArray[np.float64]]:
