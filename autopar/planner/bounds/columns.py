@@ -18,6 +18,9 @@ from autopar.planner.bounds.instance import FIELDS, Array, PipelineInstance, for
 LARGEST = 2
 """Groups of blocks whose modes say at which prices memory is weighed against time."""
 
+BITS = 36
+"""Of a bound of work that count."""
+
 FITS = 1 + 1e-9
 """Times a limit of memory, up to which what is exactly as large fits."""
 
@@ -129,10 +132,11 @@ class Columns:
         before_s = self.before(every_s + self.sends_s + self.backs_s)
         found = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=self.v == 1, repeats=self.virtual)
         if self.v == 1:
-            return found
+            return _rounded_down(found)
         # as if each stage had a rank of its own, whatever stands before it
         one = np.ones(len(self.m))
-        return np.maximum(found, self._weighed_s(work_s, slowness, before_s, every_s, is_chain=True, repeats=one))
+        other = self._weighed_s(work_s, slowness, before_s, every_s, is_chain=True, repeats=one)
+        return _rounded_down(np.maximum(found, other))
 
     def _weighed_s(
         self, work_s: Array, slowness: Array, before_s: Array, every_s: Array, *, is_chain: bool, repeats: Array,
@@ -171,6 +175,13 @@ class Columns:
             for rate in _rates(self.backward_s[:, :, kind], self.kept_bytes[:, :, kind]):
                 found += [self.m[:, None] * rate / held for held in every]
         return np.stack(found, axis=2)
+
+
+def _rounded_down(values: Array) -> Array:
+    """Values without their last bits, in which sums differ with what stands beside them in an array."""
+    mantissa, exponent = np.frexp(values)
+    found: Array = np.ldexp(np.floor(mantissa * 2.0**BITS) / 2.0**BITS, exponent)
+    return found
 
 
 def _tables(instances: Sequence[PipelineInstance]) -> Array:

@@ -229,7 +229,8 @@ class _InOrder:
         """What the first rank does once a step with so many blocks at least."""
         run = np.searchsorted(self.ends, count) - 1
         own: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
-        return own + self.c.tie_s[rows]
+        own += self.c.tie_s[rows]
+        return own
 
     def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
         """Whether all blocks are taken, and how many are left for the first rank."""
@@ -303,7 +304,7 @@ class _InAnyOrder:
             found: Array = (count > 0) * values[:, end][:, None] + others
             return found
 
-        before = np.broadcast_to(np.arange(c.active.shape[1]), c.active.shape)
+        before = np.broadcast_to(np.arange(float(c.active.shape[1])), c.active.shape)
         before_s = stages(c.least_forward_s, before, c.first)
         end_s = stages(c.least_backward_s, before, c.first)
         after_s = stages(c.least_backward_s, np.maximum(c.pp[:, None] - 1 - before, 0), c.last)
@@ -334,7 +335,7 @@ class _InAnyOrder:
         is_here = c.active[rows]
         time = np.where(laws.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
         budget = np.where(is_here[:, :, None], time - laws.fixed[rows], 0.0)
-        fits = (budget >= 0.0).all(axis=(1, 2))
+        fits: NDArray[np.bool_] = np.asarray((budget >= 0.0).all(axis=(1, 2)))
         for (spent, had, rate), total, (_, is_whole) in zip(self.tables, self.totals, self.measures, strict=True):
             own = spent[rows]
             place = np.maximum((own <= budget[..., None]).sum(axis=3) - 1, 0)[..., None]

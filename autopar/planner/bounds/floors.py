@@ -172,7 +172,7 @@ class BlockFloors:
             known: dict[tuple[object, ...], Added] = {}
             found = []
             for k in range(len(parts)):
-                same = k if beside else (k > 0, unsplit.keys[k])
+                same = (k,) if beside else (k > 0, unsplit.keys[k])
                 if same not in known:
                     known[same] = self._added_to(parts, k, step)
                 found.append(known[same])

@@ -96,7 +96,8 @@ class InstanceMaker:
         slowest: list[Recompute] = []
         counted_s = m * made.forward_s[0] + made.first_s
         for modes, floor, members in zip(self._blocks[False].modes, floors, compact.members, strict=True):
-            place = max(range(len(modes)), key=lambda i, floor=floor: floor.modes[i].backward_s)
+            seconds = [mode.backward_s for mode in floor.modes]
+            place = seconds.index(max(seconds))
             slowest.append(modes[place])
             time_s = floor.forward_s + floor.modes[place].backward_s + floor.more_s
             counted_s += len(members) * (m * time_s + floor.gather_s + floor.once_s)

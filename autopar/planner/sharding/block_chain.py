@@ -154,24 +154,30 @@ class AxisSolver:
         """
         return self._together(self._marginals(weights), len(weights))
 
-    @cached_property
+    @property
     def quickest(self) -> AxisSolution:
         """The typing of the quickest micro-batch, whatever it keeps.
 
         Raises:
             InfeasibleError: none fits together.
         """
-        return self._together(self._by_time, 1)[0]
+        return self._by_time[0]
 
-    @cached_property
+    @property
     def least_s(self) -> tuple[float, ...]:
-        """For each block of the compact graph seconds of a micro-batch below which no typing runs it."""
-        return tuple(float(self._by_time[key].tables.min()) for key in self.keys)
+        """For each block of the compact graph seconds of a micro-batch below which no typing runs it.
+
+        Raises:
+            InfeasibleError: no typing of all blocks fits together.
+        """
+        return self._by_time[1]
 
     @cached_property
-    def _by_time(self) -> dict[Hashable, Marginals]:
-        """The tables of the blocks in seconds of a micro-batch."""
-        return self._marginals([Weights()])
+    def _by_time(self) -> tuple[AxisSolution, tuple[float, ...]]:
+        """See :attr:`quickest` and :attr:`least_s`: both from the same tables, which are large and not kept."""
+        marginals = self._marginals([Weights()])
+        least_s = tuple(float(marginals[key].tables.min()) for key in self.keys)
+        return self._together(marginals, 1)[0], least_s
 
     def _marginals(self, weights: Sequence[Weights]) -> dict[Hashable, Marginals]:
         return {key: problem.solve_all(weights) for key, problem in self.problems.items()}
