@@ -140,6 +140,7 @@ class PipelineStep:
         units = [part.units(stage, key) for stage, key in zip(stages, runs, strict=True)]
         flat = [unit for stage in units for unit in stage]
         device, runtime = part.ranks.device, part.ranks.runtime
+        host = part.ranks.host if self.step.offloads_optimizer else None
         sent = part.gradients_s(stages, runs)
         tail = sum(data.tail_s(stage) for stage in units) + sum(s.data_last_s for s in sums)
         tail *= runtime.late_share(device)
@@ -156,7 +157,7 @@ class PipelineStep:
             data_parallel_s=count * always + first + tail,
             pipeline_s=exposed_s + count * sum(stage.schedule_s for stage in times[rank::pp]),
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - exposed_s, 0.0),
-            optimizer_s=optimizer_s + launched_s(part.ranks.optimizer, flat, device, part.optimizer_host),
+            optimizer_s=optimizer_s + launched_s(part.ranks.optimizer, flat, device, host),
             offload_s=offload_s + count * sum(s.offload_s for s in sums),
         )
 

@@ -241,15 +241,11 @@ class StepModel:
         copies = 2 * copied_bytes / self.ranks.device.memory_bandwidth_bytes_per_s
         return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies
 
-    @property
-    def optimizer_host(self) -> HostLink | None:
-        """Where the optimizer steps on the host, the link to it."""
-        return self.ranks.host if self.step.offloads_optimizer else None
-
     def stepped_s(self, units: Sequence[Unit]) -> tuple[float, float]:
         """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`optimizer.stepped_s`."""
+        host = self.ranks.host if self.step.offloads_optimizer else None
         size = itemsize(self.ranks.precision.storage)
-        return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, self.optimizer_host)
+        return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)
 
     def gradients_s(self, own: Sequence[StageCost], runs: tuple[Runs, ...]) -> Mapping[str, float]:
         """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
