@@ -23,7 +23,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.space.distinct import distinct, distinct_rows
 from autopar.planner.stages.activation_modes import MOVED, CutBlock, Way
 from autopar.planner.stages.recompute import Array, Recomputes
 
@@ -54,9 +53,9 @@ class StageKinds:
         sums = np.zeros((n + 1, len(self.keys)), dtype=np.int64)
         np.cumsum(np.array(keys)[:, None] == np.array(self.keys), axis=0, out=sums[1:])
         upper = np.triu_indices(n + 1, 1)
-        self.counts, which = distinct_rows((sums[None, :, :] - sums[:, None, :])[upper], n)
+        self.counts, which = np.unique((sums[None, :, :] - sums[:, None, :])[upper], axis=0, return_inverse=True)
         self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
-        self.which[upper] = which
+        self.which[upper] = which.reshape(-1)  # numpy 2.0 gives it another dim
 
 
 class CutBlocks:
@@ -77,7 +76,7 @@ class CutBlocks:
     def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
         """For each number of micro-batches and its limit the least time of blocks i:j at [i, j], where that may be a stage."""
         asked = list(dict.fromkeys(zip(in_flight, limit_bytes, strict=True)))
-        used = distinct(self.kinds.which[allowed])
+        used = np.unique(self.kinds.which[allowed])
         place = np.zeros(len(self.kinds.counts), dtype=np.int64)
         place[used] = np.arange(len(used))
         found = self.recomputes.times_s(self.kinds.counts[used], [a for a, _ in asked], [b for _, b in asked])
@@ -174,7 +173,7 @@ def least_sum_and_slowest(
     slowest_s, least_s = band.least(np.maximum), band.least(np.add)
     if np.isinf(slowest_s):
         return None
-    times = distinct(band.values[np.isfinite(band.values)])
+    times = np.unique(band.values[np.isfinite(band.values)])
     times = times[times >= slowest_s]
     best: tuple[int, ...] = ()
     best_s = np.inf
