@@ -230,7 +230,7 @@ def _least_time_s(planner: Planner) -> float:
     """What one device computes at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
     most, evaluator = planner.task.global_batch_size, planner.evaluator
     keys = [LayoutKey(micro_batch_size=m, tp=most) for m in planner.task.space.micro_batches if m <= most]
-    times = (evaluator.cascade.placed.least_s(evaluator.layouts.whole(key)) / key.micro_batch_size for key in keys)
+    times = (evaluator.cascade.placed.least_s(evaluator.layouts.unsplit(key)) / key.micro_batch_size for key in keys)
     return most * min(times, default=0.0)
 
 

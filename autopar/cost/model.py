@@ -17,14 +17,12 @@ from autopar.cost.network.placement import check_kinds, peak_flops, places_of, s
 from autopar.cost.operators.measured import Measured
 from autopar.cost.operators.roofline import OperatorTimes, OpTime, op_time
 from autopar.cost.step.critical_path import Chain, longest_chains
-from autopar.cost.step.memory import StageCost
 from autopar.cost.step.optimizer import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
 from autopar.cost.step.runtime import Runtime
 from autopar.cost.step.simulation import finishes_s
-from autopar.cost.step.step import Step
+from autopar.cost.step.step import StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
-from autopar.cost.step.traffic import Traffic, rank_traffic
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 from autopar.host import HostLink
 from autopar.mesh import Mesh
@@ -54,6 +52,7 @@ class CostModel:
         devices, device: of the node groups, and the slowest of them.
         memory_limit_bytes: what the smallest device has.
         memory_spread: upper end of a predicted peak's interval over the prediction: the widest of the devices' profiles.
+        unaligned_fraction: of the rate of products, what rows that are no multiple of 16 bytes leave; on the device that loses most.
         fitting_bytes: the largest predicted peak that fits: the upper end of its interval is the limit.
 
     Raises:
@@ -84,6 +83,8 @@ class CostModel:
         self.memory_limit_bytes = min(device.memory_bytes for device in self.devices)
         self.memory_spread = 1 + max(device.memory_uncertainty for device in self.devices)
         self.fitting_bytes = math.floor(self.memory_limit_bytes / self.memory_spread)
+        rates = [device.rate(precision.compute) for device in self.devices]
+        self.unaligned_fraction = min(rate.unaligned_fraction if rate.num_units else 1.0 for rate in rates)
         self.is_mixed = places is None and not cluster.is_homogeneous
         self.ranks = Ranks(
             devices=self.devices,
@@ -100,12 +101,6 @@ class CostModel:
         self._steps: dict[Step, StepModel] = {}
 
     # --- operators and blocks
-
-    @property
-    def unaligned_fraction(self) -> float:
-        """Of the rate of products, what rows that are no multiple of 16 bytes leave; on the device that loses most."""
-        dtype = self.precision.compute
-        return min(rate.unaligned_fraction if rate.num_units else 1.0 for rate in (d.rate(dtype) for d in self.devices))
 
     def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> OpTime:
         """Seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
@@ -136,10 +131,6 @@ class CostModel:
         """
         device = self._at_best if at_best else self.device
         return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
-
-    def block_cost(self, graph: Graph, block: Block, mesh: Mesh) -> BlockCost:
-        """The cost of a block of one rank's graph for one micro-batch."""
-        return self.price(self.block_work(graph, block), mesh)
 
     def prelude_time_s(self, graph: Graph) -> float:
         """Seconds of the operators that every stage repeats for each micro-batch."""
@@ -207,11 +198,6 @@ class CostModel:
             UsageError: the schedule cannot serve these stages and micro-batches.
         """
         return self._pipeline(stages, step).memory()
-
-    def traffic(self, stages: Sequence[StageCost], step: Step) -> tuple[Traffic, ...]:
-        """The collectives of a step, by pipeline rank: what :meth:`predict` prices for autopar's own runtime."""
-        data = self._pipeline(stages, step).data
-        return tuple(rank_traffic(stages, data, step, pp_rank=rank) for rank in range(step.mesh.pp))
 
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
         """Whether the size of buckets can matter: some gradients are summed in them."""

@@ -9,14 +9,12 @@ from typing import TypeAlias
 
 import torch
 
-from autopar.frozen import quickly
 from autopar.layout import Type
 
 Layout: TypeAlias = tuple[tuple[str, Type], ...]
 """Types of one tensor by axis, in the order in which the axes were applied."""
 
 
-@quickly
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor by the name of what makes it: an operator, an input, a parameter or a buffer.
@@ -44,7 +42,6 @@ Argument: TypeAlias = (
 )
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Shape and dtype; ``requires_grad``: a gradient flows through this tensor in training."""
@@ -76,7 +73,6 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One call: ``target`` as torch prints it (``aten.linear.default``) or ``autopar.NAME``.
@@ -172,7 +168,6 @@ class Padding:
     length: int
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A trained tensor, or a part of one where the model computes several projections from it.

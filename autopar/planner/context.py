@@ -88,7 +88,7 @@ class SearchContext:
 
     def unsplit(self, candidate: Candidate) -> PricedLayout:
         """What the parts of a candidate's layouts are taken of; see :meth:`Layouts.whole`."""
-        return self.layouts.whole(layout_key_of(candidate))
+        return self.layouts.unsplit(layout_key_of(candidate))
 
     def typed_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
         """The layouts of a candidate before they are priced.
@@ -96,7 +96,7 @@ class SearchContext:
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        return self.layouts.drafts(layout_key_of(candidate), load_of(candidate))
+        return self.layouts.typed(layout_key_of(candidate), load_of(candidate))
 
     def known_layouts(self, candidate: Candidate) -> tuple[TypedLayout, ...]:
         """As :meth:`typed_layouts`; none where there is none, which the candidate's evaluation explains."""

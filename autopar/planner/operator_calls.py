@@ -35,6 +35,6 @@ def operator_calls(planner: Planner, *, progress: Progress | None = None) -> tup
     for done, key in enumerate(keys):
         if progress is not None:
             progress("laying out", done, len(keys))
-        layouts.whole(key.whole)
+        layouts.unsplit(key.unsplit)
         layouts.quickest_s(key)
     return tuple(recorder.calls.values())

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import RuleError
-from autopar.frozen import replaced
 from autopar.graph.ir import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.layout import I, P, R, S, Type
 from autopar.rules import zigzag
@@ -158,7 +157,7 @@ class _Sharding:
         if self.is_batch and rest != I:
             raise RuleError("a parameter is not split over samples", value=rest, place=parameter.fqn)
         pending = uses == {"R"} and parameter.spec.requires_grad and not self.is_batch
-        return replaced(
+        return replace(
             parameter,
             spec=self.specs[Ref(parameter.name)],
             layout=(*parameter.layout, (self.axis, rest)),

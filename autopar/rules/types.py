@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from autopar.frozen import quickly
 from autopar.graph.ir import Argument, TensorSpec
 from autopar.layout import Type
 
@@ -24,7 +23,6 @@ class Communication:
     backward: bool = False
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One way to run an operator on one axis.
@@ -73,7 +71,6 @@ class Typing:
     inputs: Mapping[str, Type] = field(default_factory=dict)
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """What a rule needs to write one rank's call: see ``rules.localize``.

@@ -103,7 +103,7 @@ class Expressed:
     def _solved(self, run: Run) -> Sequence[Structure]:
         layouts = self._layouts_of(run)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        mesh = layouts.bases.mesh(split)
+        mesh = layouts.graphs.mesh(split)
         kind = layouts.model.device.kind
         found = {}
         for option in layouts.front(run.micro_batch, mesh, Load(num_micro_batches=8, in_flight=1)):
@@ -172,7 +172,7 @@ def _recomputes(run: Run) -> str:
 
 
 def _structure(layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Run, kind: Kind, site: Site) -> Structure:
-    graph = layouts.local_graph(split, option.kind, option.solution)
+    graph = layouts.local_graph(option)
     again: list[Callable[[Op], bool]] = [regathered] if site.regathers else []
     if _recomputes(run) == "selective":
         by_operator = run.attention == "flash" and not site.recomputes_attention

@@ -80,7 +80,7 @@ def autograd_bytes(model: nn.Module) -> int:
 def test_saved_bytes_are_autograds(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = Model(act)
     graph = graph_of(model)
-    costs = [MODEL.block_cost(graph, b, Mesh()) for b in graph.blocks]
+    costs = [MODEL.price(MODEL.block_work(graph, b), Mesh()) for b in graph.blocks]
     found = sum(cost.saved_bytes for cost in costs)
     # the program computes q, k, v apart, the model cuts them from one tensor: the same bytes
     assert found == pytest.approx(autograd_bytes(model), rel=0.01)
@@ -89,7 +89,7 @@ def test_saved_bytes_are_autograds(act: Callable[[torch.Tensor], torch.Tensor]) 
 def test_equal_blocks_cost_the_same_and_parameters_are_counted_once() -> None:
     model = Model(functional.gelu)
     graph = graph_of(model)
-    costs = [MODEL.block_cost(graph, b, Mesh()) for b in graph.blocks]
+    costs = [MODEL.price(MODEL.block_work(graph, b), Mesh()) for b in graph.blocks]
     classes: dict[str, set[tuple[float, int, int]]] = {}
     for cost in costs:
         kept = (cost.forward_s, cost.saved_bytes, cost.backward_transient_bytes)
@@ -108,7 +108,7 @@ def test_tied_weights_are_marked() -> None:
     model = Model(functional.gelu, layers=2)
     model.head.weight = model.embed.weight
     graph = graph_of(model)
-    costs = [MODEL.block_cost(graph, b, Mesh()) for b in graph.blocks]
+    costs = [MODEL.price(MODEL.block_work(graph, b), Mesh()) for b in graph.blocks]
     shared = [p.name for cost in costs for p in cost.parameters if p.shared]
     assert len(shared) == 2
     assert len(set(shared)) == 1

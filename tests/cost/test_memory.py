@@ -165,7 +165,7 @@ def test_a_layer_keeps_what_megatron_counts() -> None:
     x = torch.zeros(b, s, h, dtype=torch.bfloat16, requires_grad=True)
     graph = trace(Stack(h, a).to(torch.bfloat16), (x,))
     model = CostModel(CLUSTER, FP32, "adamw")
-    costs = [model.block_cost(graph, bl, Mesh()) for bl in graph.blocks]
+    costs = [model.price(model.block_work(graph, bl), Mesh()) for bl in graph.blocks]
     layers = [cost for cost in costs if len(cost.parameters) == 16]
     assert len(layers) >= 2
     for cost in layers[1:]:

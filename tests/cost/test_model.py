@@ -19,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.plan import BF16, FP32, Prediction, Recompute
 from autopar.validate.foreign import ForeignRuntime
 from tests.cost.blocks_by_hand import block, stage, step
+from tests.cost.step_traffic import traffic
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
 CPU = Cluster.parse("cpu:4x4")
@@ -245,9 +246,9 @@ def test_small_buckets_leave_early_and_large_ones_wait_for_fewer_messages() -> N
     mesh, model = Mesh(dp_replicate=4), CostModel(CPU, FP32, "sgd")
     blocks = layers(3)
     one, three = (replace(step(mesh), bucket_bytes=size) for size in (2**40, 1))
-    sums = [[c for c in model.traffic([stage(*blocks)], how)[0] if c.num_bytes >= 4 * 2**20] for how in (one, three)]
+    sums = [[c for c in traffic(model, [stage(*blocks)], how)[0] if c.num_bytes >= 4 * 2**20] for how in (one, three)]
     assert [[c.num_bytes for c in found] for found in sums] == [[12 * 2**20], [4 * 2**20]]
-    assert model.traffic([stage(*blocks)], three)[0][sums[1][0]] == 3
+    assert traffic(model, [stage(*blocks)], three)[0][sums[1][0]] == 3
     hops = model.collectives.time_s("all_reduce", 12 * 2**20, mesh, ("dp_replicate",))
     copies = 2 * 12 * 2**20 / model.device.memory_bandwidth_bytes_per_s
     loss = model.collectives.time_s("all_reduce", 4, mesh, ("dp_replicate",))

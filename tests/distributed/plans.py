@@ -24,8 +24,9 @@ from autopar.plan import (
     SearchRecord,
     StagePlan,
 )
+from autopar.planner.sharding.axis_costs import AxisCosts
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.planner.sharding.block_chain import AxisSolver
+from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.tables import Cost, Weights
 from autopar.rules.apply import shard
 
@@ -111,7 +112,11 @@ def make_plan(
     typings = [[_typing(small.graph, batch, i)] for i in range(len(small.graph.blocks))]
     if mesh.tp > 1:
         local_compact = type(small)(graph=local, members=small.members, alike=small.alike)
-        solver = AxisSolver(local_compact, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price), rests=rests)
+        costs = AxisCosts(
+            graph=local_compact.graph, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price),
+            owners=owners_of(local_compact), rests=rests,
+        )  # fmt: skip
+        solver = AxisSolver(local_compact, costs)
         solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
         for i, found in enumerate(solution.blocks):
             typings[i].append(found)

@@ -16,12 +16,12 @@ import torch
 from autopar import api
 from autopar.cluster import Cluster
 from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.step.traffic import Collective
 from autopar.graph import Graph
 from autopar.lower.program import lower
 from autopar.mesh import Mesh
 from autopar.plan import BF16, FP16, Plan
 from autopar.runtime.workers import WorkerPool
+from tests.cost.step_traffic import Collective, traffic
 from tests.distributed import recording
 from tests.distributed.plans import make_plan, micro_batch_size
 from tests.distributed.test_layouts import LAYOUTS, traced
@@ -59,7 +59,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 def stages_of(model: CostModel, plan: Plan, graph: Graph) -> list[StageCost]:
     """The plan's stages as the cost model sees them."""
     local = lower(plan, graph).graph
-    costs = [model.block_cost(local, block, plan.mesh) for block in local.blocks]
+    costs = [model.price(model.block_work(local, block), plan.mesh) for block in local.blocks]
     costs = [replace(cost, offloads=block.offload) for cost, block in zip(costs, plan.blocks, strict=True)]
     again = [block.recompute for block in plan.blocks]
     return [
@@ -97,7 +97,7 @@ def as_recorded(found: Counter[Collective], mesh: Mesh, rank: int) -> dict[recor
 def compare(pool: WorkerPool, kind: str, plan: Plan, graph: Graph) -> None:
     subject, _ = traced(kind)
     model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
-    predicted = model.traffic(stages_of(model, plan, graph), step_of(plan, graph, clips=True))
+    predicted = traffic(model, stages_of(model, plan, graph), step_of(plan, graph, clips=True))
     batch = subject.make_batch(GLOBAL_BATCH, seed=0)
     rows = pool.run(recording.one_step, subject, plan, graph, batch, True, size=plan.mesh.world_size, timeout_s=60.0)
     for rank, row in enumerate(rows):
@@ -188,5 +188,5 @@ def test_buckets_have_the_size_of_the_plan(pool: WorkerPool, pins: str, size: in
 
 def count_sums(plan: Plan, graph: Graph) -> Counter[Collective]:
     model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
-    found = model.traffic(stages_of(model, plan, graph), step_of(plan, graph, clips=False))[0]
+    found = traffic(model, stages_of(model, plan, graph), step_of(plan, graph, clips=False))[0]
     return Counter({c: n for c, n in found.items() if c.kind == "all_reduce"})

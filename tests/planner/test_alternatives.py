@@ -12,6 +12,7 @@ from autopar.planner.explain.alternatives import compare
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.outcome import Limits, Outcome
 from autopar.planner.planner import Planner
+from autopar.planner.space.pins import Pins
 from tests.planner.graphs import mlp
 from tests.planner.test_study import task_of
 
@@ -31,11 +32,11 @@ def evaluations(planner: Planner) -> list[Evaluation]:
     return [one for one in found if isinstance(one, Evaluation)]
 
 
-def slow_search(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> Evaluation:
+def slow_search(planner: Planner, monkeypatch: pytest.MonkeyPatch, bound: float = 0.5) -> Evaluation:
     """The search of this planner ends with its slowest candidate, as one does that a limit stops."""
     every = evaluations(planner)
     slowest = max(every, key=lambda one: one.prediction.step_time_s)
-    bound_s = min(one.prediction.step_time_s for one in every) / 2
+    bound_s = bound * min(one.prediction.step_time_s for one in every)
     outcome = Outcome(
         best=slowest, candidates=len(planner.pool), evaluated=1, lower_bound_s=bound_s, misfits=(), finished=False
     )
@@ -59,6 +60,18 @@ def test_an_alternative_that_is_faster_becomes_the_plan(graph: Graph, monkeypatc
         one.prediction.step_time_s for one in evaluations(Planner(task_of(graph)))
     ) / 2)  # fmt: skip
     assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
+
+
+def test_a_plan_below_the_bound_says_that_its_certificate_is_false(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = {}
+    for bound in (1.0, 1.01):
+        planner = Planner(task_of(graph, pins=Pins.parse(["pp=1"])))
+        slow_search(planner, monkeypatch, bound)
+        notes[bound] = [note for note in planner.search(limits=Limits()).notes if "certificate" in note]
+    assert notes[1.0] == []
+    assert len(notes[1.01]) == 1
 
 
 def test_one_that_is_not_faster_leaves_the_plan(whole: Plan) -> None:

@@ -14,7 +14,6 @@ from autopar.graph.compact import compact
 from autopar.graph.ir import Block, Graph, Op, Ref
 from autopar.graph.trace import trace
 from autopar.layout import I, P, R, S
-from autopar.models import resolve_model
 from autopar.planner.sharding import batch_axis as batch
 from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.tables import Cost
@@ -23,7 +22,7 @@ from autopar.rules.apply import shard
 from autopar.rules.table import Rule
 from autopar.rules.types import Strategy
 
-from .graphs import llama_block, mlp, op
+from .graphs import mlp, op
 
 
 def test_samples_are_split_and_the_loss_is_partial() -> None:
@@ -32,36 +31,6 @@ def test_samples_are_split_and_the_loss_is_partial() -> None:
     assert typing.inputs == {"x": S(0)}
     assert all(typing.strategies[o.name].outputs == (S(0),) for o in small.graph.ops[:-1])
     assert typing.strategies["loss"].outputs == (P,)
-
-
-FORCED = {
-    "mlp": lambda: mlp(layers=6),
-    "llama": lambda: llama_block(batch=2, layers=5),
-    "gpt": lambda: resolve_model("gpt:layers=2,hidden=16,heads=2,vocab=30", sequence_length=8).trace(),
-}
-
-
-@pytest.mark.parametrize("name", FORCED)
-def test_what_is_forced_is_what_a_problem_would_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = compact(FORCED[name]())
-    given: list[object] = []
-    found = batch._forced
-    monkeypatch.setattr(batch, "_forced", lambda *args: given.append(found(*args)) or given[-1])
-    typing = solve_batch(small)
-    assert given and given[0] is not None
-    monkeypatch.setattr(batch, "_forced", lambda *args: None)
-    assert solve_batch(small) == typing
-
-
-def test_what_does_not_fit_together_is_left_to_the_problem() -> None:
-    small = compact(mlp(layers=2))
-    costs = batch._BatchCosts(Fraction(4), "none")
-    split = solve_batch(small).strategies
-    assert batch._forced(small, {name: (own,) for name, own in split.items()}, costs) == split
-    whole = replace(split["a1"], inputs=(R, R), outputs=(R,))  # reads what is split
-    assert batch._forced(small, {name: (whole if name == "a1" else own,) for name, own in split.items()}, costs) is None
-    twice = {name: (own, replace(own, name="same")) if name == "a1" else (own,) for name, own in split.items()}
-    assert batch._forced(small, twice, costs) is None  # neither is better
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])

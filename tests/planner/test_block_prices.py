@@ -40,8 +40,8 @@ def options_of(layouts: Layouts, split: LayoutKey) -> list[PricedLayout]:
         for step in (0.01, 10.0)
         for price in (0.0, 1e-9, 1e-7, 1e-5, 1e-3)
     ]
-    solutions = {solution.signature: solution for solution in layouts.solving.solver(split, "").solve_all(weights)}
-    return [layouts.option(TypedLayout(split=split, kind="", solution=solution)) for solution in solutions.values()]
+    solutions = {solution.signature: solution for solution in layouts.typings.solver(split, "").solve_all(weights)}
+    return [layouts.price(TypedLayout(key=split, kind="", solution=solution)) for solution in solutions.values()]
 
 
 def unnamed(cost: BlockCost) -> BlockCost:
@@ -56,8 +56,11 @@ def test_costs_are_those_of_each_layout_alone(graph: Graph, tp: int, micro_batch
     options = options_of(layouts, split)
     assert len(options) > 1
     for option in options:
-        local = layouts.local_graph(split, option.kind, option.solution)
-        alone = [layouts.model.block_cost(local, block, layouts.bases.mesh(split)) for block in local.blocks]
+        local = layouts.local_graph(option)
+        alone = [
+            layouts.model.price(layouts.model.block_work(local, block), layouts.graphs.mesh(split))
+            for block in local.blocks
+        ]
         first = [alone[option.keys.index(key)] for key in option.keys]
         assert [unnamed(cost) for cost in option.costs] == [unnamed(cost) for cost in first]
         assert option.prelude_s == layouts.model.prelude_time_s(local)

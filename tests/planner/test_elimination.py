@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.sharding import elimination
-from autopar.planner.sharding.elimination import Energy, Factor, Minimum, elimination_order, marginalise, minimise
+from autopar.planner.sharding import elimination_order as orders
+from autopar.planner.sharding.elimination import Energy, Entry, Factor, Minimum, marginalise, minimise
+from autopar.planner.sharding.elimination_order import elimination_order
 from autopar.planner.sharding.milp import minimise_by_milp
 
 
@@ -80,7 +81,7 @@ class TestWidthBound(SolverLaws):
 @given(energy=energies(), data=st.data())
 def test_marginal_is_the_minimum_for_each_kept_state(energy: Energy, data: st.DataObject) -> None:
     keep = tuple(data.draw(st.permutations(range(len(energy.sizes))))[: data.draw(st.integers(0, 2))])
-    marginal = marginalise(energy, keep)
+    marginals = marginalise(energy, keep)
     for index in product(*(range(energy.sizes[k]) for k in keep)):
         allowed = (
             a
@@ -88,14 +89,14 @@ def test_marginal_is_the_minimum_for_each_kept_state(energy: Energy, data: st.Da
             if all(a[k] == i for k, i in zip(keep, index, strict=True))
         )
         best = min(energy.value(a) for a in allowed)
-        assert float(marginal.table[index]) == pytest.approx(best, abs=1e-9)
+        assert float(marginals.tables[0, *index]) == pytest.approx(best, abs=1e-9)
         if np.isfinite(best):
-            assert energy.value(marginal.decode(index)) == pytest.approx(best, abs=1e-9)
+            assert energy.value(marginals.decode([Entry(0, index)])[0]) == pytest.approx(best, abs=1e-9)
 
 
 def test_a_chain_is_eliminated_with_tables_of_two_variables() -> None:
     pairs = {(i, i + 1): np.ones((5, 5)) for i in range(49)}
-    order, largest = elimination_order(Energy.pairwise([np.zeros(5)] * 50, pairs))
+    order, largest = elimination_order([5] * 50, pairs)
     assert sorted(order) == list(range(50))
     assert largest == 25
 
@@ -107,10 +108,10 @@ def test_a_wide_energy_gets_a_better_order_and_the_same_minimum(seed: int, monke
     edges = [(i, j) for i in range(30) for j in range(i + 1, 30)]
     pairs = {(i, j): noise.random((sizes[i], sizes[j])) for i, j in edges if noise.random() < 0.12}
     wide = Energy.pairwise([noise.random(n) for n in sizes], pairs)
-    _, before = elimination_order(wide)
+    _, before = elimination_order(wide.sizes, [factor.scope for factor in wide.factors])
     least = minimise(wide)
-    monkeypatch.setattr(elimination, "MANY_ENTRIES", 1 << 9)
-    order, largest = elimination_order(wide)
+    monkeypatch.setattr(orders, "MANY_ENTRIES", 1 << 9)
+    order, largest = elimination_order(wide.sizes, [factor.scope for factor in wide.factors])
     found = minimise(wide)
     assert sorted(order) == list(range(30))
     assert largest < before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -17,8 +17,9 @@ from autopar.graph.ir import Graph, Op, Ref
 from autopar.layout import I, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding import block_table as intra
-from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
-from autopar.planner.sharding.block_table import AxisCosts, repeated
+from autopar.planner.sharding.axis_costs import AxisCosts
+from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
+from autopar.planner.sharding.block_table import repeated
 from autopar.planner.sharding.strategy_energy import Problem, rests_of
 from autopar.planner.sharding.tables import Weights
 from autopar.rules.apply import shard
@@ -30,7 +31,22 @@ from .toy import ToyPricing
 
 
 def solver(graph: Graph, size: int, pricing: ToyPricing | None = None) -> AxisSolver:
-    return AxisSolver(compact(graph), axis="tp", size=size, pricing=pricing or ToyPricing(size=size))
+    return pinned_solver(graph, size, {}, pricing)
+
+
+def pinned_solver(
+    graph: Graph, size: int, rests: Mapping[str, Sequence[Type]], pricing: ToyPricing | None = None
+) -> AxisSolver:
+    small = compact(graph)
+    costs = AxisCosts(
+        graph=small.graph,
+        axis="tp",
+        size=size,
+        pricing=pricing or ToyPricing(size=size),
+        owners=owners_of(small),
+        rests=rests,
+    )
+    return AxisSolver(small, costs)
 
 
 @lru_cache(maxsize=8)
@@ -69,8 +85,8 @@ def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str
                 else:
                     made = chosen[ref.name].outputs[ref.index]
                     if made != wanted:
-                        pay(costs.change(graph.spec(ref), made, wanted))
-    pay(costs.change(graph.spec(graph.loss), chosen[graph.loss.name].outputs[0], I))
+                        pay(costs.change(ref, made, wanted))
+    pay(costs.change(graph.loss, chosen[graph.loss.name].outputs[0], I))
     return total
 
 
@@ -179,9 +195,7 @@ def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
 
 def test_a_pinned_parameter_is_respected() -> None:
     graph = mlp(layers=1)
-    pinned = AxisSolver(
-        compact(graph), axis="tp", size=2, pricing=ToyPricing(size=2), rests={"up0": (S(1),), "down0": (I,)}
-    ).solve(Weights())
+    pinned = pinned_solver(graph, 2, {"up0": (S(1),), "down0": (I,)}).solve(Weights())
     assert pinned.typing.parameters["up0"] == S(1)
     assert pinned.typing.parameters["down0"] == I
 

@@ -43,9 +43,9 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_block(name:
     for size, tp, cp in ((1, 2, 1), (4, 4, 1), (4, 2, 2)):
         key = LayoutKey(micro_batch_size=size, tp=tp, cp=cp)
         least_s, quickest_s = layouts.least_s(key), layouts.quickest_s(key)
-        for typed in layouts.drafts(key, Load(num_micro_batches=8, in_flight=2)):
+        for typed in layouts.typed(key, Load(num_micro_batches=8, in_flight=2)):
             total_s = 0.0
-            for members, cost, least in zip(layouts.compact.members, layouts.option(typed).costs, least_s, strict=True):
+            for members, cost, least in zip(layouts.compact.members, layouts.price(typed).costs, least_s, strict=True):
                 block_s = (
                     cost.forward_s + cost.backward_s + cost.communication_forward_s + cost.communication_backward_s
                 )

@@ -62,7 +62,7 @@ def test_bounds_before_layouts_are_priced_are_below_those_after(graph: Graph, tp
         split = layout_key_of(candidate)
         quickest = evaluator.layouts.quickest_s(split), evaluator.layouts.least_s(split)
         for draft in evaluator.context.known_layouts(candidate):
-            option = evaluator.layouts.option(draft)
+            option = evaluator.layouts.price(draft)
             rows = (
                 ideal,
                 evaluator.cascade.least_rows.least(candidate, ideal, whole, step, *quickest),
@@ -171,7 +171,7 @@ def test_no_layout_needs_less_memory_than_the_best_of_all(tp: int) -> None:
     ideal = evaluator.cascade.ideal(candidate)
     assert isinstance(ideal, Row)
     for draft in evaluator.context.known_layouts(candidate):
-        option = evaluator.layouts.option(draft)
+        option = evaluator.layouts.price(draft)
         exact = evaluator.cascade.rows.exact(candidate, option, evaluator.context.step(candidate, option))
         for part, name in product(("first", "last", "group"), MEMORY):
             assert getattr(getattr(ideal, part), name) <= getattr(getattr(exact, part), name), (part, name)

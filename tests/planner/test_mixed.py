@@ -270,12 +270,12 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
     evaluator = search.evaluator
     placed, below, several = evaluator.cascade.placed, 0, 0
     for candidate in search.pool:
-        drafts = evaluator.layouts.drafts(layout_key_of(candidate), load_of(candidate))
+        drafts = evaluator.layouts.typed(layout_key_of(candidate), load_of(candidate))
         if not placed.has(candidate):
             continue
-        options = [evaluator.layouts.option(draft) for draft in drafts]
+        options = [evaluator.layouts.price(draft) for draft in drafts]
         if candidate.mesh.tp > 1:  # any other blocks do
-            options.append(evaluator.layouts.whole(layout_key_of(candidate)))
+            options.append(evaluator.layouts.unsplit(layout_key_of(candidate)))
         step = evaluator.context.step(candidate, options[0])
         rows = [placed.exact(candidate, option, step) for option in options]
         least_s = mixed_bounds([placed.least(candidate, options, step)])[0]
@@ -289,7 +289,7 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
         several += len(rows) > 1
         for own in set(placed.places(candidate)):
             maker = placed._maker(own)
-            parts = [evaluator.layouts.priced(option, placed.model.part(own)) for option in options]
+            parts = [evaluator.layouts.on_device(option, placed.model.part(own)) for option in options]
             for least, *each in zip(
                 *(maker.prices(maker.works(some), step) for some in (parts, *([part] for part in parts))), strict=True
             ):
@@ -297,7 +297,7 @@ def test_one_row_is_below_those_of_several_layouts(graph: Graph) -> None:
                 assert least.time_s - least.forward_s <= min(p.time_s - p.forward_s for p in each) * (1 + 1e-9)
         for option in options:
             for own in set(placed.places(candidate)):
-                part = evaluator.layouts.priced(option, placed.model.part(own))
+                part = evaluator.layouts.on_device(option, placed.model.part(own))
                 maker = placed._maker(own)
                 for price, alone in zip(
                     maker.prices(maker.works([part]), step), maker.exact_prices(part, step)[0], strict=True

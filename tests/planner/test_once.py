@@ -10,7 +10,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel, Step
-from autopar.cost.step.memory import StageCost
+from autopar.cost.step.step import StageCost
 from autopar.mesh import Mesh
 from autopar.plan import BF16
 from autopar.planner.bounds.once import at_both_ends, least_sums_s, tie_s

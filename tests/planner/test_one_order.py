@@ -43,7 +43,7 @@ class Known:
     times: Sequence[float]
     asked: list[int] = field(default_factory=list)
     pause: Callable[[], None] = lambda: None
-    layouts: Any = field(default_factory=lambda: SimpleNamespace(wholes={}, know=lambda wholes: None))
+    layouts: Any = field(default_factory=lambda: SimpleNamespace(memos=dict, learn=lambda memos: None))
     model: Any = field(default_factory=lambda: SimpleNamespace(is_mixed=False))
 
     def _index(self, found: Candidate) -> int:

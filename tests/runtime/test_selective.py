@@ -109,7 +109,7 @@ def blocks_of(graph: Graph, mode: Recompute) -> tuple[Graph, list[BlockProgram],
     plan = make_plan(graph, Mesh(), global_batch_size=2, micro_batch_size=2, recompute=mode)
     program = lower(plan, graph)
     model = CostModel(Cluster.parse("cpu:1x1"), FP32, "adamw")
-    costs = [model.block_cost(program.graph, block, Mesh()) for block in program.graph.blocks]
+    costs = [model.price(model.block_work(program.graph, block), Mesh()) for block in program.graph.blocks]
     return program.graph, list(program.stages[0].blocks), costs
 
 
@@ -222,7 +222,7 @@ def test_bytes_of_a_layer_by_hand() -> None:
     """
     graph = graph_of("written out")
     model = CostModel(Cluster.parse("cpu:1x1"), FP32, "adamw")
-    cost = model.block_cost(graph, graph.blocks[1], Mesh())
+    cost = model.price(model.block_work(graph, graph.blocks[1]), Mesh())
     sbh, scores = B * S * H, HEADS * S * S * B
     paper = 2 * 32 * sbh + 2 * sbh + 2 * 4 * scores + scores
     norms = 2 * 2 * B * S * 4

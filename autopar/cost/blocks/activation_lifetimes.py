@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.operators.work import VIEWS, Work
-from autopar.frozen import replaced
 from autopar.graph.ir import Block, Graph, Op, Ref, TensorSpec
 from autopar.graph.lookups import SAME
 from autopar.graph.storage import numbered_roots
@@ -267,7 +266,7 @@ class Storages:
         done = self.works[i]
         if self._views[i] or self.ops[i].target not in VIEWS:
             return done
-        return replaced(done, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
+        return replace(done, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
 
     def inputs(self) -> dict[int, int]:
         """Storages of earlier blocks that this one reads."""

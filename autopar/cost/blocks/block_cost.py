@@ -7,11 +7,9 @@ from math import prod
 
 from autopar.cost.blocks.block_collectives import Message
 from autopar.errors import RuleError
-from autopar.frozen import quickly
 from autopar.plan import Recompute
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCost:
     """A parameter as one rank of the tensor-parallel axes has it.
@@ -74,7 +72,6 @@ class Remade:
     least_bytes: int = 0
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
     """One block on one rank for one micro-batch; seconds, bytes and flops.

@@ -11,7 +11,6 @@ from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.roofline import OperatorTimes, OpTime, time_of_work
 from autopar.device import Device
-from autopar.frozen import replaced
 from autopar.mesh import Mesh
 
 
@@ -55,7 +54,7 @@ def price_block(
     selective = done.shape.selective
     if selective is not None:
         selective = replace(selective, time_s=sum(times[i].forward_s for i in done.remade))
-    return replaced(
+    return replace(
         done.shape,
         selective=selective,
         forward_s=sum([time.forward_s for time in times]),

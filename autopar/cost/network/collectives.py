@@ -40,7 +40,7 @@ class CollectiveModel:
         self._fabric = Fabric(cluster)
         self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
         self._placed: dict[tuple[object, ...], tuple[GroupShape, ...]] = {}  # by what of a mesh decides
-        self._lines: dict[tuple[str, int], tuple[GroupShape, tuple[_Line, ...]]] = {}  # kept, so that ids stay theirs
+        self._lines: dict[tuple[str, GroupShape], tuple[_Line, ...]] = {}
         self._measured = _measured_on(cluster)
 
     def time_s(self, kind: str, num_bytes: float, mesh: Mesh, axes: tuple[str, ...]) -> float:
@@ -104,10 +104,10 @@ class CollectiveModel:
             found = self._measured.get((kind, shape.size, shape.num_nodes, shape.ranks_per_node))
             if found is not None:
                 return found.time_s(num_bytes)
-        known = self._lines.get((kind, id(shape)))
+        known = self._lines.get((kind, shape))
         if known is None:
-            known = self._lines[kind, id(shape)] = shape, self._options(kind, shape)
-        return min([line.latency_s + num_bytes * line.s_per_byte for line in known[1]])
+            known = self._lines[kind, shape] = self._options(kind, shape)
+        return min([line.latency_s + num_bytes * line.s_per_byte for line in known])
 
     def _options(self, kind: str, shape: GroupShape) -> tuple[_Line, ...]:
         library = self.cluster.library

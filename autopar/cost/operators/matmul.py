@@ -13,7 +13,6 @@ from autopar import flash
 from autopar.cost.operators.recurrent import recurrent
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.device import Kind
-from autopar.frozen import replaced
 from autopar.graph.ir import Op
 
 
@@ -111,19 +110,19 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
         if op.target == "autopar.attention_ring":  # scores of one rank's columns at a time, in fp32 or better
             whole = scores * FLOAT
             block = rows * whole // columns if rows < columns else whole
-            return replaced(
+            return replace(
                 common, is_attention=False, dtype="float64" if query.dtype == torch.float64 else "float32",
                 backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
                 workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
             )  # fmt: skip
         mask = rows * columns * (1 + query.dtype.itemsize)  # as it is, and as it is added to the scores
-        common = replaced(common, workspace_bytes=mask, backward_workspace_bytes=mask)
+        common = replace(common, workspace_bytes=mask, backward_workspace_bytes=mask)
     elif op.target in _SPLIT:
         blocks = cast("int", argument(op, 99, "ranks", 2))  # gathered: the columns before, and the own ones
-        return replaced(_in_blocks(op, operands, common, blocks), backward_flops=2.5 * flops)
+        return replace(_in_blocks(op, operands, common, blocks), backward_flops=2.5 * flops)
     if kind == "cpu" and not _is_fused_on_cpu(op, operands):
         return _written_out(op, operands, common, 2.0 * scores * (query.shape[-1] + op.spec.shape[-1]))
-    return replaced(common, backward_flops=2.5 * flops)
+    return replace(common, backward_flops=2.5 * flops)
 
 
 _SPLIT = frozenset({"autopar.attention_ring", "autopar.attention_gathered"})
@@ -146,7 +145,7 @@ def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
     """
     wide = 8 if operands[0].dtype == torch.float64 else FLOAT
     out, sums = op.spec.numel * wide, sum([spec.numel for spec in operands[:3]]) * wide
-    return replaced(
+    return replace(
         fused, num_bytes=fused.num_bytes + 4 * out * (blocks - 1), backward_bytes=fused.backward_bytes + 3 * sums * blocks,
         launches=1 + _MERGE * (blocks - 1), backward_launches=2 + _ADD * blocks, workspace_bytes=2 * out,
         backward_workspace_bytes=2 * sums,

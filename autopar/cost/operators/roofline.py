@@ -8,12 +8,10 @@ from typing import Protocol
 from autopar.cost.operators import experts
 from autopar.cost.operators.work import LINEAR, VIEWS, Product, Specs, Work, work
 from autopar.device import Device
-from autopar.frozen import quickly
 from autopar.graph.ir import Op
 from autopar.rates import MatmulRate
 
 
-@quickly
 @dataclass(frozen=True, slots=True)
 class OpTime:
     """Seconds of one operator on one rank."""

@@ -8,6 +8,7 @@ scores again (five products where forward has two: Dao et al. 2022, FlashAttenti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,7 +16,6 @@ import torch
 from autopar.cost.operators.matmul import PRODUCTS
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
 from autopar.device import Kind
-from autopar.frozen import replaced
 from autopar.graph.again import SAVES_OUTPUT
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.opaque_ops import region_of
@@ -116,11 +116,11 @@ def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
     if found.flops and op.spec.dtype.is_complex:
         found = _of_complex(found)
     if op.target in FUNCTIONS and operands:
-        found = replaced(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
+        found = replace(found, function=FUNCTIONS[op.target], elements=operands[0].numel)
     for spec in op.outputs:
         if spec.requires_grad:
             return found
-    return replaced(
+    return replace(
         found, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
         saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip
@@ -134,8 +134,8 @@ multiplication, 2 for an addition)."""
 
 def _of_complex(work: Work) -> Work:
     """Products in flops of the real dtype, whose rate prices them: by the curve, as tiles of complex kernels are others."""
-    times = replaced(work, flops=COMPLEX * work.flops, backward_flops=COMPLEX * work.backward_flops)
-    return replaced(times, products=(), backward_products=())
+    times = replace(work, flops=COMPLEX * work.flops, backward_flops=COMPLEX * work.backward_flops)
+    return replace(times, products=(), backward_products=())
 
 
 def is_elementwise(op: Op) -> bool:
@@ -346,7 +346,7 @@ def _sum(op: Op, operands: Specs, kind: Kind) -> Work:
 def _mean(op: Op, operands: Specs, kind: Kind) -> Work:
     """A sum; backward divides its expanded gradient, which writes a whole one (torch: ``mean_backward``)."""
     found = _sum(op, operands, kind)
-    return replaced(found, backward_bytes=found.backward_bytes + operands[0].num_bytes)
+    return replace(found, backward_bytes=found.backward_bytes + operands[0].num_bytes)
 
 
 def _power(op: Op, operands: Specs, kind: Kind) -> Work:
@@ -355,7 +355,7 @@ def _power(op: Op, operands: Specs, kind: Kind) -> Work:
     if not found.backward_launches:
         return found
     size = op.spec.num_bytes
-    return replaced(
+    return replace(
         found,
         backward_bytes=found.backward_bytes + 4 * size,
         backward_launches=3,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.frozen import quickly
 from autopar.graph.ir import Op, TensorSpec
 
 Specs = Sequence[TensorSpec]
@@ -14,7 +13,6 @@ FLOAT = 4
 """Bytes of the type in which torch computes the losses of half precision logits."""
 
 
-@quickly
 @dataclass(frozen=True, slots=True)
 class Product:
     """``count`` products of matrices [rows, depth] and [depth, columns] in one kernel."""
@@ -38,7 +36,6 @@ class Product:
         )
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One operator, forward and backward.

@@ -23,7 +23,6 @@ import torch
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.device import Device
 from autopar.errors import UsageError
-from autopar.frozen import quickly
 from autopar.mesh import Mesh
 from autopar.plan import Precision
 
@@ -50,7 +49,6 @@ _Part: TypeAlias = tuple[ParameterCost, int]
 """A parameter that is not of experts over data ranks, and the elements of it that the fullest rank of dp_shard keeps."""
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One FSDP unit (a block) on one rank.

@@ -11,14 +11,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import groupby
+from typing import Protocol, TypeAlias
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
-from autopar.mesh import MESH_AXES, Mesh
+from autopar.cost.step.data_parallel import DataParallel
+from autopar.cost.step.data_parallel import itemsize as itemsize_of
+from autopar.cost.step.stage_time import own_times
+from autopar.cost.step.step import StageCost
+from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
 from autopar.plan import BUCKET_BYTES
+
+SCALAR_BYTES = 4
+"""Of a loss, a norm or a flag, which the runtime sums in fp32."""
 
 Sum: TypeAlias = tuple[ParameterCost, tuple[str, ...]]
 """A parameter, and the axes over which its gradient is summed."""
+
+
+class SumSeconds(Protocol):
+    """Seconds of one all-reduce of gradients, of which some bytes are copied into its buffer and back."""
+
+    def __call__(self, axes: tuple[str, ...], num_bytes: int, *, copied_bytes: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +175,53 @@ def _in_order(
             yield turn, first, p, axes
 
 
+def exposed_sums_s(
+    own: Sequence[StageCost],
+    summed: Summed,
+    itemsize: int,
+    bucket_bytes: int,
+    *,
+    sum_s: SumSeconds,
+    late_share: float,
+    interference: float,
+) -> dict[str, float]:
+    """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``.
+
+    Args:
+        itemsize: of a gradient's element.
+        sum_s: seconds of one all-reduce.
+        late_share: seconds that the rank waits for each second of what is left when its last backward ends.
+        interference: what the rest slows the computation beside it by.
+
+    Returns:
+        Seconds by the part of the step that they belong to: "data", "tp" or "cp".
+    """
+    seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
+    blocks = [stage.blocks for stage in own]
+    leaving: dict[int, list[Bucket]] = {}
+    for bucket in buckets(blocks, summed, itemsize, bucket_bytes):
+        leaving.setdefault(bucket.stage, []).append(bucket)
+    for turn, some in leaving.items():
+        stage = own[turn]
+        times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
+        costs = [sum_s(b.axes, b.num_bytes, copied_bytes=b.copied_bytes) for b in some]
+        total = sum(costs)
+        after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
+        rest = late_share * after + interference * (total - after)
+        for bucket, cost in zip(some, costs, strict=True):
+            seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
+    for axes, num_bytes in late_sums(blocks, summed, itemsize).items():
+        seconds[_owner(axes)] += sum_s(axes, num_bytes, copied_bytes=num_bytes)
+    return seconds
+
+
+def _owner(axes: tuple[str, ...]) -> str:
+    """Which part of the breakdown a sum of gradients belongs to."""
+    if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
+        return "data"
+    return "cp" if "cp" in axes else "tp"
+
+
 def beside_backward(leaving: Sequence[tuple[int, float]], times: Sequence[float]) -> float:
     """Seconds of reductions that are left when the backward of a stage ends.
 
@@ -174,3 +235,43 @@ def beside_backward(leaving: Sequence[tuple[int, float]], times: Sequence[float]
     for block, time_s in leaving:
         free = max(free, sum(times[block:])) + time_s
     return max(free - end, 0.0)
+
+
+def tied(stages: Sequence[Sequence[BlockCost]], data: DataParallel) -> dict[tuple[int, ...], int]:
+    """Bytes of the gradients that pipeline ranks with the same parameters sum, by the ranks.
+
+    Args:
+        stages: the blocks of each stage, in order of the model.
+    """
+    pp = data.mesh.pp
+    holders: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
+    for s, stage in enumerate(stages):
+        for block, _ in groupby(stage):
+            for p in block.parameters:
+                if p.shared and p.trained:
+                    holders.setdefault(p.name, set()).add(s % pp)
+                    shards = data.mesh.dp_shard if is_fsdps(p, data.uses_fsdp) else 1
+                    sizes[p.name] = p.shard_numel(shards) * itemsize_of(data.precision.storage)
+    found: dict[tuple[int, ...], int] = {}
+    for name, ranks in holders.items():
+        if len(ranks) > 1:
+            found[tuple(sorted(ranks))] = found.get(tuple(sorted(ranks)), 0) + sizes[name]
+    return found
+
+
+def scalars(data: DataParallel, totals: Sequence[int], *, clips: bool) -> list[tuple[tuple[str, ...], int]]:
+    """What a step sums besides gradients: counts of the batch before it, the loss after it, the norm where asked for.
+
+    With a scaled loss all ranks tell each other besides whether their gradients are finite.
+
+    Args:
+        totals: bytes of each count of the global batch that the loss divides by.
+
+    Returns:
+        Axes of more than one rank, and bytes, of each all-reduce.
+    """
+    found: list[tuple[tuple[str, ...], int]] = [(DATA_AXES, num_bytes) for num_bytes in totals]
+    found += [(("pp", *DATA_AXES), SCALAR_BYTES)]
+    found += [(MESH_AXES, SCALAR_BYTES)] * (clips + data.precision.scales_loss)
+    return [(tuple(axis for axis in axes if data.mesh.size((axis,)) > 1), num_bytes) for axes, num_bytes in found]

@@ -15,39 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TypeAlias
 
 import numpy as np
 
-from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize
 from autopar.cost.step.gradient_buckets import Summed, buckets
 from autopar.cost.step.optimizer import OptimizerCost
-from autopar.cost.step.step import Step
+from autopar.cost.step.step import StageCost, Step
 from autopar.device import Device
-from autopar.frozen import quickly
-from autopar.plan import Memory, Recompute
+from autopar.plan import Memory
 from autopar.schedule import peak_table
 
-Runs: TypeAlias = tuple[tuple[tuple[BlockCost, Recompute], int], ...]
-"""Blocks of a stage with what each recomputes, and how many equal ones follow each other."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """Blocks that run as one stage, in order, and what of each is recomputed in backward."""
-
-    blocks: tuple[BlockCost, ...]
-    recompute: tuple[Recompute, ...]
-
-    @property
-    def runs(self) -> Runs:
-        """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
-        return tuple((one, len(list(some))) for one, some in groupby(zip(self.blocks, self.recompute, strict=True)))
-
-
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Bytes of a rank that live from step to step or from micro-batch to micro-batch."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.step.memory import Runs, StageCost, rank_memory
+from autopar.cost.step.gradient_buckets import tied
+from autopar.cost.step.memory import rank_memory
+from autopar.cost.step.optimizer import launched_s
 from autopar.cost.step.runtime import StageMessages
 from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
-from autopar.cost.step.stage_time import StageSums
-from autopar.cost.step.step import Step
+from autopar.cost.step.stage_time import StageSums, gathering_share
+from autopar.cost.step.step import Runs, StageCost, Step
 from autopar.cost.step.step_model import StepModel
-from autopar.cost.step.traffic import gathering_share, tied
 from autopar.device import Overheads
 from autopar.errors import UsageError
 from autopar.plan import Breakdown, Memory
@@ -102,7 +103,7 @@ class PipelineStep:
         """Where the step goes on the rank that is the last one to finish; idle time included."""
         step, times = self.step, self.times(sums)
         pipeline = simulate(step.schedule, step.mesh.pp, step.num_micro_batches, times)
-        ties = tied(self.stages, self.data)
+        ties = tied([stage.blocks for stage in self.stages], self.data)
         every = [self._of_rank(rank, sums, times, pipeline, ties) for rank in range(step.mesh.pp)]
         return max(every, key=lambda found: found.total_s)
 
@@ -155,13 +156,13 @@ class PipelineStep:
             data_parallel_s=count * always + first + tail,
             pipeline_s=exposed_s + count * sum(stage.schedule_s for stage in times[rank::pp]),
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - exposed_s, 0.0),
-            optimizer_s=optimizer_s + part.launched_s(flat),
+            optimizer_s=optimizer_s + launched_s(part.ranks.optimizer, flat, device, part.optimizer_host),
             offload_s=offload_s + count * sum(s.offload_s for s in sums),
         )
 
 
 def ties_s(collectives: CollectiveModel, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
-    """Seconds of summing the gradients of parameters that several pipeline ranks have (:func:`autopar.cost.step.traffic.tied`)."""
+    """Seconds of summing the gradients of parameters that several pipeline ranks have (:func:`autopar.cost.step.gradient_buckets.tied`)."""
     seconds = 0.0
     for ranks, num_bytes in ties.items():
         if rank in ranks:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.step.data_parallel import DataParallel, Unit
-from autopar.cost.step.memory import StageCost
+from autopar.cost.step.step import StageCost
 from autopar.host import HostLink
 from autopar.plan import Recompute
+from autopar.schedule import schedule_actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,26 @@ def moving(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
         down_s += max(down - sum(beside), 0.0)
         up_s += max(up - sum(backward[here + 1 : after + 1]), 0.0) if after is not None else up
     return replace(sums, forward_s=sums.forward_s + down_s, backward_s=sums.backward_s + up_s, offload_s=down_s + up_s)
+
+
+def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micro_batches: int, stage: int) -> float:
+    """Of a stage's forwards under ZeRO 3 those that gather: in a pipeline not those right after a backward."""
+    if not (data.gathers_always and data.is_pipelined):
+        return 1.0
+    return (
+        1
+        - _after_backwards(schedule, data.mesh.pp, num_stages // data.mesh.pp, num_micro_batches)[stage]
+        / num_micro_batches
+    )
+
+
+@lru_cache(maxsize=256)
+def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """For each stage how many of its forwards come right after a backward of its own."""
+    found = [0] * (pp * virtual_stages)
+    for actions in schedule_actions(schedule, pp, virtual_stages, num_micro_batches):
+        before: dict[int, str] = {}
+        for action in actions:
+            found[action.stage] += action.kind == "F" and before.get(action.stage) == "B"
+            before[action.stage] = action.kind
+    return tuple(found)

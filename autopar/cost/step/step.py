@@ -1,15 +1,16 @@
-"""How an optimizer step is run."""
+"""What a step of a plan is: how it is run, and its stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
 
-from autopar.frozen import quickly
+from autopar.cost.blocks.block_cost import BlockCost
 from autopar.mesh import Mesh
-from autopar.plan import BUCKET_BYTES, Offload
+from autopar.plan import BUCKET_BYTES, Offload, Recompute
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """How one optimizer step is run: what a prediction needs besides the stages.
@@ -55,3 +56,20 @@ class Step:
     def offloads_optimizer(self) -> bool:
         """Whether the states of the optimizer live on the host."""
         return "optimizer" in self.offload
+
+
+Runs: TypeAlias = tuple[tuple[tuple[BlockCost, Recompute], int], ...]
+"""Blocks of a stage with what each recomputes, and how many equal ones follow each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Blocks that run as one stage, in order, and what of each is recomputed in backward."""
+
+    blocks: tuple[BlockCost, ...]
+    recompute: tuple[Recompute, ...]
+
+    @property
+    def runs(self) -> Runs:
+        """Equal blocks that recompute alike, side by side, with their number: all that a stage is, and short as a key."""
+        return tuple((one, len(list(some))) for one, some in groupby(zip(self.blocks, self.recompute, strict=True)))

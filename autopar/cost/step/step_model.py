@@ -12,10 +12,8 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import host_of
 from autopar.cost.operators.roofline import OpTime
 from autopar.cost.step.data_parallel import DataParallel, Unit, itemsize, own_parameters, shared_sums_s
-from autopar.cost.step.gradient_buckets import Bucket, Summed, beside_backward, buckets, late_sums
+from autopar.cost.step.gradient_buckets import Summed, exposed_sums_s, scalars
 from autopar.cost.step.memory import (
-    Runs,
-    StageCost,
     StageMemory,
     State,
     copied_bytes_of,
@@ -25,11 +23,10 @@ from autopar.cost.step.memory import (
     state_bytes,
     unit_passing_bytes,
 )
-from autopar.cost.step.optimizer import OptimizerCost, launched_s, stepped_s
+from autopar.cost.step.optimizer import OptimizerCost, stepped_s
 from autopar.cost.step.runtime import Runtime
 from autopar.cost.step.stage_time import StageSums, moving, own_times, stage_sums
-from autopar.cost.step.step import Step
-from autopar.cost.step.traffic import scalars
+from autopar.cost.step.step import Runs, StageCost, Step
 from autopar.device import Device
 from autopar.host import HostLink
 from autopar.mesh import Mesh
@@ -74,6 +71,18 @@ class Ranks:
         """
         return host_of(self.device, self.devices)
 
+    def unit(self, parameters: tuple[ParameterCost, ...], data: DataParallel) -> Unit:
+        """What parameters cost on data axes.
+
+        Neither ZeRO stage nor, where all nodes are equal, pipeline changes it: many steps have it in common.
+        """
+        mesh = data.mesh
+        degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
+        key = parameters, degrees, None if self.is_all else mesh
+        if key not in self.units:
+            self.units[key] = self.runtime.unit(parameters, data, self.collectives, self.device)
+        return self.units[key]
+
 
 class StepModel:
     """Prices of blocks and stages in one step.
@@ -102,17 +111,8 @@ class StepModel:
         """What a block costs on the data axes."""
         found = self._blocks.get(block)
         if found is None:
-            found = self._blocks[block] = self._unit_of(block.parameters)
+            found = self._blocks[block] = self.ranks.unit(block.parameters, self.data)
         return found
-
-    def _unit_of(self, parameters: tuple[ParameterCost, ...]) -> Unit:
-        """Neither ZeRO stage nor, where all nodes are equal, pipeline changes what parameters cost: many steps have it in common."""
-        mesh, ranks = self.step.mesh, self.ranks
-        degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.cp * mesh.tp, mesh.world_size)
-        key = parameters, degrees, None if ranks.is_all else mesh
-        if key not in ranks.units:
-            ranks.units[key] = ranks.runtime.unit(parameters, self.data, ranks.collectives, ranks.device)
-        return ranks.units[key]
 
     def block_time_s(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> OpTime:
         """Seconds of a block for one micro-batch inside a long stage, what the data axes add to each one included.
@@ -186,7 +186,7 @@ class StepModel:
         """Of each block of a stage; a parameter that several of its blocks read counts with the first."""
         if runs not in self._stages:
             self._stages[runs] = [
-                self.unit(block) if len(own) == len(block.parameters) else self._unit_of(own)
+                self.unit(block) if len(own) == len(block.parameters) else self.ranks.unit(own, self.data)
                 for block, own in zip(stage.blocks, own_parameters(stage.blocks), strict=True)
             ]
         return self._stages[runs]
@@ -232,8 +232,8 @@ class StepModel:
         """What every rank sums once a step, whatever its blocks: counts of the batch, the loss, the norm."""
         if self._scalars_s is None:
             mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
-            found = scalars(self.data, self.step.totals, self.step.clips)
-            self._scalars_s = sum(count * time_s(c.kind, c.num_bytes, mesh, c.axes) for c, count in found.items())
+            found = scalars(self.data, self.step.totals, clips=self.step.clips)
+            self._scalars_s = sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in found])
         return self._scalars_s
 
     def sum_s(self, axes: tuple[str, ...], num_bytes: int, *, copied_bytes: int) -> float:
@@ -241,47 +241,22 @@ class StepModel:
         copies = 2 * copied_bytes / self.ranks.device.memory_bandwidth_bytes_per_s
         return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies
 
+    @property
+    def optimizer_host(self) -> HostLink | None:
+        """Where the optimizer steps on the host, the link to it."""
+        return self.ranks.host if self.step.offloads_optimizer else None
+
     def stepped_s(self, units: Sequence[Unit]) -> tuple[float, float]:
         """The optimizer's reads and writes; and its copies where it steps on the host: see :func:`optimizer.stepped_s`."""
-        host = self.ranks.host if self.step.offloads_optimizer else None
         size = itemsize(self.ranks.precision.storage)
-        return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)
-
-    def launched_s(self, units: Sequence[Unit]) -> float:
-        """Seconds of starting the optimizer's operators."""
-        host = self.ranks.host if self.step.offloads_optimizer else None
-        return launched_s(self.ranks.optimizer, units, self.ranks.device, host)
+        return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, self.optimizer_host)
 
     def gradients_s(self, own: Sequence[StageCost], runs: tuple[Runs, ...]) -> Mapping[str, float]:
         """Exposed sums of gradients that FSDP does not do, on a pipeline rank with the stages ``own``: by axis."""
         if runs not in self._gradients:
-            self._gradients[runs] = self._gradients_s(own)
+            size, device = itemsize(self.ranks.precision.storage), self.ranks.device
+            self._gradients[runs] = exposed_sums_s(
+                own, self.summed, size, self.step.bucket_bytes, sum_s=self.sum_s,
+                late_share=self.ranks.runtime.late_share(device), interference=device.interference,
+            )  # fmt: skip
         return self._gradients[runs]
-
-    def _gradients_s(self, own: Sequence[StageCost]) -> dict[str, float]:
-        seconds = {"data": 0.0, "tp": 0.0, "cp": 0.0}
-        size, device = itemsize(self.ranks.precision.storage), self.ranks.device
-        blocks = [stage.blocks for stage in own]
-        leaving: dict[int, list[Bucket]] = {}
-        for bucket in buckets(blocks, self.summed, size, self.step.bucket_bytes):
-            leaving.setdefault(bucket.stage, []).append(bucket)
-        late_share = self.ranks.runtime.late_share(device)
-        for turn, some in leaving.items():
-            stage = own[turn]
-            times = [own_times(b, mode)[1] for b, mode in zip(stage.blocks, stage.recompute, strict=True)]
-            costs = [self.sum_s(b.axes, b.num_bytes, copied_bytes=b.copied_bytes) for b in some]
-            total = sum(costs)
-            after = beside_backward([(b.block, s) for b, s in zip(some, costs, strict=True)], times)
-            rest = late_share * after + device.interference * (total - after)
-            for bucket, cost in zip(some, costs, strict=True):
-                seconds[_owner(bucket.axes)] += rest * cost / total if total else 0.0
-        for axes, num_bytes in late_sums(blocks, self.summed, size).items():
-            seconds[_owner(axes)] += self.sum_s(axes, num_bytes, copied_bytes=num_bytes)
-        return seconds
-
-
-def _owner(axes: tuple[str, ...]) -> str:
-    """Which part of the breakdown a sum of gradients belongs to."""
-    if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
-        return "data"
-    return "cp" if "cp" in axes else "tp"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.model import CostModel, Step
-from autopar.cost.step.memory import StageCost
+from autopar.cost.step.step import StageCost
 from autopar.plan import Memory, Prediction
 
 

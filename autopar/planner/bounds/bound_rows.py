@@ -10,12 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.frozen import quickly
-
 Array = NDArray[np.float64]
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrice:
     """The least that a block (or each of a group) adds to its rank.
@@ -56,7 +53,6 @@ class BlockPrice:
     beside_s: float = 0.0
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One candidate in one layout.

@@ -96,7 +96,7 @@ class Cascade:
         found = self.layout_bounds_s(candidate, layouts, goal_s)
         for i, typed in enumerate(layouts):
             if found[i] < goal_s:
-                priced = self.context.layouts.option(typed)
+                priced = self.context.layouts.price(typed)
                 step = self.context.step(candidate, priced)
                 if self.placed.has(candidate):
                     mixed = self.placed.exact(candidate, priced, step)
@@ -199,7 +199,7 @@ class Cascade:
             loads.setdefault(layout_key_of(candidate), []).append(load_of(candidate))
         for key, own in loads.items():
             try:
-                self.context.layouts.solving.solve_ahead(key, own)
+                self.context.layouts.typings.solve_ahead(key, [load.order for load in own])
             except InfeasibleError:  # told with its reason when the candidate is evaluated
                 continue
         return candidates
@@ -214,7 +214,7 @@ class Cascade:
             bound_s, known_goal_s = self._priced_s.get((c, typed), (0.0, 0.0))
             is_open = bound_s == known_goal_s < goal_s  # excluded up to there, and not looked at beyond
             if is_open and self._typed_bound_s(c, typed) < goal_s:
-                asked.append((c, typed, self.context.layouts.option(typed)))
+                asked.append((c, typed, self.context.layouts.price(typed)))
         rows = [self.exact(c, priced) for c, _, priced in asked]
         found = row_bounds(rows, goal_s, precision=PRECISION, settles=True)
         for (c, typed, _), bound_s in zip(asked, found, strict=True):

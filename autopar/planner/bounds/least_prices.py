@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
-from autopar.frozen import replaced
 from autopar.graph.compact import Compact
 from autopar.mesh import Mesh
 from autopar.plan import Recompute
@@ -61,7 +61,7 @@ class LeastPrices(EqualBlocks):
         found = []
         for cost, moved in zip(option.costs, self.is_moved, strict=True):
             if moved and id(cost) not in self._lean:  # the block is kept too, so that its id stays its own
-                self._lean[id(cost)] = (cost, replaced(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0))
+                self._lean[id(cost)] = (cost, replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0))
             found.append(self._lean[id(cost)][1] if moved else cost)
         return found
 
@@ -176,7 +176,7 @@ class LeastPrices(EqualBlocks):
         found = self._private.get(id(cost))
         if found is None:  # the block is kept too, so that its id stays its own
             own = tuple(p for p in cost.parameters if not p.shared)
-            found = (cost, cost if len(own) == len(cost.parameters) else replaced(cost, parameters=own))
+            found = (cost, cost if len(own) == len(cost.parameters) else replace(cost, parameters=own))
             self._private[id(cost)] = found
         return found[1]
 

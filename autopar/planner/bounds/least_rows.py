@@ -10,11 +10,10 @@ at the least, however they are divided. In a pipeline a stage's gathers may run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import Step
-from autopar.frozen import quickly, replaced
 from autopar.layout import Type
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.rows import RowMaker
@@ -22,7 +21,6 @@ from autopar.planner.layouts.types import PricedLayout
 from autopar.planner.space.candidates import Candidate
 
 
-@quickly
 @dataclass(frozen=True, slots=True, eq=False)
 class _Added:
     """What the data axes add to the work of a block for one micro-batch.
@@ -117,7 +115,7 @@ class LeastRows:
         row = self._ideal_of(candidate, whole, step)[1]
         if row.schedule == candidate.schedule and row.virtual_stages == candidate.virtual_stages:
             return row
-        return replaced(
+        return replace(
             row,
             schedule=candidate.schedule,
             virtual_stages=candidate.virtual_stages,
@@ -163,11 +161,11 @@ class LeastRows:
             for price, own, work_s in zip(self._ideal_of(candidate, whole, step)[0], added, least_s, strict=True)
         ]
         total_s += sum(n * own.floor_s for n, own in zip(counts, added, strict=True))
-        return replaced(
+        return replace(
             ideal,
-            first=replaced(ideal.first, time_s=times[0]),
-            last=replaced(ideal.last, time_s=times[-1]),
-            group=replaced(ideal.group, time_s=min((times[k] for k in self._largest(whole)), default=0.0)),
+            first=replace(ideal.first, time_s=times[0]),
+            last=replace(ideal.last, time_s=times[-1]),
+            group=replace(ideal.group, time_s=min((times[k] for k in self._largest(whole)), default=0.0)),
             total_s=max(ideal.total_s, total_s, sum(n * time_s for n, time_s in zip(counts, times, strict=True))),
             tells_apart=False,
         )
@@ -215,7 +213,7 @@ class LeastRows:
             self._whole[id(whole)] = (
                 whole,
                 [
-                    cost if own is cost.parameters else replaced(cost, parameters=own)
+                    cost if own is cost.parameters else replace(cost, parameters=own)
                     for cost, own in zip(costs, same, strict=True)
                 ],
             )
@@ -236,8 +234,8 @@ class LeastRows:
                     shape = [p.numel // tp] if shape else []
                 elif rests[i].is_split:
                     shape[rests[i].dim] //= tp
-                found.append(replaced(p, shape=tuple(shape)))
-            self._parts[key] = replaced(cost, parameters=tuple(found))
+                found.append(replace(p, shape=tuple(shape)))
+            self._parts[key] = replace(cost, parameters=tuple(found))
         return self._parts[key]
 
     def _largest(self, whole: PricedLayout) -> tuple[int, ...]:
@@ -249,7 +247,7 @@ class LeastRows:
 def _beside(price: BlockPrice, added: _Added, once_s: float) -> BlockPrice:
     """The price of work as one of a block; ``once_s``: of its parameters."""
     work_s, share = price.time_s, added.again_share(price.time_s)
-    return replaced(
+    return replace(
         price,
         time_s=added.least_s(work_s),
         again_s=added.again_s(work_s, price.again_s),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from typing import NamedTuple
 from autopar.cost.model import BlockCost, CostModel, Step
 from autopar.cost.step.data_parallel import exposed_s
 from autopar.cost.step.stage_time import own_times
-from autopar.frozen import replaced
 from autopar.graph.compact import Compact
 from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, least_and_most_done
@@ -132,7 +131,7 @@ class PlaceRows(RowMaker):
                 own = axes[0] if len(axes) == 1 else _Axes(*map(min, *axes))
                 added_s = min([self.model.of(step).block_adding_s(cost) for cost in costs])
                 hidden_s = (1 - interference) * min(own.forward_s, works.longest_s)
-                known[key] = replaced(
+                known[key] = replace(
                     price,
                     time_s=price.time_s + (own.every_s + exposed_s(own.backward_s, beside_s, interference) + added_s),
                     once_s=own.once_s + sum_s,
@@ -271,7 +270,7 @@ def _least_works(every: Sequence[Works]) -> Works:
             own = least_of(prices)
             # what is no forward is backward: of that too the least, which another of them may have
             backward_s = min([price.time_s - price.forward_s for price in prices])
-            least[_ids(prices)] = replaced(own, time_s=own.forward_s + backward_s)
+            least[_ids(prices)] = replace(own, time_s=own.forward_s + backward_s)
         if _ids(some) not in costs:
             costs[_ids(some)] = tuple({id(cost.parameters): cost for cost in some}.values())
     return Works(

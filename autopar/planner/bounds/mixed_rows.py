@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from autopar.frozen import quickly
 from autopar.planner.bounds.bound_rows import BlockPrice
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceRow:
     """One candidate in one layout on one kind of devices.
@@ -63,7 +61,6 @@ class PlaceRow:
     is_one: bool = False
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedRow:
     """One candidate in one layout.

@@ -11,7 +11,6 @@ from itertools import accumulate
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, Step
 from autopar.cost.step.step_model import Beside
-from autopar.frozen import replaced
 from autopar.plan import Recompute
 from autopar.planner.bounds.bound_rows import BlockPrice, Row
 from autopar.planner.bounds.least_prices import LeastPrices
@@ -81,7 +80,7 @@ class RowMaker(LeastPrices):
         for k, more_s in enumerate(sums_s):
             more_s += both_s * (k in (0, len(prices) - 1))
             if more_s:
-                prices[k] = replaced(prices[k], once_s=prices[k].once_s + more_s)
+                prices[k] = replace(prices[k], once_s=prices[k].once_s + more_s)
         return prices, alone_s
 
     def _sums_s(

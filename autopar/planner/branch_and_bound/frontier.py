@@ -59,14 +59,14 @@ class Frontier:
         """First bounds of all."""
         alike: dict[LayoutKey, list[int]] = {}
         for i, key in enumerate(self.keys):
-            alike.setdefault(key.whole, []).append(i)
+            alike.setdefault(key.unsplit, []).append(i)
         largest_first = sorted(alike.values(), key=len, reverse=True)
         mine = sorted(i for own in largest_first[self.group.rank :: self.group.size] for i in own)
         found = dict(zip(mine, self.evaluator.bounds_s(0, [self.pool[i] for i in mine]), strict=True))
         first: dict[int, float] = {}
-        for own, unsplit in self.group.allgather((found, self.evaluator.layouts.wholes)):
+        for own, unsplit in self.group.allgather((found, self.evaluator.layouts.memos())):
             first |= own
-            self.evaluator.layouts.know(unsplit)
+            self.evaluator.layouts.learn(unsplit)
         self.bounds |= {candidate: first[i] for i, candidate in enumerate(self.pool)}
         for i, candidate in enumerate(self.pool):
             if math.isfinite(self.bounds[candidate]):

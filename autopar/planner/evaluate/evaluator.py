@@ -51,7 +51,7 @@ class PipelineEvaluator:
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                option = self.layouts.option(draft)
+                option = self.layouts.price(draft)
                 found = self.plans.best(candidate, option, least, may_fit=bound < math.inf)
                 if isinstance(found, Failure):
                     failures.append(found)

@@ -11,10 +11,10 @@ from autopar.planner.bounds.rows import RowMaker
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import PricedLayout
-from autopar.planner.sharding.every import every_cut
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import CutProblem, Failure, Fitting, Stops
+from autopar.planner.stages.enumerate_cuts import every_cut
 from autopar.planner.stages.fit import fitted, leanest_bytes
 from autopar.planner.stages.local_search import improved
 from autopar.planner.stages.per_device import Placed

@@ -113,7 +113,7 @@ class SharesEvaluator:
                 if best is None or prediction.step_time_s < best.prediction.step_time_s:
                     best = Evaluation(
                         candidate=candidate,
-                        option=self.layouts.whole(layout_key_of(candidate)),
+                        option=self.layouts.unsplit(layout_key_of(candidate)),
                         stops=(len(modes),),
                         modes=modes,
                         prediction=prediction,
@@ -181,7 +181,7 @@ class SharesEvaluator:
 
     def _option(self, place: int, size: int, vocab_multiple: int) -> PricedLayout:
         split = LayoutKey(micro_batch_size=size, vocab_multiple=vocab_multiple)
-        return self.layouts.priced(self.layouts.whole(split), self.model.part(frozenset({place})))
+        return self.layouts.on_device(self.layouts.unsplit(split), self.model.part(frozenset({place})))
 
     def _parts(self, candidate: Candidate) -> _Shared:
         if candidate not in self._shared:

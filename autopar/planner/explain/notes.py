@@ -14,12 +14,17 @@ from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.model_stats import readable
 from autopar.planner.outcome import Outcome
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.rank_orders import origins
 from autopar.planner.task import Task
+
+BOUND_ROUNDING = 1e-6
+"""Part of a plan's time by which a bound may be above it for rounding alone."""
+
+NOTED = 0.01
+"""Part of the computation from which on a loss is worth a note."""
 
 _WIDE = frozenset(
     (
@@ -35,6 +40,15 @@ def interrupted_note(outcome: Outcome) -> tuple[str, ...]:
     if not outcome.interrupted:
         return ()
     return (f"the search was interrupted after {outcome.evaluated} of {outcome.candidates} candidates: best so far",)
+
+
+def certificate_note(best: Evaluation, outcome: Outcome) -> tuple[str, ...]:
+    """A plan that is faster than the bound of all candidates: the bound was false."""
+    time_s, bound_s = best.prediction.step_time_s, outcome.lower_bound_s
+    if bound_s <= time_s * (1 + BOUND_ROUNDING):
+        return ()
+    held = f"the search held that no plan takes less than {bound_s:.4g} s, and this one does"
+    return (f"{held}: its certificate is worth nothing; please report this",)
 
 
 def host_note(best: Evaluation) -> tuple[str, ...]:
@@ -111,7 +125,7 @@ def mixed_note(candidate: Candidate, cluster: Cluster) -> tuple[str, ...]:
 def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """What rows that are no multiple of 16 bytes cost a plan, where that is a percent of its computation; see the profile."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
-    graph = layouts.local_graph(layout_key_of(best.candidate), option.kind, option.solution)
+    graph = layouts.local_graph(option)
     device, ideal = model.device, model.device.at_best()
     lost: dict[Op, float] = {}
     total_s = 0.0
@@ -135,18 +149,13 @@ def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     )
 
 
-NOTED = 0.01
-"""Of the computation, what a note is worth."""
-
-
 def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """How many operators of a plan have a measured time; nothing where the device has none at all."""
     model, layouts, option = evaluator.model, evaluator.layouts, best.option
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    split = layout_key_of(best.candidate)
-    graph = layouts.local_graph(split, option.kind, option.solution)
+    graph = layouts.local_graph(option)
     counts: Counter[Source] = Counter()
 
     def count(op: Op, times: int) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.cost.model import CostModel
+from autopar.cost.operators.work import operand_specs, work
 from autopar.graph.ir import Graph, Op
-from autopar.plan import BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
+from autopar.layout import I, S
+from autopar.plan import AxisTyping, BlockLayout, BlockPlan, ModelInfo, Plan, SearchRecord, StagePlan
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.explain.layout_writer import block_layouts, mixtures, operators_without_rule, repeated
 from autopar.planner.explain.notes import (
+    certificate_note,
     host_note,
     interrupted_note,
     measured_note,
@@ -21,13 +25,25 @@ from autopar.planner.explain.notes import (
     recompute_note,
     unaligned_note,
 )
+from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.padding import padding_notes
-from autopar.planner.layouts.types import expert_degree
+from autopar.planner.layouts.tp_typings import TP
+from autopar.planner.layouts.types import PricedLayout, expert_degree
 from autopar.planner.outcome import Outcome
+from autopar.planner.sharding.batch_axis import BATCH
+from autopar.planner.sharding.block_chain import AxisSolution
+from autopar.planner.sharding.sequence_axis import CP
 from autopar.planner.space.rank_orders import rank_groups
 from autopar.planner.stages.activation_modes import MOVED, none_if_moved
 from autopar.planner.task import Task
-from autopar.rules.missing import Found
+from autopar.rules.missing import Found, key_of
+from autopar.rules.spread import AXIS as SPREAD
+from autopar.rules.spread import DISPATCH, EXPERTS, spread_parameters, strategy_names
+
+LEAST_REPEATED = 0.1
+"""Part of the FLOPs that a plan says it repeats; below lie routers and small heads."""
+MIXTURE_NOTE = "mixtures of experts ("
+"""Begins the notes that say which strategy the solver chose for them."""
 
 
 def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRecord, notes: Sequence[str]) -> Plan:
@@ -94,6 +110,7 @@ def notes_of(
     """
     graph, candidate = task.graph, best.candidate
     return (
+        *certificate_note(best, outcome),
         *graph.notes,
         *padding_notes(graph, best.option.padding, candidate.mesh.tp, candidate.vocab_multiple),
         *unaligned_note(evaluator, best),
@@ -130,3 +147,119 @@ def _stages(best: Evaluation) -> tuple[StagePlan, ...]:
         StagePlan(index=i, start=start, stop=stop, pp_rank=i % pp)
         for i, (start, stop) in enumerate(zip((0, *best.stops), best.stops, strict=False))
     )
+
+
+# --- layouts
+
+
+def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
+    """The distinct layouts of the plan, and for each original block which of them it has."""
+    graph, made = layouts.compact.graph, dict[BlockLayout, int]()
+    mine = []
+    for i, block in enumerate(graph.blocks):
+        typings = [_batch_layout(layouts, i)]
+        if option.ep_data > 1:
+            typings.append(_spread_layout(layouts, i))
+        typings += [_named(layouts, i, found) for found in (option.sequence, option.solution) if found is not None]
+        layout = BlockLayout(block_hash=block.hash, typings=tuple(typings))
+        mine.append(made.setdefault(layout, len(made)))
+    return tuple(made), tuple(mine[k] for k in layouts.compact.class_of)
+
+
+def mixtures(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
+    """A note for each way in which mixtures of experts are run, beginning with :data:`MIXTURE_NOTE`."""
+    graph, ways = layouts.compact.graph, Counter[str]()
+    for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+        for op in graph.block_ops(block):
+            if op.target != EXPERTS:
+                continue
+            spread_here = option.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+            parts = [f"experts spread and tokens sent over {option.ep_data} data ranks"] if spread_here else []
+            for axis, found in ((CP, option.sequence), (TP, option.solution)):
+                if found is not None:
+                    parts.append(f"{axis}={found.typing.size} '{found.typing.strategies[op.name].name}'")
+            ways[", ".join(parts) or "whole, on each rank's samples"] += len(members)
+    return tuple(f"{MIXTURE_NOTE}{count}): {way}" for way, count in ways.items())
+
+
+def repeated(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
+    """A note for each axis whose ranks all do a good part of the products of matrices over again, whole."""
+    graph, notes = layouts.compact.graph, []
+    for axis, found in ((CP, option.sequence), (TP, option.solution)):
+        if found is None or found.typing.size == 1:
+            continue
+        whole, everything = dict[str, float](), 0.0
+        for block, members in zip(graph.blocks, layouts.compact.members, strict=True):
+            for op in graph.block_ops(block):
+                flops = work(op, operand_specs(op, graph.spec)).flops * len(members)
+                everything += flops
+                if found.typing.strategies[op.name].work == 1:
+                    name = op.module or op.source or op.name
+                    whole[name] = whole.get(name, 0.0) + flops
+        share = sum(whole.values()) / everything if everything else 0.0
+        if share >= LEAST_REPEATED:
+            names = sorted((name for name, flops in whole.items() if flops), key=lambda name: -whole[name])
+            named, more = ", ".join(names[:3]), " ..." * (len(names) > 3)
+            notes.append(
+                f"{share:.0%} of the FLOPs are repeated on each of the {found.typing.size} ranks of {axis} ({named}{more}): "
+                "splitting them is not possible there, or is predicted to take longer"
+            )
+    return tuple(notes)
+
+
+def _batch_layout(layouts: Layouts, index: int) -> AxisTyping:
+    graph = layouts.compact.graph
+    block = graph.blocks[index]
+    strategies = [layouts.batch.strategies[op.name] for op in graph.block_ops(block)]
+    made = {op.name: s for op, s in zip(graph.block_ops(block), strategies, strict=True)}
+    return AxisTyping(
+        axis=BATCH,
+        strategies=tuple(s.name for s in strategies),
+        parameters=tuple(I for _ in graph.block_parameters(block)),
+        parameter_names=_names(layouts, index),
+        boundary=tuple(made[ref.name].outputs[ref.index] for ref in graph.block_outputs(block)),
+    )
+
+
+def _spread_layout(layouts: Layouts, index: int) -> AxisTyping:
+    """On ``ep_data`` experts are split, everything else goes on with its rank's samples."""
+    graph = layouts.compact.graph
+    block = graph.blocks[index]
+    ops, split = graph.block_ops(block), spread_parameters(graph, graph.block_ops(block))
+    return AxisTyping(
+        axis=SPREAD,
+        strategies=tuple(strategy_names(graph, ops)),
+        parameters=tuple(S(0) if p.name in split else I for p in graph.block_parameters(block)),
+        parameter_names=_names(layouts, index),
+    )
+
+
+def _named(layouts: Layouts, index: int, solution: AxisSolution) -> AxisTyping:
+    graph = layouts.compact.graph
+    outputs = graph.block_outputs(graph.blocks[index])
+    boundary = tuple(solution.typing.strategies[ref.name].outputs[ref.index] for ref in outputs)
+    return replace(solution.blocks[index], parameter_names=_names(layouts, index), boundary=boundary)
+
+
+def _names(layouts: Layouts, index: int) -> tuple[str, ...]:
+    block = layouts.compact.graph.blocks[index]
+    prefix = f"{block.label}."
+    return tuple(p.key.removeprefix(prefix) for p in layouts.compact.graph.block_parameters(block))
+
+
+def operators_without_rule(graph: Graph, found: Sequence[Found], model: CostModel) -> tuple[str, ...]:
+    """A note for each kind of call without a declared rule: what was found by execution, or what repeating it costs."""
+    notes = []
+    for one in found:
+        calls = [op for op in (*graph.prelude, *graph.ops) if op.target == one.target]
+        calls = [op for op in calls if key_of(op, tuple(graph.spec(r) for r in op.operands)) == one.key]
+        if one.line:
+            notes.append(f"{one.target} has no declared rule: found by execution '{one.line}' ({len(calls)} calls)")
+            continue
+        times = [model.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in calls]
+        cost_s = sum(time.forward_s + time.backward_s for time in times)
+        notes.append(
+            f"{one.target} has no rule and none was found ({one.why}): its {len(calls)} calls are repeated on every "
+            f"rank of an axis that splits the work inside a sample, {1e3 * cost_s:.3g} ms for {graph.batch_size} samples"
+        )
+    return tuple(notes)

@@ -1,17 +1,18 @@
 """Blocks of layouts priced: each once for all the layouts in which it runs alike.
 
-Layouts of one split differ in few blocks. What a block costs depends on its operators, their strategies, the types in
+Layouts of one key differ in few blocks. What a block costs depends on its operators, their strategies, the types in
 which values arrive and what stays alive beside it: blocks of equal keys have equal costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.blocks.block_work import BlockWork
 from autopar.cost.model import BlockCost, CostModel
 from autopar.graph.ir import Block, Graph, Ref
+from autopar.layout import Type
 from autopar.mesh import Mesh
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.rules.apply import shard
@@ -38,15 +39,33 @@ class PricedBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Known:
-    """A block in a typing; ``alike``: equal for blocks of equal cost."""
+class _PricedBlock:
+    """A block in a typing; ``cost_class``: equal for blocks of equal cost."""
 
-    alike: Hashable
+    cost_class: Hashable
     work: BlockWork
     cost: BlockCost
 
 
-class BlockPrices:
+@dataclass(frozen=True, slots=True)
+class _TypedBlockKey:
+    """What the cost of a typed block depends on.
+
+    Attributes:
+        block: what no typing changes, see :func:`_surroundings`.
+        strategies, parameters: of its operators, and its parameters at rest.
+        around: types in which values arrive, and of those beside it that stay alive.
+        uses: in which kinds of types all blocks read each parameter that it shares with others.
+    """
+
+    block: Hashable
+    strategies: tuple[str, ...]
+    parameters: tuple[Type, ...]
+    around: tuple[Type, ...]
+    uses: tuple[frozenset[str], ...]
+
+
+class BlockPricing:
     """Prices of the blocks of one micro-batch graph in one typing after the other.
 
     Args:
@@ -54,6 +73,7 @@ class BlockPrices:
         model: the cost model.
         mesh: whose groups communicate.
         owners: how many blocks read a parameter, by its name.
+        is_selective: whether blocks may recompute selectively.
     """
 
     def __init__(
@@ -61,82 +81,79 @@ class BlockPrices:
     ) -> None:
         self.graph, self.model, self.mesh, self.owners = graph, model, mesh, owners
         self.is_selective = is_selective
-        self._frame: _Frame | None = None
+        self._typed: _TypedBlocks | None = None
 
-    def of(self, solution: AxisSolution | None) -> PricedBlocks:
-        """The blocks in a typing; None: nothing is split."""
-        if solution is None:
-            return self._untyped()
-        if self._frame is None:
-            self._frame = _Frame(graph=self.graph, owners=self.owners)
-        frame = self._frame
-        keys = frame.keys(solution)
-        missing = {key: i for i, key in reversed(list(enumerate(keys))) if key not in frame.known}
-        reads = frame.prelude_reads(solution.typing)
-        if missing or reads not in frame.preludes:
-            local = shard(frame.graph, solution.typing, only=frozenset(missing.values()))
-            if reads not in frame.preludes:
-                frame.preludes[reads] = local, self.model.prelude_time_s(local)
+    def unsplit(self) -> PricedBlocks:
+        """The blocks with nothing split."""
+        graph, known = self.graph, dict[Hashable, _PricedBlock]()
+        classes = [self._cost_class(graph, block) for block in graph.blocks]
+        for block, cost_class in zip(graph.blocks, classes, strict=True):
+            if cost_class not in known:
+                known[cost_class] = self._priced(graph, block, cost_class)
+        return _together([known[own] for own in classes], graph, self.model.prelude_time_s(graph))
+
+    def of(self, solution: AxisSolution) -> PricedBlocks:
+        """The blocks in a typing."""
+        if self._typed is None:
+            self._typed = _TypedBlocks(graph=self.graph, owners=self.owners)
+        typed = self._typed
+        keys, reads = typed.block_keys(solution), typed.prelude_key(solution.typing)
+        missing = {own: i for i, own in reversed(list(enumerate(keys))) if own not in typed.priced}
+        if missing or reads not in typed.preludes:
+            local = shard(self.graph, solution.typing, only=frozenset(missing.values()))
+            if reads not in typed.preludes:
+                typed.preludes[reads] = local, self.model.prelude_time_s(local)
             for own, i in missing.items():
-                frame.known[own] = self._priced(local, local.blocks[i], self._alike(local, local.blocks[i]))
-        prelude, prelude_s = frame.preludes[reads]
-        return _together([frame.known[own] for own in keys], prelude, prelude_s)
+                block = local.blocks[i]
+                typed.priced[own] = self._priced(local, block, self._cost_class(local, block))
+        prelude, prelude_s = typed.preludes[reads]
+        return _together([typed.priced[own] for own in keys], prelude, prelude_s)
 
-    def _untyped(self) -> PricedBlocks:
-        graph, known = self.graph, dict[Hashable, _Known]()
-        every = []
-        for block in graph.blocks:
-            alike = self._alike(graph, block)
-            if alike not in known:
-                known[alike] = self._priced(graph, block, alike)
-            every.append(known[alike])
-        return _together(every, graph, self.model.prelude_time_s(graph))
-
-    def _priced(self, graph: Graph, block: Block, alike: Hashable) -> _Known:
+    def _priced(self, graph: Graph, block: Block, cost_class: Hashable) -> _PricedBlock:
         work = self.model.block_work(graph, block, selective=self.is_selective)
-        return _Known(alike=alike, work=work, cost=self.model.price(work, self.mesh))
+        return _PricedBlock(cost_class=cost_class, work=work, cost=self.model.price(work, self.mesh))
 
-    def _alike(self, graph: Graph, block: Block) -> Hashable:
+    def _cost_class(self, graph: Graph, block: Block) -> Hashable:
         """Equal for blocks of equal cost: equal operators at equal shapes, neither shared parameters nor other values sent."""
-        known, key = graph._index.named, f"shared {block.start}:{block.stop}"  # by blocks of this model, for all sizes
-        if key not in known:
-            known[key] = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
+        shared = tuple([p.name for p in graph.block_parameters(block) if self.owners[p.name] > 1])
         sent = tuple([graph.spec(ref) for ref in graph.block_outputs(block)])
-        return block.hash, known[key], sent, graph._index.block_of.get(graph.loss.name) == block.index
+        return block.hash, shared, sent, graph._index.block_of.get(graph.loss.name) == block.index
 
 
-def _together(every: list[_Known], prelude: Graph, prelude_s: float) -> PricedBlocks:
-    first: dict[Hashable, _Known] = {}
-    for known in every:
-        first.setdefault(known.alike, known)
-    number = {alike: i for i, alike in enumerate(first)}
+def _together(blocks: Sequence[_PricedBlock], prelude: Graph, prelude_s: float) -> PricedBlocks:
+    first: dict[Hashable, _PricedBlock] = {}
+    for block in blocks:
+        first.setdefault(block.cost_class, block)
+    number = {cost_class: i for i, cost_class in enumerate(first)}
     return PricedBlocks(
-        costs=tuple(first[known.alike].cost for known in every),
-        keys=tuple(number[known.alike] for known in every),
-        works=tuple(known.work for known in first.values()),
+        costs=tuple(first[block.cost_class].cost for block in blocks),
+        keys=tuple(number[block.cost_class] for block in blocks),
+        works=tuple(block.work for block in first.values()),
         prelude_s=prelude_s,
         prelude=prelude,
     )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Frame:
-    """A graph before the axis is applied, what its blocks cost in the typings so far, and its preludes.
+class _TypedBlocks:
+    """A graph before the axis is applied, and what its blocks cost in the typings so far.
 
-    ``preludes``: by the types in which operators read the prelude, a graph that has it and the seconds that it takes.
+    Attributes:
+        priced: blocks by what their cost depends on.
+        preludes: by the types in which operators read the prelude, a graph that has it and the seconds that it takes.
     """
 
     graph: Graph
     owners: Mapping[str, int]
-    known: dict[Hashable, _Known] = field(default_factory=dict)
-    preludes: dict[Hashable, tuple[Graph, float]] = field(default_factory=dict)
-    blocks: tuple[_Place, ...] = ()
-    reads: tuple[tuple[str, int], ...] = ()
-    uses: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    priced: dict[_TypedBlockKey, _PricedBlock] = field(default_factory=dict)
+    preludes: dict[tuple[Type, ...], tuple[Graph, float]] = field(default_factory=dict)
+    _blocks: tuple[_Surroundings, ...] = ()
+    _prelude_reads: tuple[tuple[str, int], ...] = ()
+    _uses: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.graph
-        self.blocks = tuple(_place(graph, block, self.owners) for block in graph.blocks)
+        self._blocks = tuple(_surroundings(graph, block, self.owners) for block in graph.blocks)
         uses: dict[str, list[tuple[str, int]]] = {}
         reads: list[tuple[str, int]] = []
         for op in graph.ops:
@@ -145,43 +162,46 @@ class _Frame:
                     reads.append((op.name, i))
                 elif self.owners.get(ref.name, 1) > 1 and graph.is_parameter(ref):
                     uses.setdefault(ref.name, []).append((op.name, i))
-        self.reads, self.uses = tuple(reads), {name: tuple(own) for name, own in uses.items()}
+        self._prelude_reads, self._uses = tuple(reads), uses
 
-    def prelude_reads(self, typing: Typing) -> Hashable:
+    def prelude_key(self, typing: Typing) -> tuple[Type, ...]:
         """Equal for typings with equal changes of type in the prelude."""
-        return tuple(typing.strategies[name].inputs[i] for name, i in self.reads)
+        return tuple([typing.strategies[name].inputs[i] for name, i in self._prelude_reads])
 
-    def keys(self, solution: AxisSolution) -> list[Hashable]:
+    def block_keys(self, solution: AxisSolution) -> list[_TypedBlockKey]:
         """For each block a key, equal for blocks of equal cost."""
-        typing = solution.typing
-        used = {
-            name: frozenset(typing.strategies[op].inputs[i].kind for op, i in own) for name, own in self.uses.items()
+        strategies = solution.typing.strategies
+        kinds = {
+            name: frozenset([strategies[op].inputs[i].kind for op, i in uses]) for name, uses in self._uses.items()
         }
         return [
-            (
-                place.fixed,
-                own.strategies,
-                own.parameters,
-                tuple(typing.strategies[ref.name].outputs[ref.index] for ref in place.others),
-                tuple(used[name] for name in place.shared),
+            _TypedBlockKey(
+                block=block.fixed,
+                strategies=typing.strategies,
+                parameters=typing.parameters,
+                around=tuple([strategies[ref.name].outputs[ref.index] for ref in block.around]),
+                uses=tuple([kinds[name] for name in block.shared]),
             )
-            for place, own in zip(self.blocks, solution.blocks, strict=True)
+            for block, typing in zip(self._blocks, solution.blocks, strict=True)
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Place:
-    """What of a block's cost no typing changes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surroundings:
+    """What of a block's cost no typing changes, and what of a typing it depends on beside the block's own part.
 
-    ``others``: values that arrive, and those beside it that stay alive; ``shared``: parameters that other blocks read too.
+    Attributes:
+        fixed: equal for blocks that cost the same in equal typings.
+        around: values that arrive, and those beside it that stay alive.
+        shared: parameters that other blocks read too.
     """
 
     fixed: Hashable
-    others: tuple[Ref, ...]
+    around: tuple[Ref, ...]
     shared: tuple[str, ...]
 
 
-def _place(graph: Graph, block: Block, owners: Mapping[str, int]) -> _Place:
+def _surroundings(graph: Graph, block: Block, owners: Mapping[str, int]) -> _Surroundings:
     ops = graph.block_ops(block)
     number = {op.name: i for i, op in enumerate(ops)}
     inputs = graph.block_inputs(block)
@@ -194,16 +214,16 @@ def _place(graph: Graph, block: Block, owners: Mapping[str, int]) -> _Place:
     across = graph.live_across(block.stop)
     beside = tuple(ref for ref in across if ref.name not in number)
     is_last = block.index == len(graph.blocks) - 1
-    others = (*inputs, *beside, *((graph.loss,) if is_last and graph.loss.name not in number else ()))
+    around = (*inputs, *beside, *((graph.loss,) if is_last and graph.loss.name not in number else ()))
     fixed = (
         block.hash,
         roles,
         shared,
         tuple((number[ref.name], ref.index) for ref in graph.block_outputs(block)),
-        tuple(graph.spec(ref) for ref in others),
+        tuple(graph.spec(ref) for ref in around),
         tuple(number.get(ref.name, inputs.index(ref) if ref in inputs else None) for ref in across),
         tuple(number[m.value.name] for m in graph.block_mutations(block)),
         graph.loss.name in number,
         is_last,
     )
-    return _Place(fixed=fixed, others=others, shared=shared)
+    return _Surroundings(fixed=fixed, around=around, shared=shared)

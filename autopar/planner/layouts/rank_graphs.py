@@ -5,23 +5,25 @@ Everything happens on the compact graph and is kept: many layouts share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import itemsize
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph
+from autopar.graph.padding import lengths
 from autopar.layout import I
 from autopar.mesh import Mesh
+from autopar.planner.layouts.block_pricing import BlockPricing
 from autopar.planner.layouts.padding import padded
 from autopar.planner.layouts.types import LayoutKey
-from autopar.planner.sharding.axis_costs import AxisPricing
+from autopar.planner.sharding.axis_costs import AxisCosts, AxisPricing
 from autopar.planner.sharding.batch_axis import solve_batch
-from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver
+from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
+from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.sequence_axis import CP, KINDS, SequenceSplit
 from autopar.planner.sharding.tables import Weights
 from autopar.planner.space.pins import Pins
@@ -36,35 +38,44 @@ that repeats them rather than send must not win because a model is small. Plans 
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Sizes:
+class _MicroGraphs:
     """The graphs of one micro-batch that were made of a graph, by its size.
 
-    ``batch``: the typing by which; ``first``: of those; ``others``: makes the others of it, where they follow.
+    Attributes:
+        batch: the typing by which.
+        first: of those.
+        resizer: makes the others of it, where they follow.
     """
 
     batch: Typing
     graphs: dict[int, Graph] = field(default_factory=dict)
     first: Graph | None = None
-    others: Resizer | None = None
+    resizer: Resizer | None = None
 
 
-def _sizes(graph: Graph, batch: Typing, global_batch_size: int) -> _Sizes:
+def _micro_graphs(graph: Graph, batch: Typing, global_batch_size: int) -> _MicroGraphs:
     """Kept with the graph: searches of other spaces and clusters have the same ones."""
-    key = _Sizes, global_batch_size
-    found: _Sizes | None = graph.passes.get(key)
+    key = _MicroGraphs, global_batch_size
+    found: _MicroGraphs | None = graph.passes.get(key)
     if found is None or found.batch is not batch:
-        found = graph.passes[key] = _Sizes(batch=batch)
+        found = graph.passes[key] = _MicroGraphs(batch=batch)
     return found
 
 
-class Bases:
-    """The graphs of one model on one cluster, and prices of operators on an axis.
+class RankGraphs:
+    """The graphs of one model on one cluster, with prices of operators and blocks on them.
 
     Args:
         graph: as traced.
         compact: its compact graph.
         model: the cost model.
-        costs: of the blocks of a layout with neither a context- nor a tensor-parallel axis.
+        pins: which kinds of attention may run on ``cp``.
+        is_selective: whether blocks may recompute selectively.
+
+    Attributes:
+        batch: the typing on axis ``batch``.
+        owners: how many blocks read a parameter, by its name.
+        structures: what the problems of all axes and sizes share.
     """
 
     def __init__(
@@ -75,76 +86,79 @@ class Bases:
         *,
         global_batch_size: int,
         pins: Pins,
-        costs: Callable[[LayoutKey], Sequence[BlockCost]],
+        is_selective: bool,
     ) -> None:
         self.graph, self.compact, self.model = graph, compact, model
-        self.global_batch_size, self._whole_costs = global_batch_size, costs
+        self.global_batch_size, self.is_selective = global_batch_size, is_selective
         self.batch = solve_batch(compact)
-        self._kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
-        self._sizes = _sizes(compact.graph, self.batch, global_batch_size)
-        self._micro: dict[int, Compact] = {}
+        self.owners: Mapping[str, int] = owners_of(compact)
+        self.structures = Structures()
+        self._attention = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
+        self._micro = _micro_graphs(compact.graph, self.batch, global_batch_size)
+        self._pads: dict[tuple[int, int], bool] = {}
+        self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
+        self._pricing: dict[tuple[LayoutKey, str], BlockPricing] = {}
         self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
-        self._bases: dict[tuple[LayoutKey, str], Compact] = {}
 
-    def micro(self, micro_batch_size: int) -> Compact:
+    # --- graphs
+
+    def micro(self, micro_batch_size: int) -> Graph:
         """The compact graph of one micro-batch."""
-        graphs = self._sizes.graphs
+        graphs = self._micro.graphs
         if micro_batch_size not in graphs:
-            graphs[micro_batch_size] = self._local(micro_batch_size)
-        if micro_batch_size not in self._micro:
-            self._micro[micro_batch_size] = replace(self.compact, graph=graphs[micro_batch_size])
-        return self._micro[micro_batch_size]
+            graphs[micro_batch_size] = self._micro_graph(micro_batch_size)
+        return graphs[micro_batch_size]
 
-    def _local(self, micro_batch_size: int) -> Graph:
-        graph, typing = self.compact.graph, self._batch_typing(micro_batch_size)
-        sizes = self._sizes
-        if sizes.others is not None:
-            return sizes.others.run(typing, micro_batch_size)
+    def _micro_graph(self, micro_batch_size: int) -> Graph:
+        graph, micro = self.compact.graph, self._micro
+        typing = replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
+        if micro.resizer is not None:
+            return micro.resizer.run(typing, micro_batch_size)
         local = shard(graph, typing, global_batch_size=self.global_batch_size, micro_batch_size=micro_batch_size)
-        if sizes.first is None:
-            sizes.first = local
+        if micro.first is None:
+            micro.first = local
             if can_resize(graph, local, typing):
-                sizes.others = Resizer(graph, local, typing, self.global_batch_size)
+                micro.resizer = Resizer(graph, local, typing, self.global_batch_size)
         return local
 
-    def _batch_typing(self, micro_batch_size: int) -> Typing:
-        return replace(self.batch, size=Fraction(self.graph.batch_size, micro_batch_size))
+    def before_tp(self, key: LayoutKey, kind: str) -> Compact:
+        """The compact graph of one micro-batch and one rank of ``cp``, with its share of the experts and vocabularies padded.
 
-    def base(self, split: LayoutKey, kind: str) -> Compact:
-        """The compact graph of one micro-batch and one rank of ``cp``; ``kind``: of attention there."""
-        micro = self._spread(split)
-        if split.cp == 1:
-            return micro
-        key = (split, kind)
-        if key not in self._bases:
-            graph = shard(micro.graph, self.sequence(split, kind).typing)
-            self._bases[key] = replace(micro, graph=graph)
-        return self._bases[key]
+        Args:
+            kind: of attention on ``cp``; empty where that axis has one rank.
+        """
+        key = self.key_before_tp(key)
+        if (key, kind) not in self._before_tp:
+            if key.cp > 1:
+                graph = shard(self.before_tp(replace(key, cp=1), "").graph, self.sequence(key, kind).typing)
+            else:
+                graph = self.micro(key.micro_batch_size)
+                graph = spread(graph, key.ep_data) if key.ep_data > 1 else graph
+                graph = padded(graph, key.tp, key.vocab_multiple)
+            self._before_tp[key, kind] = replace(self.compact, graph=graph)
+        return self._before_tp[key, kind]
 
-    def _spread(self, split: LayoutKey) -> Compact:
-        """The compact graph of one micro-batch on one data rank, with its share of the experts and vocabularies padded."""
-        micro = self.micro(split.micro_batch_size)
-        key = (replace(split, cp=1), "")  # no kind of attention
-        if key not in self._bases:
-            shared = spread(micro.graph, split.ep_data) if split.ep_data > 1 else micro.graph
-            graph = padded(shared, split.tp, split.vocab_multiple)
-            self._bases[key] = micro if graph is micro.graph else replace(micro, graph=graph)
-        return self._bases[key]
+    def key_before_tp(self, key: LayoutKey) -> LayoutKey:
+        """Equal for keys whose graphs before ``tp`` are the same: its ranks count where they pad vocabularies."""
+        sizes = key.tp, key.vocab_multiple
+        if sizes not in self._pads:
+            self._pads[sizes] = bool(lengths(self.compact.graph, *sizes))
+        return key if self._pads[sizes] else replace(key, tp=1, vocab_multiple=1)
 
     # --- context parallelism
 
-    def kinds(self, split: LayoutKey) -> tuple[str, ...]:
+    def kinds(self, key: LayoutKey) -> tuple[str, ...]:
         """The kinds of attention that can split the sequence; one without a name where it is not split.
 
         Raises:
             InfeasibleError: there are none; says why the last is none.
         """
-        if split.cp == 1:
+        if key.cp == 1:
             return ("",)
         found, failure = [], None
-        for kind in self._kinds:
+        for kind in self._attention:
             try:
-                self.sequence(split, kind)
+                self.sequence(key, kind)
                 found.append(kind)
             except InfeasibleError as error:
                 failure = error
@@ -152,42 +166,52 @@ class Bases:
             raise failure or InfeasibleError("some kind of attention is allowed on cp", value="none")
         return tuple(found)
 
-    def sequence(self, split: LayoutKey, kind: str) -> AxisSolution:
+    def sequence(self, key: LayoutKey, kind: str) -> AxisSolution:
         """The typing on ``cp``: work and what is kept for backward are split wherever they can be.
 
         Raises:
             InfeasibleError: there is none.
         """
-        key = (split, kind)
-        if key not in self._sequences:
-            self._sequences[key] = self._split_sequence(split, kind)
-        found = self._sequences[key]
+        key = self.key_before_tp(key)
+        if (key, kind) not in self._sequences:
+            self._sequences[key, kind] = self._split_sequence(key, kind)
+        found = self._sequences[key, kind]
         if isinstance(found, InfeasibleError):
             raise found
         return found
 
-    def _split_sequence(self, split: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
-        micro = self._spread(split)
-        costs = self._whole_costs(split.whole)
-        saved = sum(n.saved_bytes for n in costs)
+    def _split_sequence(self, key: LayoutKey, kind: str) -> AxisSolution | InfeasibleError:
+        compact, costs = self.before_tp(replace(key, cp=1), ""), self.block_pricing(key.unsplit, "").unsplit().costs
+        saved = sum(cost.saved_bytes for cost in costs)
         counts = [len(members) for members in self.compact.members]
-        least_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
+        time_s = sum(n * (c.forward_s + c.backward_s) for n, c in zip(counts, costs, strict=True))
         try:
-            solver = AxisSolver(
-                micro,
+            axis = AxisCosts(
+                graph=compact.graph,
                 axis=CP,
-                size=split.cp,
-                pricing=self.pricing(CP, split),
-                rests={p.name: (I,) for p in micro.graph.parameters},
-                narrow=SequenceSplit(micro.graph, kind, split.cp),
+                size=key.cp,
+                pricing=self.axis_pricing(CP, key),
+                owners=self.owners,
+                rests={p.name: (I,) for p in compact.graph.parameters},
+                narrow=SequenceSplit(compact.graph, kind, key.cp),
             )
-            return solver.solve(Weights(per_step_s=1.0, saved_byte=least_s / max(saved, 1)))
+            solver = AxisSolver(compact, axis, self.structures)
+            return solver.solve(Weights(per_step_s=1.0, saved_byte=time_s / max(saved, 1)))
         except InfeasibleError as error:
             return error
 
     # --- prices
 
-    def pricing(self, axis: str, split: LayoutKey) -> AxisPricing:
+    def block_pricing(self, key: LayoutKey, kind: str) -> BlockPricing:
+        """What prices blocks in typings on ``tp``."""
+        if (key, kind) not in self._pricing:
+            self._pricing[key, kind] = BlockPricing(
+                self.before_tp(key, kind).graph, self.model, self.mesh(key), self.owners,
+                is_selective=self.is_selective,
+            )  # fmt: skip
+        return self._pricing[key, kind]
+
+    def axis_pricing(self, axis: str, key: LayoutKey) -> AxisPricing:
         """A parameter's state as without ZeRO; the price of memory that is swept covers the rest."""
         precision = self.model.precision
         storage, compute, reduce = (itemsize(name) for name in (precision.storage, precision.compute, precision.reduce))
@@ -195,7 +219,7 @@ class Bases:
         return AxisPricing(
             device=self.model.device,
             collectives=self.model.collectives,
-            mesh=self.mesh(split),
+            mesh=self.mesh(key),
             axis=axis,
             collective_weight=COLLECTIVE_WEIGHT if axis == CP else 1.0,
             state_bytes_per_element=storage + self.model.ranks.optimizer.bytes_per_element(storage) + reduce + copies,
@@ -203,7 +227,7 @@ class Bases:
             measured=self.model.measured,
         )
 
-    def mesh(self, split: LayoutKey) -> Mesh:
+    def mesh(self, key: LayoutKey) -> Mesh:
         """A mesh of the whole cluster with these degrees; groups of the inner axes are the same in every other."""
-        outside = max(self.model.cluster.world_size // (split.cp * split.tp), 1)
-        return Mesh(dp_replicate=outside, cp=split.cp, tp=split.tp, ep=split.ep_data, ep_data=split.ep_data)
+        outside = max(self.model.cluster.world_size // (key.cp * key.tp), 1)
+        return Mesh(dp_replicate=outside, cp=key.cp, tp=key.tp, ep=key.ep_data, ep_data=key.ep_data)

@@ -1,8 +1,9 @@
-"""Layouts as the outer search sees them: what they depend on, drafts of them, and options with their costs."""
+"""Layouts as data: what they depend on, typings of all axes, and typings with the costs of their blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.model import BlockCost
 from autopar.plan import PaddedParameter
@@ -15,7 +16,11 @@ from autopar.rules.sharded import EXPERT_TARGETS
 class LayoutKey:
     """What a layout depends on: samples of a micro-batch and the degrees of the axes inside of the model.
 
-    ``ep_data``: data ranks over which experts are split; ``vocab_multiple``: of the rows of each rank's part of a vocabulary.
+    Attributes:
+        micro_batch_size: samples.
+        ep_data: data ranks over which experts are split.
+        cp, tp: ranks of these axes.
+        vocab_multiple: of the rows of each rank's part of a vocabulary.
     """
 
     micro_batch_size: int
@@ -24,83 +29,92 @@ class LayoutKey:
     tp: int = 1
     vocab_multiple: int = 1
 
+    def __str__(self) -> str:
+        degrees = f"ep_data={self.ep_data} cp={self.cp} tp={self.tp} vocab_multiple={self.vocab_multiple}"
+        return f"micro_batch={self.micro_batch_size} {degrees}"
+
     @property
-    def whole(self) -> LayoutKey:
+    def unsplit(self) -> LayoutKey:
         """The same micro-batch with neither ``cp`` nor ``tp``."""
         return replace(self, cp=1, tp=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PricedLayout:
-    """One layout of the whole model.
+class TypedLayout:
+    """A typing of the whole model on ``cp`` and ``tp``, before its blocks are priced.
 
     Attributes:
-        sequence: the typing on ``cp``; None where that axis has one rank.
-        kind: of attention on ``cp``; empty likewise.
+        key: what it depends on.
+        kind: of attention on ``cp``; empty where that axis has one rank.
         solution: the typing on ``tp``; None where that axis has one rank.
-        ep_data: data ranks over which experts are split.
+        identity: a text, equal for equal layouts in every process.
+        time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
+        numel: trained elements that the ranks of a pipeline hold together at least, those of ``dp_shard`` taken for one;
+            experts over data ranks do not count.
+    """
+
+    key: LayoutKey
+    kind: str
+    solution: AxisSolution | None
+    time_s: float = 0.0
+    numel: float = 0.0
+    identity: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        signature = self.solution.signature if self.solution is not None else ""
+        digest = hashlib.blake2b(repr(signature).encode(), digest_size=12).hexdigest()
+        object.__setattr__(self, "identity", f"{self.key} {self.kind} {digest}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricedLayout:
+    """One layout of the whole model with the costs of its blocks.
+
+    Attributes:
+        key, kind, solution: as in :class:`TypedLayout`.
+        identity: of the typed layout; with the devices behind it, where costs are those of some groups of devices.
+        sequence: the typing on ``cp``; None where that axis has one rank.
         costs: of each block of the compact graph.
         keys: for each of these blocks a number, equal where the costs are equal.
         prelude_s: of the operators that every stage repeats.
         padding: of vocabularies.
         totals: bytes of each count of the global batch that the loss divides by.
+        at_best: costs are those of devices at their best rates, which no padding and no alignment goes below.
         ranks: for each pipeline rank the layout as its devices run it; empty where they are alike.
     """
 
-    sequence: AxisSolution | None
+    key: LayoutKey
     kind: str
     solution: AxisSolution | None
-    ep_data: int
+    identity: str
+    sequence: AxisSolution | None
     costs: tuple[BlockCost, ...]
     keys: tuple[int, ...]
     prelude_s: float
     padding: tuple[PaddedParameter, ...] = ()
     totals: tuple[int, ...] = ()
+    at_best: bool = False
     ranks: tuple[PricedLayout, ...] = ()
+
+    @property
+    def ep_data(self) -> int:
+        """Data ranks over which experts are split."""
+        return self.key.ep_data
 
     def of_rank(self, pp_rank: int) -> PricedLayout:
         """The layout as the devices of a pipeline rank run it."""
         return self.ranks[pp_rank] if self.ranks else self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TypedLayout:
-    """A layout before its blocks are priced.
-
-    Attributes:
-        split, kind, solution: as in :class:`PricedLayout`.
-        time_s: no plan takes less for a micro-batch, forward and backward through all blocks; 0 where it is not known.
-        numel: trained elements that the ranks of a pipeline hold together at least, those of ``dp_shard`` taken for one;
-            experts over data ranks do not count.
-    """
-
-    split: LayoutKey
-    kind: str
-    solution: AxisSolution | None
-    time_s: float = 0.0
-    numel: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """What one process of a search knows of the layouts of a split.
-
-    Attributes:
-        drafts: by the order of their loads, each with its layout where it is priced.
-        quickest_s, least_s: see :class:`autopar.planner.layouts.catalogue.Layouts`; None: nobody asked.
-    """
-
-    drafts: tuple[tuple[tuple[int, int], tuple[tuple[TypedLayout, PricedLayout | None], ...]], ...] = ()
-    quickest_s: float | None = None
-    least_s: tuple[float, ...] | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the price of a layout depends on besides its split.
+    """What the price of a layout depends on besides its key.
 
-    ``num_micro_batches``: over which a gradient sum is spread; ``in_flight``: micro-batches that a stage holds. Only
-    their orders of magnitude count.
+    Only orders of magnitude count.
+
+    Attributes:
+        num_micro_batches: over which a gradient sum is spread.
+        in_flight: micro-batches that a stage holds.
     """
 
     num_micro_batches: int
@@ -124,10 +138,10 @@ def layout_key_of(candidate: Candidate) -> LayoutKey:
     )
 
 
-def expert_degree(option: PricedLayout, tp: int) -> int:
+def expert_degree(layout: PricedLayout, tp: int) -> int:
     """Over how many ranks a layout splits experts: those of ``ep_data``, times ``tp`` where any mixture does."""
-    chosen = option.solution.typing.strategies.values() if option.solution is not None else ()
-    return option.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
+    chosen = layout.solution.typing.strategies.values() if layout.solution is not None else ()
+    return layout.ep_data * (tp if any(strategy.target in EXPERT_TARGETS for strategy in chosen) else 1)
 
 
 def _round(n: int) -> int:

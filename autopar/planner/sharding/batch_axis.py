@@ -8,24 +8,22 @@ Where that has no answer, sums over samples may be totalled inside of the step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from itertools import product
-from math import prod
 from operator import contains
-from typing import Literal
 
 from autopar import rules
 from autopar.errors import RuleError, TraceError
 from autopar.graph.compact import Compact, compact
 from autopar.graph.counts import CountError
 from autopar.graph.failures import EXPORTS
-from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref, TensorSpec
+from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref
 from autopar.graph.opaque import reason_of
 from autopar.layout import I, P, R, S, Type
 from autopar.opaque_ops import region_of
+from autopar.planner.sharding.elimination import Entry, Table
 from autopar.planner.sharding.strategy_energy import Problem
 from autopar.planner.sharding.tables import FREE, Cost, Weights
 from autopar.rules.conversions import conversion
@@ -33,46 +31,55 @@ from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing
 
 BATCH = "batch"
-TOTAL_ELEMENTS = 1e6
-"""What a total over samples inside of a step counts, in elements made: there are as few and as small ones as can be."""
-MAX_TRIED = 16
-"""Choices of all operators that are tried one by one, which is quicker than to solve for them where they are few."""
+TOTAL_ELEMENTS = 1e12
+"""What a total over samples inside of a step counts, in elements made: more than all work of a model, so that there are none where
+there is a typing without, and else as few and as small ones as can be."""
 _MIXING = frozenset(("autopar.batch_norm", "autopar.batch_norm_running", "autopar.total"))
 
 
-Changes = Literal["none", "totals", "any"]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _BatchCosts:
-    """Work in elements made.
+    """Work in elements made; implements :class:`autopar.planner.sharding.strategy_energy.Costs`.
 
-    ``changes``: ``none`` but totals of the prelude; ``totals``, as few and small as can be, between P and whole values;
-    ``any``, as among the ranks of any other axis, at twice the elements that they move.
+    Attributes:
+        graph: compact, with its prelude.
+        strategies: of each operator by name.
+        gathers: values change their types as among the ranks of any other axis, at twice the elements that they move; else only
+            between P and whole values, which is a total.
     """
 
-    size: Fraction
-    changes: Changes
+    graph: Graph
+    strategies: Mapping[str, Sequence[Strategy]]
+    gathers: bool
+    tables: dict[Hashable, tuple[Table, ...]] = field(default_factory=dict)
+
+    def offered(self, op: Op) -> Sequence[Strategy]:
+        return self.strategies[op.name]
+
+    def rest_types(self, parameter: Parameter) -> Sequence[Type]:
+        return (I,)
 
     def saves(self, op: Op) -> Sequence[Ref]:
         return ()
 
     def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
         elements = sum(spec.numel for spec in op.outputs)
-        return [Cost(time_s=self.made_s(s, elements)) for s in strategies]
+        return [
+            Cost(time_s=float(s.work) * elements + 0.5 * [kind.kind for kind in s.inputs].count("P"))
+            for s in strategies
+        ]
 
-    def made_s(self, strategy: Strategy, elements: int) -> float:
-        """Of an operator that makes so many elements."""
-        return float(strategy.work) * elements + 0.5 * [kind.kind for kind in strategy.inputs].count("P")
-
-    def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+    def change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
+        spec = self.graph.spec(ref)
         if source == target or (not spec.requires_grad and {source.kind, target.kind} <= {"I", "R"}):
             return FREE
-        change = conversion(source, target, requires_grad=spec.requires_grad) if self.changes != "none" else None
+        if source == P and target in (I, R) and self.graph.is_prelude(ref) and not spec.requires_grad:
+            return Cost(time_s=float(spec.numel))  # totalled before the step
+        change = conversion(source, target, requires_grad=spec.requires_grad)
         if change is None or (source.is_split and target.is_split):
             return None
         moves = sum(name is not None for name in (change.forward, change.backward))
-        if self.changes == "any":
+        if self.gathers:
             return Cost(time_s=0.1 + 2.0 * moves * spec.numel)
         if source.is_split or target.is_split or P not in (source, target):
             return None
@@ -85,25 +92,8 @@ class _BatchCosts:
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         return FREE
 
-
-class _BatchProblem(Problem):
-    """A problem in which values of the prelude may be totalled."""
-
-    def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
-        total = _total(self.graph, ref, source, target)
-        return total or super()._change(ref, source, target)
-
-
-def _total(graph: Graph, ref: Ref, source: Type, target: Type) -> Cost | None:
-    """A value of the prelude that is totalled before the step; None where it is not."""
-    spec = graph.spec(ref)
-    if source == P and target in (I, R) and graph.is_prelude(ref) and not spec.requires_grad:
-        return Cost(time_s=float(spec.numel))
-    return None
-
-
-def _changed(graph: Graph, costs: _BatchCosts, ref: Ref, source: Type, target: Type) -> Cost | None:
-    return _total(graph, ref, source, target) or costs.change(graph.spec(ref), source, target)
+    def price_class(self, ref: Ref) -> None:
+        """Changes depend on whether the prelude makes a value, and on its spec; each problem is solved once."""
 
 
 def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
@@ -128,30 +118,24 @@ def solve_batch(compact: Compact, *, parts: int | None = None) -> Typing:
 
 
 def _solved(compact: Compact, size: Fraction) -> Typing:
-    if compact.graph.mixing:
-        return _solve(compact, size, changes="any")
-    try:
-        return _solve(compact, size, changes="none")
-    except RuleError as error:
-        try:
-            return _solve(compact, size, changes="totals")
-        except RuleError:
-            raise error from None
-
-
-def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     graph = compact.graph
     offered = {op.name: _summing_up(graph, op, size) for op in (*graph.prelude, *graph.ops)}
     for op in (*graph.prelude, *graph.ops):
         if not offered[op.name] and op.target == "autopar.opaque":
             raise _opaque(graph, op)
-    if changes != "any":
-        offered = _reachable(graph, offered, changes == "totals")
-    costs = _BatchCosts(size, changes)
+    if graph.mixing:
+        return _solve(compact, size, offered, gathers=True)
+    try:
+        return _solve(compact, size, _reachable(graph, offered, totals=True), gathers=False)
+    except RuleError as error:
+        _reachable(graph, offered, totals=False)  # what mixes samples without any totals says more of the model
+        raise error from None
+
+
+def _solve(compact: Compact, size: Fraction, offered: Mapping[str, Sequence[Strategy]], *, gathers: bool) -> Typing:
+    graph = compact.graph
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
-    if changes == "none" and (least := _forced(compact, offered, costs)) is not None:
-        return Typing(axis=BATCH, size=size, strategies=least, parameters=_whole(graph), inputs=inputs)
-    problem = _BatchProblem(graph, costs, offered=lambda op: offered[op.name], at_rest=lambda _: (I,))
+    problem = Problem(graph, _BatchCosts(graph=graph, strategies=offered, gathers=gathers))
     for leaf in graph.inputs:
         problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
     for buffer in graph.buffers:
@@ -161,76 +145,16 @@ def _solve(compact: Compact, size: Fraction, *, changes: Changes) -> Typing:
     problem.close()
     for a, b in compact.alike:
         problem.same_type(a, b)
-    loss = graph.spec(graph.loss)
-    problem.end(graph.loss, lambda kind: problem.costs.change(loss, kind, P))
+    problem.end(graph.loss, lambda kind: problem.costs.change(graph.loss, kind, P))
     for mutation in graph.mutations:
         if mutation.value.name in problem.ops:
             ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
             problem.end(mutation.value, partial(_ends_as, ends))
-    best = problem.solve_all((), [Weights()])[0]
-    value = float(best.table)
-    if value == float("inf"):
+    best = problem.solve_all((), [Weights()])
+    if best.tables[0] == float("inf"):
         raise _mixes(graph, graph.producer(graph.loss), "no choice of strategies fits together")
-    found = problem.choice(best.decode(()), value)
+    found = problem.choice(best.decode([Entry(0, ())])[0])
     return Typing(axis=BATCH, size=size, strategies=found.strategies, parameters=found.parameters, inputs=inputs)
-
-
-def _whole(graph: Graph) -> dict[str, Type]:
-    """Every parameter that an operator reads, I at rest."""
-    return {ref.name: I for op in graph.ops for ref in op.operands if graph.is_parameter(ref)}
-
-
-def _forced(
-    compact: Compact, offered: Mapping[str, Sequence[Strategy]], costs: _BatchCosts
-) -> dict[str, Strategy] | None:
-    """The strategies that a problem of all operators would choose, where few are free; None where that cannot be told here.
-
-    Free ones are tried all together: each choice costs the work of the operators, and the totals of the prelude, one for each
-    value and type that it is read in.
-    """
-    graph = compact.graph
-    free = [name for name, found in offered.items() if len(found) > 1]
-    if graph.mutations or prod(len(offered[name]) for name in free) > MAX_TRIED:
-        return None
-    known: dict[float, list[dict[str, Strategy]]] = {}
-    for chosen in product(*(offered[name] for name in free)):
-        strategies = {name: found[0] for name, found in offered.items()} | dict(zip(free, chosen, strict=True))
-        cost = _cost(compact, strategies, costs)
-        if cost is not None:
-            known.setdefault(cost, []).append(strategies)
-    best = known[min(known)] if known else []
-    return best[0] if len(best) == 1 else None  # among equal ones the problem chooses
-
-
-def _cost(compact: Compact, strategies: Mapping[str, Strategy], costs: _BatchCosts) -> float | None:
-    """Of a choice for all operators; None where it does not fit together."""
-    graph, total = compact.graph, 0.0
-    types: dict[str, tuple[Type, ...]] = {
-        leaf.name: (R if leaf.batch_dim is None else S(leaf.batch_dim),) for leaf in graph.inputs
-    }
-    types |= {buffer.name: (R,) for buffer in graph.buffers}
-    read = set[tuple[Ref, Type]]()
-    for op in (*graph.prelude, *graph.ops):
-        strategy = strategies[op.name]
-        total += costs.made_s(strategy, sum([spec.numel for spec in op.outputs]))
-        for ref, wanted in zip(op.operands, strategy.inputs, strict=True):
-            own = types.get(ref.name)
-            if wanted is R if own is None else own[ref.index] is wanted:
-                continue  # as most are
-            if own is None:
-                found = costs.use(graph.parameter(ref.name), I, wanted)
-            elif own[ref.index] == wanted or (ref, wanted) in read:
-                continue
-            else:
-                read.add((ref, wanted))
-                found = _changed(graph, costs, ref, own[ref.index], wanted)
-            if found is None:
-                return None
-            total += found.time_s
-        types[op.name] = strategy.outputs
-    fits = all(types[a.name][a.index] == types[b.name][b.index] for a, b in compact.alike)
-    end = types[graph.loss.name][graph.loss.index]
-    return total if fits and costs.change(graph.spec(graph.loss), end, P) is not None else None
 
 
 def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
@@ -322,7 +246,9 @@ def mixes_samples(graph: Graph, typing: Typing) -> tuple[Op, ...]:
     return tuple(found)
 
 
-def _reachable(graph: Graph, offered: dict[str, tuple[Strategy, ...]], totals: bool) -> dict[str, tuple[Strategy, ...]]:
+def _reachable(
+    graph: Graph, offered: Mapping[str, tuple[Strategy, ...]], *, totals: bool
+) -> dict[str, tuple[Strategy, ...]]:
     """Keep the strategies whose operands can arrive as they want them; the first operator without any is named."""
     types: dict[str, list[set[Type]]] = {b.name: [{R, I}] for b in graph.buffers}
     types |= {i.name: [{R, I} if i.batch_dim is None else {S(i.batch_dim)}] for i in graph.inputs}

@@ -1,41 +1,40 @@
-"""Exact minimum of a discrete energy by variable elimination, with a MILP where the width grows too large.
+"""Exact minimum of a discrete energy by variable elimination, with an integer program where the tables would grow too large.
 
-An energy is a sum of tables over small sets of discrete variables (dynamic programming on a graph, after
-Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999). ``inf`` forbids a combination.
+An energy is a sum of tables over small sets of discrete variables; ``inf`` forbids a combination. Variables are eliminated
+one by one: all tables over a variable are added up and minimised over it, which leaves one table over its neighbours
+(dynamic programming on a graph, after Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999).
+
+What an elimination adds up at each step follows from the scopes of the tables and from what they forbid, not from what they
+cost: :func:`prepare` works it out once, and :meth:`Prepared.solve_all` solves many energies of one structure side by side.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import product
-from math import inf, log2, prod
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.frozen import quickly
-from autopar.planner.sharding.steps import Step, eliminate, steps_of
+from autopar.planner.sharding.elimination_order import elimination_order
 
 Table = NDArray[np.float64]
+States = NDArray[np.intp]
 
 MAX_TABLE_ENTRIES = 1 << 23
-"""Largest table that elimination may make (64 MiB of float64); past it the problem goes to the MILP."""
-
-MANY_ENTRIES = 1 << 19
-"""A table that is worth the search for a better order."""
-ORDERS = 32
-
-MAX_KNOWN, MAX_KNOWN_ENTRIES = 128, 1 << 16
-"""Energies of which it is kept, whatever they cost, how they are solved; and their entries at most."""
+"""Largest table that elimination may make (64 MiB of float64); past it the problem goes to the integer program."""
 
 MAX_SIDE_BY_SIDE = 1 << 20
-"""Entries of the tables of several energies that are eliminated at once."""
+"""Entries of the tables of several energies that are eliminated at once (8 MiB of float64)."""
+
+MAX_KEPT = 1 << 16
+"""Entries of a table that is kept until it is known which of its minima are asked for (512 KiB)."""
+
+_NOTHING: Table = np.zeros(0)
 
 
-@quickly
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Factor:
     """A cost for each combination of the variables of ``scope``; ``table`` has one dim for each, in that order."""
@@ -71,52 +70,36 @@ class Minimum:
     value: float
 
 
-Decoder = Callable[[Sequence[tuple[int, tuple[int, ...]]]], list[tuple[int, ...]]]
-"""From energies and entries of their marginals to the assignments that reach these."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of the marginals of several energies: which energy, and the states of its kept variables."""
+
+    energy: int
+    index: tuple[int, ...]
+
+
+class Decoder(Protocol):
+    """Finds the assignments that reach entries of marginals."""
+
+    def __call__(self, entries: Sequence[Entry]) -> States:
+        """The states of all variables [entries, variables]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Marginal:
-    """The least energy for every combination of the kept variables.
+class Marginals:
+    """Of several energies of one structure the least energy for every combination of the kept variables.
 
     Attributes:
-        table: one dim for each kept variable; ``inf`` where nothing is allowed.
-        which: of the energies that were solved side by side this one is.
-        decoder: of all of these; see :func:`decode_all`.
+        tables: the energies in front, then one dim for each kept variable; ``inf`` where nothing is allowed.
+        decoder: see :meth:`decode`.
     """
 
-    table: Table
-    which: int
+    tables: Table
     decoder: Decoder
 
-    def decode(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """The assignment of all variables that reaches the entry of ``table`` at ``index``."""
-        return self.decoder([(self.which, index)])[0]
-
-
-def decode_all(asked: Sequence[tuple[Marginal, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """As :meth:`Marginal.decode` for each of these: those that were solved side by side are decoded so too."""
-    places: dict[int, list[int]] = {}
-    for i, (marginal, _) in enumerate(asked):
-        places.setdefault(id(marginal.decoder), []).append(i)
-    found: list[tuple[int, ...]] = [()] * len(asked)
-    for own in places.values():
-        decoder = asked[own[0]][0].decoder
-        for i, assignment in zip(own, decoder([(asked[i][0].which, asked[i][1]) for i in own]), strict=True):
-            found[i] = assignment
-    return found
-
-
-def _no_assignment(asked: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """Of an energy that forbids everything."""
-    return [() for _ in asked]
-
-
-def _one_by_one(
-    decode: Callable[[tuple[int, ...]], tuple[int, ...]], asked: Sequence[tuple[int, tuple[int, ...]]]
-) -> NDArray[np.intp]:
-    """As the decoder of :func:`autopar.planner.sharding.steps.eliminate`, of a single energy."""
-    return np.array([decode(index) for _, index in asked], dtype=np.intp).T
+    def decode(self, entries: Sequence[Entry]) -> list[tuple[int, ...]]:
+        """The assignments of all variables that reach these entries, which must be finite."""
+        return [tuple(assignment) for assignment in self.decoder(entries).tolist()]
 
 
 def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
@@ -125,79 +108,65 @@ def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum
     Args:
         max_entries: bound on a table of the elimination; past it ``scipy.optimize.milp`` (HiGHS) solves the same.
     """
-    marginal = marginalise(energy, (), max_entries=max_entries)
-    value = float(marginal.table)
-    return None if np.isinf(value) else Minimum(assignment=marginal.decode(()), value=value)
+    marginals = marginalise(energy, (), max_entries=max_entries)
+    value = float(marginals.tables[0])
+    return None if np.isinf(value) else Minimum(assignment=marginals.decode([Entry(0, ())])[0], value=value)
 
 
-def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginal:
-    """The minimum over all variables but ``keep``, for every combination of those."""
-    return prepare(energy, keep, max_entries=max_entries).solve([f.table for f in energy.factors])
+def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
+    """The minimum over all variables but ``keep``, for every combination of those; of one energy."""
+    prepared = prepare(energy, keep, max_entries=max_entries)
+    return prepared.solve_all([factor.table[None] for factor in energy.factors], 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """What solving an energy needs to know apart from its finite costs: worked out once for a whole sweep of prices.
+    """What solving an energy needs to know apart from its finite costs.
 
     Attributes:
         sizes, scopes: of the energy.
         states: for each variable the states that some assignment may take.
-        order: of elimination; None where the tables would grow too large.
         keep: variables that stay.
         largest: entries of the largest table on the way.
-        steps: of the elimination, where there is an order.
+        steps: of the elimination; None where the tables would grow too large.
     """
 
     sizes: tuple[int, ...]
     scopes: tuple[tuple[int, ...], ...]
-    states: tuple[NDArray[np.intp], ...]
-    order: tuple[int, ...] | None
+    states: tuple[States, ...]
     keep: tuple[int, ...]
     largest: int
-    steps: tuple[Step, ...] = ()
+    steps: tuple[EliminationStep, ...] | None
 
-    def solve(self, tables: Sequence[Table]) -> Marginal:
-        """The marginal of the energy with these tables, which forbid what those it was prepared for forbid."""
-        return self.solve_all([table[None] for table in tables], 1)[0]
-
-    def solve_all(self, tables: Sequence[Table], count: int) -> list[Marginal]:
-        """The marginals of several energies at once, each the same as alone.
+    def solve_all(self, tables: Sequence[Table], count: int) -> Marginals:
+        """The marginals of several energies, each the same as alone.
 
         Args:
-            tables: with one more dim in front, as long as there are energies, or 1 where a table is that of all.
+            tables: of each factor, with one more dim in front: as long as there are energies, or 1 where a table is that of
+                all. They forbid what those of the energy that was prepared forbid.
             count: of the energies.
         """
-        shape = [self.sizes[k] for k in self.keep]
-        if any(len(s) == 0 for s in self.states):
-            return [Marginal(table=np.full(shape, np.inf), which=i, decoder=_no_assignment) for i in range(count)]
-        kept = [self.restrict(scope, table, 1) for scope, table in zip(self.scopes, tables, strict=True)]
-        some = max(1, MAX_SIDE_BY_SIDE // self.largest) if self.order is not None else 1
-        found: list[Marginal] = []
-        for start in range(0, count, some):
-            part = [table if len(table) == 1 else table[start : start + some] for table in kept]
-            found += self._solved(part, min(some, count - start))
-        return found
-
-    def _solved(self, tables: Sequence[Table], count: int) -> list[Marginal]:
-        sizes = tuple(len(s) for s in self.states)
-        if self.order is not None:
-            small, decode_small = eliminate(self.steps, tables, self.keep, len(sizes))
-        else:
-            factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
-            one, decode_one = _by_milp(Energy(sizes=sizes, factors=factors), self.keep)
-            small, decode_small = one[None], partial(_one_by_one, decode_one)
         full = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
-        full[np.ix_(np.arange(count), *(self.states[k] for k in self.keep))] = small
-        back = [{int(state): i for i, state in enumerate(self.states[k])} for k in self.keep]
+        if any(len(s) == 0 for s in self.states):
+            return Marginals(tables=full, decoder=_OfParts(self, count, ()))
+        kept = [self.restrict(scope, table, 1) for scope, table in zip(self.scopes, tables, strict=True)]
+        at_once = 1 if self.steps is None else max(1, MAX_SIDE_BY_SIDE // self.largest)
+        decoders: list[Decoder] = []
+        for start in range(0, count, at_once):
+            part = [table if len(table) == 1 else table[start : start + at_once] for table in kept]
+            small, decoder = self._solve(part)
+            rows = np.arange(start, min(start + at_once, count))
+            full[np.ix_(rows, *(self.states[k] for k in self.keep))] = small
+            decoders.append(decoder)
+        return Marginals(tables=full, decoder=_OfParts(self, at_once, tuple(decoders)))
 
-        def decode(asked: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-            inside = [(w, tuple([lookup[i] for lookup, i in zip(back, index, strict=True)])) for w, index in asked]
-            chosen = [states[own] for states, own in zip(self.states, decode_small(inside), strict=True)]
-            return [
-                tuple(assignment) for assignment in np.array(chosen, dtype=np.intp).reshape(-1, len(asked)).T.tolist()
-            ]
-
-        return [Marginal(table=full[i], which=i, decoder=decode) for i in range(count)]
+    def _solve(self, tables: Sequence[Table]) -> tuple[Table, Decoder]:
+        """Over the states that are left."""
+        sizes = tuple(len(s) for s in self.states)
+        if self.steps is not None:
+            return _eliminate(self.steps, tables, self.keep, len(sizes))
+        factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
+        return _by_integer_program(Energy(sizes=sizes, factors=factors), self.keep)
 
     def restrict(self, scope: tuple[int, ...], table: Table, before: int = 0) -> Table:
         """A table over the states that are left; one that is restricted already stays as it is.
@@ -211,6 +180,36 @@ class Prepared:
         return table
 
 
+@dataclass(frozen=True, slots=True)
+class _OfParts:
+    """Decodes energies that were solved ``at_once`` at a time, over the states that were left."""
+
+    prepared: Prepared
+    at_once: int
+    decoders: tuple[Decoder, ...]
+
+    def __call__(self, entries: Sequence[Entry]) -> States:
+        states, keep = self.prepared.states, self.prepared.keep
+        found = np.zeros((len(entries), len(states)), dtype=np.intp)
+        for part, decoder in enumerate(self.decoders):
+            places = [i for i, entry in enumerate(entries) if entry.energy // self.at_once == part]
+            if not places:
+                continue
+            asked = np.array([entries[i].index for i in places], dtype=np.intp).reshape(len(places), len(keep))
+            small = [np.searchsorted(states[k], column).tolist() for k, column in zip(keep, asked.T, strict=True)]
+            indices = zip(*small, strict=True) if small else [()] * len(places)
+            inside = [
+                Entry(entries[i].energy % self.at_once, tuple(index)) for i, index in zip(places, indices, strict=True)
+            ]
+            chosen = decoder(inside)
+            for v, own in enumerate(states):
+                found[places, v] = own[chosen[:, v]]
+        return found
+
+
+# --- preparing
+
+
 def prepare(
     energy: Energy,
     keep: tuple[int, ...],
@@ -218,130 +217,38 @@ def prepare(
     max_entries: int = MAX_TABLE_ENTRIES,
     known: dict[object, Prepared] | None = None,
 ) -> Prepared:
-    """Drops states that cannot be, and finds an order.
+    """Drops states that cannot be, and finds an order of elimination.
 
     Args:
-        known: what was prepared for others; it depends on what an energy forbids, not on its finite costs.
+        known: what was prepared for other energies; it depends on what an energy forbids, not on its finite costs.
     """
     if known is None:
         return _prepare(energy, keep, max_entries)
     allowed = b"".join([np.isfinite(f.table).tobytes() for f in energy.factors])
     key = keep, max_entries, energy.sizes, tuple([f.scope for f in energy.factors]), allowed
     if key not in known:
-        known[key] = _known(*key) if len(allowed) <= MAX_KNOWN_ENTRIES else _prepare(energy, keep, max_entries)
+        known[key] = _prepare(energy, keep, max_entries)
     return known[key]
 
 
-@lru_cache(maxsize=MAX_KNOWN)
-def _known(
-    keep: tuple[int, ...], max_entries: int, sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], allowed: bytes
-) -> Prepared:
-    """As :func:`_prepare`, of an energy that costs nothing where it is allowed: other models have equal blocks too."""
-    factors, start = [], 0
-    for scope in scopes:
-        shape = tuple([sizes[v] for v in scope])
-        free = np.frombuffer(allowed, dtype=np.bool_, count=prod(shape), offset=start).reshape(shape)
-        factors.append(Factor(scope=scope, table=np.where(free, 0.0, np.inf)))
-        start += free.size
-    return _prepare(Energy(sizes=sizes, factors=tuple(factors)), keep, max_entries)
-
-
 def _prepare(energy: Energy, keep: tuple[int, ...], max_entries: int) -> Prepared:
-    small, states = _prune(energy)
-    order, largest = elimination_order(small, keep)
-    scopes, is_small = tuple(f.scope for f in energy.factors), largest <= max_entries
+    states = _possible_states(energy)
+    scopes, sizes = tuple(f.scope for f in energy.factors), tuple(len(s) for s in states)
+    order, largest = elimination_order(sizes, scopes, keep)
     return Prepared(
         sizes=energy.sizes,
         scopes=scopes,
-        states=tuple(states),
-        order=order if is_small else None,
+        states=states,
         keep=keep,
         largest=largest,
-        steps=steps_of(small.sizes, scopes, order, keep) if is_small else (),
+        steps=_steps(sizes, scopes, order, keep) if largest <= max_entries else None,
     )
 
 
-def elimination_order(energy: Energy, keep: Iterable[int] = ()) -> tuple[tuple[int, ...], int]:
-    """An order and the entries of its largest table.
-
-    Greedy: smallest new table first, fewest fill edges on ties. Where that is wide, the best of several that take the
-    least fill first, each edge weighted by the bits of its two variables (after Kjaerulff, 1990), all but the first of
-    them with noise: which of many good looking steps leads into a wide table shows only later.
-    """
-    keep = tuple(keep)
-    best = _greedy(energy, keep)
-    if MANY_ENTRIES < best[1] < MANY_ENTRIES**2:  # past that no order will do
-        noise = random.Random(0)
-        for i in range(ORDERS):
-            found = _greedy(energy, keep, noise if i else None, by_fill=True, bound=best[1])
-            best = min(best, found, key=lambda order: order[1])
-    return best
-
-
-def _greedy(
-    energy: Energy,
-    keep: tuple[int, ...],
-    noise: random.Random | None = None,
-    *,
-    by_fill: bool = False,
-    bound: float = inf,
-) -> tuple[tuple[int, ...], int]:
-    """One greedy order and the entries of its largest table, see :func:`elimination_order`; broken off at ``bound``."""
-    neighbours: list[set[int]] = [set() for _ in energy.sizes]
-    for factor in energy.factors:
-        for v in factor.scope:
-            neighbours[v].update(factor.scope)
-    for v, around in enumerate(neighbours):
-        around.discard(v)
-    left = set(range(len(energy.sizes))) - set(keep)
-
-    bits = [log2(max(size, 1)) for size in energy.sizes]
-
-    def score(v: int) -> tuple[float, float, int]:
-        around = neighbours[v]
-        fill = [(a, b) for a in around for b in around if a < b and b not in neighbours[a]] if len(around) > 1 else []
-        if not by_fill:
-            return entries(v), len(fill), v
-        weighted = sum(bits[a] * bits[b] for a, b in fill)
-        return weighted * (1.0 if noise is None else noise.uniform(1.0, 1.6)), entries(v), v
-
-    def entries(v: int) -> int:
-        return prod([energy.sizes[u] for u in neighbours[v]]) * energy.sizes[v]
-
-    scores = {v: score(v) for v in left}
-    order, largest = list[int](), 1
-    while left and largest < bound:
-        best = min(left, key=scores.__getitem__)
-        left.remove(best)
-        order.append(best)
-        largest = max(largest, entries(best))
-        around = neighbours[best]
-        for u in around:
-            neighbours[u] |= around
-            neighbours[u] -= {u, best}
-        for u in around.union(*(neighbours[w] for w in around)) & left:
-            scores[u] = score(u)
-    return tuple(order), largest
-
-
-def _by_milp(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """The same table by one integer program for each combination of the kept variables."""
-    from autopar.planner.sharding.milp import minimise_by_milp  # imports scipy: only where it is needed
-
-    table = np.full([energy.sizes[k] for k in keep], np.inf)
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for index in product(*(range(energy.sizes[k]) for k in keep)):
-        best = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
-        if best is not None:
-            table[index], found[index] = best.value, best.assignment
-    return table, found.__getitem__
-
-
-def _prune(energy: Energy) -> tuple[Energy, list[NDArray[np.intp]]]:
-    """Drop states that some factor forbids whatever the others do (arc consistency); the states that stay."""
+def _possible_states(energy: Energy) -> tuple[States, ...]:
+    """For each variable the states that no factor forbids whatever the other variables are (arc consistency)."""
     states = [np.arange(n) for n in energy.sizes]
-    tables = [f.table for f in energy.factors]
-    finite = [np.isfinite(t) for t in tables]
+    finite = [np.isfinite(factor.table) for factor in energy.factors]
     of_variable: list[list[tuple[int, int]]] = [[] for _ in energy.sizes]
     for k, factor in enumerate(energy.factors):
         for axis, v in enumerate(factor.scope):
@@ -357,8 +264,175 @@ def _prune(energy: Energy) -> tuple[Energy, list[NDArray[np.intp]]]:
             kept = np.flatnonzero(supported)
             states[v] = states[v][kept]
             for j, along in of_variable[v]:
-                tables[j] = tables[j].take(kept, axis=along)
                 finite[j] = finite[j].take(kept, axis=along)
                 todo.add(j)
-    factors = tuple(Factor(scope=f.scope, table=t) for f, t in zip(energy.factors, tables, strict=True))
-    return Energy(sizes=tuple(len(s) for s in states), factors=factors), states
+    return tuple(states)
+
+
+# --- eliminating
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EliminationStep:
+    """One variable eliminated, or what stays in the end.
+
+    Attributes:
+        variable: -1 in the end.
+        scope: of the table that is left.
+        shape: of the sum, that of the variable in front.
+        parts: the tables that are added up, those of earlier steps counted on; how their dims are ordered, None: as they are;
+            and their shape, None: as they are.
+    """
+
+    variable: int
+    scope: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None], ...]
+
+
+def _steps(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], order: Sequence[int], keep: tuple[int, ...]
+) -> tuple[EliminationStep, ...]:
+    """The variables of ``order`` eliminated one by one."""
+    alive = dict(enumerate(scopes))
+    buckets: list[dict[int, tuple[int, ...]]] = [{} for _ in sizes]
+    for key, scope in alive.items():
+        for v in scope:
+            buckets[v][key] = scope
+    steps = []
+    for v in order:
+        bucket = dict(buckets[v])
+        left = tuple(sorted({u for scope in bucket.values() for u in scope} - {v}))
+        steps.append(_step(v, left, (v, *left), bucket, sizes))
+        for key, scope in bucket.items():
+            del alive[key]
+            for u in scope:
+                del buckets[u][key]
+        key = len(scopes) + len(steps) - 1
+        alive[key] = left
+        for u in left:
+            buckets[u][key] = left
+    return (*steps, _step(-1, keep, keep, alive, sizes))
+
+
+def _step(
+    variable: int,
+    scope: tuple[int, ...],
+    over: tuple[int, ...],
+    parts: dict[int, tuple[int, ...]],
+    sizes: Sequence[int],
+) -> EliminationStep:
+    """``over``: the variables of the sum, in order; ``parts``: scopes of the tables that it adds up."""
+    position = {u: i for i, u in enumerate(over)}
+    full = tuple([sizes[u] for u in over])
+    found = []
+    for key, part in parts.items():
+        places = [position[u] for u in part]
+        ordered = sorted(places)
+        axes = None if ordered == places else (0, *[1 + places.index(i) for i in ordered])
+        shape = None
+        if len(part) < len(over):
+            around = [1] * len(over)
+            for i in places:
+                around[i] = full[i]
+            shape = tuple(around)
+        found.append((key, axes, shape))
+    return EliminationStep(variable=variable, scope=scope, shape=full, parts=tuple(found))
+
+
+def _sum(step: EliminationStep, tables: Sequence[Table]) -> Table:
+    """The sum of the tables of a step, the energies side by side in front."""
+    full = (max([len(tables[k]) for k, _, _ in step.parts], default=1), *step.shape)
+    total: Table | None = None
+    is_view = True
+    for k, axes, shape in step.parts:
+        part = tables[k] if axes is None else tables[k].transpose(axes)
+        if shape is not None:
+            part = part.reshape((len(part), *shape))
+        if total is None:
+            total = part
+        elif not is_view and total.shape == full:
+            total += part
+        else:
+            total, is_view = total + part, False
+    if total is None:
+        return np.zeros(full)
+    return total if total.shape == full else np.broadcast_to(total, full).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Minima:
+    """Of a step the sum over its variable, in front, and context; or where its minima are, of a sum too large to be kept."""
+
+    variable: int
+    scope: tuple[int, ...]
+    total: Table
+    best: States | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Backwards:
+    """Decodes an elimination: variables take their best states in the reverse order."""
+
+    keep: tuple[int, ...]
+    num_variables: int
+    minima: tuple[_Minima, ...]
+
+    def __call__(self, entries: Sequence[Entry]) -> States:
+        energies = np.array([entry.energy for entry in entries], dtype=np.intp)
+        same = np.zeros_like(energies)  # of a table that is that of all energies
+        indices = np.array([entry.index for entry in entries], dtype=np.intp).reshape(len(entries), len(self.keep))
+        found = np.zeros((len(entries), self.num_variables), dtype=np.intp)
+        found[:, self.keep] = indices
+        for step in reversed(self.minima):
+            context = [found[:, u] for u in step.scope]
+            if step.best is not None:
+                found[:, step.variable] = step.best[(energies if len(step.best) > 1 else same, *context)]
+            else:
+                row = energies if len(step.total) > 1 else same
+                index: tuple[Any, ...] = (row, slice(None), *context)
+                found[:, step.variable] = step.total[index].argmin(axis=1)
+        return found
+
+
+def _eliminate(
+    steps: Sequence[EliminationStep], tables: Sequence[Table], keep: tuple[int, ...], num_variables: int
+) -> tuple[Table, Decoder]:
+    """Minimise over the variables of the steps one by one, remembering what the best states follow from."""
+    alive = list(tables)
+    minima = []
+    for step in steps[:-1]:
+        total = _sum(step, alive)
+        is_small = total.size <= MAX_KEPT  # of small tables minima are looked for when they are asked for: few are
+        best = None if is_small else total.argmin(axis=1)
+        minima.append(_Minima(step.variable, step.scope, total if is_small else _NOTHING, best))
+        alive.append(np.minimum.reduce(total, axis=1))
+        for k, _, _ in step.parts:
+            alive[k] = _NOTHING  # nobody asks for it again
+    return _sum(steps[-1], alive), _Backwards(keep, num_variables, tuple(minima))
+
+
+# --- the integer program
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Decodes one energy by a list of assignments."""
+
+    assignments: dict[tuple[int, ...], tuple[int, ...]]
+
+    def __call__(self, entries: Sequence[Entry]) -> States:
+        return np.array([self.assignments[entry.index] for entry in entries], dtype=np.intp)
+
+
+def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Decoder]:
+    """The same by one integer program for each combination of the kept variables; one energy in front."""
+    from autopar.planner.sharding.milp import minimise_by_milp  # imports scipy: only where it is needed
+
+    table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for index in product(*(range(energy.sizes[k]) for k in keep)):
+        best = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
+        if best is not None:
+            table[0, *index], found[index] = best.value, best.assignment
+    return table, _Listed(found)

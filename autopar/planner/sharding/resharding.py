@@ -1,38 +1,36 @@
 """How a value goes from its maker to its readers: which changes of type their choices ask for, whatever these cost.
 
-It depends on the types in which it is made and read, which are the same for most micro-batch sizes and degrees: worked out
-once, it serves all of their problems (:class:`Structures`).
+It depends on the types alone in which the value is made and read, which are the same for most micro-batch sizes and degrees:
+worked out once, it serves all of their problems (:class:`Structures`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.layout import I, R, Type
+from autopar.layout import Type
 from autopar.planner.sharding.elimination import Prepared, Table
-from autopar.planner.sharding.tables import Sums
-from autopar.rules.types import Strategy
+from autopar.planner.sharding.tables import SumTable
 
-Made = tuple[Type, frozenset[Type]]
-"""A state of a value that several operators read: as made, and what else is made from it."""
+Made = tuple[Type, ...]
+"""For each state of a maker the type in which it makes a value."""
 
 Wanted = tuple[frozenset[Type], ...]
 """For each strategy of a reader the types in which it reads a value."""
+
+Held = tuple[Type, frozenset[Type]]
+"""A state of a value that several operators read: its type as made, and what else is made from it."""
 
 Change = tuple[Type, Type]
 """From a type to another one."""
 
 _T = TypeVar("_T", bound=Hashable)
-
-MAX_KNOWN = 512
-"""Flows that are kept for other models, by the types in which values are made and read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +38,7 @@ class Flow:
     """A value between its maker and its readers.
 
     Attributes:
-        changes: of type that there may be, and their ``numbers``, equal for equal ones.
+        changes: of type that there may be.
         sums: over maker and reader, of one reader; of several readers over the states of the value. Places among the costs
             are one more than those in ``changes``.
         states: of the value, where several operators read it; else none.
@@ -49,104 +47,54 @@ class Flow:
     """
 
     changes: tuple[Change, ...]
-    numbers: tuple[int, ...]
-    sums: Sums
-    states: Sequence[Made] = ()
+    sums: SumTable
+    states: Sequence[Held] = ()
     from_source: Table | None = None
     to_readers: tuple[Table | None, ...] = ()
 
 
+@dataclass(slots=True)
 class Structures:
     """What problems of equal structure share, whatever they cost.
 
     Attributes:
         prepared: see :func:`autopar.planner.sharding.elimination.prepare`.
-        flows: of values, by the types in which they are made and read.
-        numbers: of changes of type.
+        flows: of values, by the numbers of the types in which they are made and read.
+        numbers: of such types, equal for equal ones.
     """
 
-    def __init__(self) -> None:
-        self.prepared: dict[object, Prepared] = {}
-        self.flows: dict[object, Flow] = {}
-        # strategies are kept too, so that their ids stay their own
-        self._made: dict[tuple[int, int], tuple[Sequence[Strategy], tuple[Type, ...]]] = {}
-        self._wanted: dict[tuple[int, tuple[int, ...], Type | None], tuple[Sequence[Strategy], Wanted]] = {}
-        self._same: dict[Hashable, Hashable] = {}
-        self.numbers: dict[Change, int] = {}
+    prepared: dict[object, Prepared] = field(default_factory=dict)
+    flows: dict[object, Flow] = field(default_factory=dict)
+    numbers: dict[Made | Wanted, int] = field(default_factory=dict)
 
-    def one(self, value: _T) -> _T:
-        """The same object for equal values."""
-        return self._same.setdefault(value, value)  # type: ignore[return-value]
-
-    def made(self, strategies: Sequence[Strategy], index: int) -> tuple[Type, ...]:
-        """For each strategy of a maker the type of one of its outputs; the same object for equal ones."""
-        key = id(strategies), index
-        if key not in self._made:
-            self._made[key] = strategies, self.one(tuple(s.outputs[index] for s in strategies))
-        return self._made[key][1]
-
-    def wanted(self, strategies: Sequence[Strategy], where: tuple[int, ...], home: Type | None) -> Wanted:
-        """For each strategy of a reader the types in which it reads a value; the same object for equal ones.
-
-        Args:
-            where: positions of the value among its operands.
-            home: I or R where these are one, because the value has no gradient: this one of them.
-        """
-        key = id(strategies), where, home
-        if key not in self._wanted:
-            found = [frozenset([s.inputs[i] for i in where]) for s in strategies]
-            if home is not None:
-                found = [frozenset([home if t in (I, R) else t for t in types]) for types in found]
-            self._wanted[key] = strategies, self.one(tuple(found))
-        return self._wanted[key][1]
+    def number(self, types: Made | Wanted) -> int:
+        """The number of these types."""
+        return self.numbers.setdefault(types, len(self.numbers))
 
 
-def one_reader(made: Sequence[Type], wanted: Wanted, known: dict[Change, int]) -> Flow:
-    """A table over maker and reader; ``known``: numbers of changes of type."""
-    changes, sums = _read_by_one(tuple(made), wanted)
-    return Flow(changes=changes, numbers=_numbers(changes, known), sums=sums)
-
-
-@lru_cache(maxsize=MAX_KNOWN)
-def _read_by_one(made: tuple[Type, ...], wanted: Wanted) -> tuple[tuple[Change, ...], Sums]:
+def one_reader(made: Made, wanted: Wanted) -> Flow:
+    """The flow of a value that one operator reads."""
     kinds, place = _numbered(made)
     sets, which = _numbered(wanted)
     changes: dict[Change, int] = {}
     entries = [[_terms(t, types, changes) for types in sets] for t in kinds]
-    return tuple(changes), _sums(entries, (len(kinds), len(sets)), (place, which))
+    sums = _sums(entries, (len(kinds), len(sets)), (place, which))
+    return Flow(changes=tuple(changes), sums=sums)
 
 
 def several_readers(
-    made: Sequence[Type],
-    wanted: Sequence[Wanted],
-    max_extras: int,
-    allows: Callable[[Type, Type], bool],
-    known: dict[Change, int],
+    made: Made, wanted: Sequence[Wanted], max_extras: int, allows: Callable[[Type, Type], bool]
 ) -> Flow:
-    """The states of a value that several operators read, and which of them go with maker and readers.
+    """The flow of a value that several operators read: its states, and which of them go with maker and readers.
 
     Args:
         max_extras: further types at most that it may be changed to.
         allows: whether there is a change of type.
-        known: numbers of changes of type.
     """
     read = {t for own in wanted for types in own for t in types}
-    allowed = tuple((t, tuple(w for w in sorted(read - {t}) if allows(t, w))) for t in sorted(set(made)))
-    found = _read_by_several(tuple(made), tuple(wanted), max_extras, allowed)
-    return replace(found, numbers=_numbers(found.changes, known))
-
-
-@lru_cache(maxsize=MAX_KNOWN)
-def _read_by_several(
-    made: tuple[Type, ...],
-    wanted: tuple[Wanted, ...],
-    max_extras: int,
-    allowed: tuple[tuple[Type, tuple[Type, ...]], ...],
-) -> Flow:
-    """A flow without its numbers; ``allowed``: for each type that is made those that it may be changed to."""
-    read = {t for own in wanted for types in own for t in types}
-    states: list[Made] = []
-    for t, others in allowed:
+    states: list[Held] = []
+    for t in sorted(set(made)):
+        others = [w for w in sorted(read - {t}) if allows(t, w)]
         for count in range(min(max_extras, len(others)) + 1):
             states += [(t, frozenset(extras)) for extras in combinations(others, count)]
     changes: dict[Change, int] = {}
@@ -160,7 +108,6 @@ def _read_by_several(
         to_readers.append(forbidding((asked[:, None] & ~has) == 0))
     return Flow(
         changes=tuple(changes),
-        numbers=(),
         sums=_sums(entries, (len(states),), ()),
         states=states,
         from_source=forbidding(np.array([bit[t] for t in made])[:, None] == of_state),
@@ -181,22 +128,20 @@ def forbidding(allowed: NDArray[np.bool_]) -> Table | None:
     return None if allowed.all() else np.where(allowed, 0.0, np.inf)
 
 
-def _numbers(changes: Iterable[Change], known: dict[Change, int]) -> tuple[int, ...]:
-    return tuple([known.setdefault(change, len(known)) for change in changes])
-
-
-def _sums(entries: Sequence[Sequence[list[int]]], shape: tuple[int, ...], places: tuple[NDArray[np.intp], ...]) -> Sums:
+def _sums(
+    entries: Sequence[Sequence[list[int]]], shape: tuple[int, ...], places: tuple[NDArray[np.intp], ...]
+) -> SumTable:
     """``places``: of the two dims, where they are given, the row or column of each state."""
     count = max([len(terms) for row in entries for terms in row], default=0)
     found = []
     for k in range(count):
         term = np.array([[terms[k] if k < len(terms) else 0 for terms in row] for row in entries], dtype=np.intp)
         found.append(term[places[0][:, None], places[1]] if places else term.reshape(shape))
-    return Sums(tuple(found))
+    return SumTable(tuple(found))
 
 
-def _numbered(items: Iterable[_T]) -> tuple[list[_T], NDArray[np.intp]]:
+def _numbered(items: Sequence[_T]) -> tuple[list[_T], NDArray[np.intp]]:
     """The different ones, and for each its number among them."""
-    known: dict[_T, int] = {}
-    numbers = [known.setdefault(item, len(known)) for item in items]
-    return list(known), np.array(numbers, dtype=np.intp)
+    numbers: dict[_T, int] = {}
+    places = [numbers.setdefault(item, len(numbers)) for item in items]
+    return list(numbers), np.array(places, dtype=np.intp)

@@ -18,9 +18,8 @@ memory prices: seconds a micro-batch, seconds a step (gradient sums), bytes of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,9 +27,9 @@ from numpy.typing import NDArray
 
 from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, S, Type
-from autopar.planner.sharding.elimination import Energy, Factor, Marginal, Prepared, Table, prepare
-from autopar.planner.sharding.resharding import Flow, Structures, Wanted, forbidding, one_reader, several_readers
-from autopar.planner.sharding.tables import FREE, Cost, Parted, Weights, columns_of
+from autopar.planner.sharding.elimination import Energy, Factor, Marginals, Prepared, Table, prepare
+from autopar.planner.sharding.resharding import Flow, Made, Structures, Wanted, forbidding, one_reader, several_readers
+from autopar.planner.sharding.tables import FREE, Cost, PartedFactor, Weights, columns_of
 from autopar.rules.types import Strategy
 
 MAX_EXTRAS = 2
@@ -38,7 +37,19 @@ MAX_EXTRAS = 2
 
 
 class Costs(Protocol):
-    """What a problem must know of prices; None where something is not allowed."""
+    """What a problem must know of choices and prices; a cost of None where something is not allowed.
+
+    ``tables``: of values between makers and readers, by what they follow from; kept for all problems with these prices.
+    """
+
+    @property
+    def tables(self) -> dict[Hashable, tuple[Table, ...]]: ...
+
+    def offered(self, op: Op) -> Sequence[Strategy]:
+        """The strategies of an operator."""
+
+    def rest_types(self, parameter: Parameter) -> Sequence[Type]:
+        """The types at rest that a parameter may have."""
 
     def saves(self, op: Op) -> Sequence[Ref]:
         """Operands and outputs that backward needs."""
@@ -46,7 +57,7 @@ class Costs(Protocol):
     def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> Sequence[Cost]:
         """Work of one operator in each of these ways; ``saved``: what it saves for backward that no operator before it saved."""
 
-    def change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+    def change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
         """A change of type of a value."""
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
@@ -55,32 +66,16 @@ class Costs(Protocol):
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         """The state of a parameter."""
 
+    def price_class(self, ref: Ref) -> Hashable | None:
+        """Equal for values that have the same changes of type at the same costs; None: not known of any."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A solution: names are of operators, parameters and values."""
+    """A solution: names are of operators and parameters."""
 
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, Type]
-    value: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Shared:
-    """What problems share.
-
-    Attributes:
-        same: equal for values whose changes of type cost the same, and whose types say which changes there are; None: nobody
-            knows.
-        tables: of flows at the costs that these problems have in common.
-        changes: likewise what changes of type cost, by their numbers.
-        structures: problems with other costs may share them too.
-    """
-
-    same: Callable[[Ref], object] | None = None
-    tables: dict[object, tuple[Flow, tuple[Table, ...]]] = field(default_factory=dict)
-    changes: dict[object, dict[int, Cost | None]] = field(default_factory=dict)
-    structures: Structures = field(default_factory=Structures)
 
 
 class Problem:
@@ -88,12 +83,10 @@ class Problem:
 
     Args:
         graph: for specs and parameters.
-        costs: prices.
-        offered: the strategies of an operator.
-        at_rest: the types at rest that a parameter may have.
+        costs: what may be chosen, and prices.
         max_extras: further types that one value may be changed to.
         alike: operators of one key take one strategy, where they are offered the same ones.
-        shared: what is known of other problems with the same costs.
+        structures: what is known of other problems, whatever they cost.
     """
 
     def __init__(
@@ -101,29 +94,23 @@ class Problem:
         graph: Graph,
         costs: Costs,
         *,
-        offered: Callable[[Op], Sequence[Strategy]],
-        at_rest: Callable[[Parameter], Sequence[Type]],
         max_extras: int = MAX_EXTRAS,
         alike: Mapping[str, object] | None = None,
-        shared: Shared | None = None,
+        structures: Structures | None = None,
     ) -> None:
-        self.shared = Shared() if shared is None else shared
-        self.max_extras = max_extras
+        self.graph, self.costs, self.max_extras = graph, costs, max_extras
         self.alike = alike or {}
-        self.graph, self.costs = graph, costs
-        self.offered, self.rest_types = offered, at_rest
+        self.structures = Structures() if structures is None else structures
         self.states: list[Sequence[object]] = []
-        self.factors: list[Parted] = []
+        self.factors: list[PartedFactor] = []
         self.ops: dict[str, int] = {}
         self.arrivals: dict[Ref, int] = {}
         self.rests: dict[str, int] = {}
         self._readers: dict[Ref, list[tuple[Op, tuple[int, ...]]]] = {}
         self._saved: set[Ref] = set()
-        self.saves: dict[str, Sequence[Ref]] = {}
-        """Of each operator what it saves for backward, whether one before it did or not."""
         self._classes: dict[object, int] = {}
         self._prepared: Prepared | None = None
-        self._left: list[Parted] = []
+        self._left: list[PartedFactor] = []
 
     # --- building
 
@@ -135,23 +122,21 @@ class Problem:
     def parameter(self, parameter: Parameter) -> int:
         """The variable for a parameter's type at rest; the same one for the same parameter."""
         if parameter.name not in self.rests:
-            types = self.rest_types(parameter)
+            types = self.costs.rest_types(parameter)
             v = self.rests[parameter.name] = self._variable(types)
             self._add((v,), [self.costs.at_rest(parameter, t) for t in types])
         return self.rests[parameter.name]
 
     def operator(self, op: Op) -> None:
         """An operator; a value that several operators save for backward is charged to the first."""
-        strategies = self.offered(op)
+        strategies = self.costs.offered(op)
         if op.name in self.alike:
-            v = self._shared((self.alike[op.name], tuple(strategies)), strategies)
+            v = self._variable_of_class((self.alike[op.name], tuple(strategies)), strategies)
         else:
             v = self._variable(strategies)
         self.ops[op.name] = v
-        kept = self.costs.saves(op)
-        first = [ref for ref in kept if ref not in self._saved]
+        first = [ref for ref in self.costs.saves(op) if ref not in self._saved]
         self._saved.update(first)
-        self.saves[op.name] = kept
         self._add((v,), self.costs.operators(op, strategies, first))
         positions: dict[Ref, list[int]] = {}
         for i, ref in enumerate(op.operands):
@@ -164,19 +149,17 @@ class Problem:
     def departure(self, ref: Ref, types: Sequence[Type]) -> int:
         """A variable for the type in which a value of these operators leaves: as it was made."""
         leaves = self._variable(types)
-        source, made = self._source(ref)
-        self._add_allowed((source, leaves), np.array([[m == t for t in types] for m in made]))
+        self._add_allowed((self._source(ref), leaves), np.array([[m == t for t in types] for m in self._made(ref)]))
         return leaves
 
     def same_type(self, a: Ref, b: Ref) -> None:
         """Two values must have one type."""
-        (va, ta), (vb, tb) = self._source(a), self._source(b)
-        self._add_allowed((va, vb), np.array([[x == y for y in tb] for x in ta]))
+        allowed = np.array([[x == y for y in self._made(b)] for x in self._made(a)])
+        self._add_allowed((self._source(a), self._source(b)), allowed)
 
     def end(self, ref: Ref, cost: Callable[[Type], Cost | None]) -> None:
         """What the type in which ``ref`` is made costs at the end (the loss)."""
-        source, made = self._source(ref)
-        self._add((source,), [cost(t) for t in made])
+        self._add((self._source(ref),), [cost(t) for t in self._made(ref)])
 
     def close(self) -> None:
         """Add the tables between makers and readers, once every operator is there."""
@@ -186,14 +169,14 @@ class Problem:
 
     # --- solving
 
-    def solve_all(self, keep: tuple[int, ...], weights: Sequence[Weights]) -> list[Marginal]:
+    def solve_all(self, keep: tuple[int, ...], weights: Sequence[Weights]) -> Marginals:
         """Under each of these the least energy for every combination of the variables ``keep``."""
         prepared = self._ready(keep)
-        return prepared.solve_all([factor.weighed(weights) for factor in self._left], len(weights))
+        return prepared.solve_all([factor.weighted(weights) for factor in self._left], len(weights))
 
     def is_wide(self, keep: tuple[int, ...]) -> bool:
         """Whether elimination would need tables that are too large, so that an integer program has to do."""
-        return self._ready(keep).order is None
+        return self._ready(keep).steps is None
 
     def _ready(self, keep: tuple[int, ...]) -> Prepared:
         if self._prepared is None or self._prepared.keep != keep:
@@ -201,20 +184,20 @@ class Problem:
                 [Factor(scope=f.scope, table=f.parts[0]) for f in self.factors]
             )  # what is forbidden is so at every price
             energy = Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
-            self._prepared = prepare(energy, keep, known=self.shared.structures.prepared)
-            self._left = [factor.within(self._prepared) for factor in self.factors]
+            self._prepared = prepare(energy, keep, known=self.structures.prepared)
+            self._left = [factor.restricted(self._prepared) for factor in self.factors]
         return self._prepared
 
     def energy(self, weights: Weights) -> Energy:
         """All tables, weighted."""
-        factors = tuple(Factor(scope=f.scope, table=f.weighed([weights])[0]) for f in self.factors)
+        factors = tuple(Factor(scope=f.scope, table=f.weighted([weights])[0]) for f in self.factors)
         return Energy(sizes=tuple(len(s) for s in self.states), factors=factors)
 
-    def choice(self, assignment: Sequence[int], value: float) -> Choice:
+    def choice(self, assignment: Sequence[int]) -> Choice:
         """An assignment by name."""
         strategies = {name: self.states[v][assignment[v]] for name, v in self.ops.items()}
         parameters = {name: self.states[v][assignment[v]] for name, v in self.rests.items()}
-        return Choice(strategies=strategies, parameters=parameters, value=value)  # type: ignore[arg-type]
+        return Choice(strategies=strategies, parameters=parameters)  # type: ignore[arg-type]
 
     def time_s(self, assignment: Sequence[int]) -> float:
         """Seconds of a micro-batch under an assignment."""
@@ -226,45 +209,50 @@ class Problem:
         self.states.append(states)
         return len(self.states) - 1
 
-    def _shared(self, key: object, states: Sequence[object]) -> int:
+    def _variable_of_class(self, key: object, states: Sequence[object]) -> int:
         """The variable of ``key``, made where there is none."""
         if key not in self._classes:
             self._classes[key] = self._variable(states)
         return self._classes[key]
 
-    def _variable_of(self, ref: Ref) -> int:
+    def _source(self, ref: Ref) -> int:
         """The variable that decides the type of a value as made."""
         if ref.name in self.ops:
             return self.ops[ref.name]
         return self.arrivals[ref] if ref in self.arrivals else self.rests[ref.name]
 
-    def _source(self, ref: Ref) -> tuple[int, list[Type]]:
-        """The variable that decides the type of a value as made, and that type for each of its states."""
+    def _made(self, ref: Ref) -> Made:
+        """For each state of the variable that decides the type of a value as made that type."""
+        states = self.states[self._source(ref)]
         if ref.name in self.ops:
-            v = self.ops[ref.name]
-            return v, [s.outputs[ref.index] for s in self.states[v]]  # type: ignore[attr-defined]
-        v = self._variable_of(ref)
-        return v, list(self.states[v])  # type: ignore[arg-type]
+            return tuple([s.outputs[ref.index] for s in states])  # type: ignore[attr-defined]
+        return tuple(states)  # type: ignore[arg-type]
+
+    def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref, made: Made) -> Wanted:
+        """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
+        strategies: Sequence[Strategy] = self.states[self.ops[op.name]]  # type: ignore[assignment]
+        found = [frozenset([s.inputs[i] for i in where]) for s in strategies]
+        if self.graph.spec(ref).requires_grad or ref.name in self.rests:
+            return tuple(found)
+        home = I if I in made and R not in made else R
+        return tuple([frozenset([home if t in (I, R) else t for t in types]) for types in found])
 
     def _change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
         if ref.name in self.rests:
             return self.costs.use(self.graph.parameter(ref.name), source, target)
-        return self.costs.change(self.graph.spec(ref), source, target)
+        return self.costs.change(ref, source, target)
 
     def _edges(self, ref: Ref, readers: list[tuple[Op, tuple[int, ...]]]) -> None:
-        source = self._variable_of(ref)
-        made = self._made(ref)
+        source, made = self._source(ref), self._made(ref)
         wanted = tuple([self._wanted(op, where, ref, made) for op, where in readers])
-        flow = self._flow(ref, made, wanted)
-        parts = self._costs(ref, flow)
+        flow, parts = self._flow(ref, made, wanted)
         if len(readers) == 1:
             if parts:
                 self._append((source, self.ops[readers[0][0].name]), parts)
             return
         if not self.alike:
-            value = self._variable(flow.states)
             pairs = [(self.ops[op.name], a) for (op, _), a in zip(readers, flow.to_readers, strict=True)]
-            self._connect(value, source, parts, flow, pairs)
+            self._connect(self._variable(flow.states), source, parts, flow, pairs)
             return
         alike = {
             (self.ops[op.name], own): allowed
@@ -273,7 +261,7 @@ class Problem:
         spec = self.graph.spec(ref) if ref.name in self.ops else ref  # what changes of type cost
         place = (source, ref.index, spec, frozenset(alike))
         is_new = place not in self._classes
-        value = self._shared(place, flow.states)
+        value = self._variable_of_class(place, flow.states)
         if is_new:
             self._connect(value, source, parts, flow, [(reader, allowed) for (reader, _), allowed in alike.items()])
         elif parts:
@@ -294,58 +282,32 @@ class Problem:
             if table is not None:
                 self._append((maker_or_reader, value), (table,))
 
-    def _flow(self, ref: Ref, made: Sequence[Type], wanted: tuple[Wanted, ...]) -> Flow:
-        """What the types of maker and readers say of a value."""
+    def _flow(self, ref: Ref, made: Made, wanted: tuple[Wanted, ...]) -> tuple[Flow, tuple[Table, ...]]:
+        """What the types of maker and readers say of a value, and the table of what that costs."""
+        price_class = self.costs.price_class(ref)
+        if price_class is None:
+            flow = self._new_flow(ref, made, wanted)
+            return flow, self._parts(ref, flow)
+        number = self.structures.number
+        key: tuple[object, ...] = (number(made), *[number(types) for types in wanted])
+        if len(wanted) > 1:
+            key = (*key, self.max_extras, self.graph.spec(ref).requires_grad, ref.name in self.rests)
+        found = self.structures.flows.get(key)
+        if found is None:
+            found = self.structures.flows[key] = self._new_flow(ref, made, wanted)
+        priced = key, price_class
+        if priced not in self.costs.tables:
+            self.costs.tables[priced] = self._parts(ref, found)
+        return found, self.costs.tables[priced]
+
+    def _new_flow(self, ref: Ref, made: Made, wanted: tuple[Wanted, ...]) -> Flow:
         if len(wanted) == 1:
-            key: object = id(made), id(wanted[0])
-        else:
-            is_trained = self.graph.spec(ref).requires_grad
-            key = id(made), *map(id, wanted), self.max_extras, is_trained, ref.name in self.rests
-        flows, is_known = self.shared.structures.flows, len(wanted) == 1 or self.shared.same is not None
-        found = flows.get(key) if is_known else None
-        if found is None:
-            if len(wanted) == 1:
-                found = one_reader(made, wanted[0], self.shared.structures.numbers)
-            else:
-                allows = partial(self._allows, ref)
-                numbers = self.shared.structures.numbers
-                found = several_readers(made, wanted, self.max_extras, allows, numbers)
-            if is_known:
-                flows[key] = found
-        return found
+            return one_reader(made, wanted[0])
+        return several_readers(made, wanted, self.max_extras, lambda a, b: self._change(ref, a, b) is not None)
 
-    def _costs(self, ref: Ref, flow: Flow) -> tuple[Table, ...]:
+    def _parts(self, ref: Ref, flow: Flow) -> tuple[Table, ...]:
         """The table of a flow; a parameter is used even where it stays as it is."""
-        if self.shared.same is None:
-            return flow.sums.parts([FREE, *(self._change(ref, t, w) for t, w in flow.changes)])
-        same = self.shared.same(ref), ref.name in self.rests
-        key = id(flow), *same
-        found = self.shared.tables.get(key)
-        if found is None:
-            known = self.shared.changes.setdefault(same, {})
-            for number, (source, target) in zip(flow.numbers, flow.changes, strict=True):
-                if number not in known:
-                    known[number] = self._change(ref, source, target)
-            parts = flow.sums.parts([FREE, *[known[number] for number in flow.numbers]])
-            found = self.shared.tables[key] = flow, parts
-        return found[1]
-
-    def _allows(self, ref: Ref, source: Type, target: Type) -> bool:
-        return self._change(ref, source, target) is not None
-
-    def _made(self, ref: Ref) -> tuple[Type, ...]:
-        """For each state of what decides the type of a value as made that type."""
-        structures = self.shared.structures
-        if ref.name in self.ops:
-            return structures.made(self.states[self.ops[ref.name]], ref.index)  # type: ignore[arg-type]
-        return structures.one(tuple(self.states[self._variable_of(ref)]))  # type: ignore[arg-type]
-
-    def _wanted(self, op: Op, where: tuple[int, ...], ref: Ref, made: tuple[Type, ...]) -> Wanted:
-        """For each strategy of ``op`` the types in which it reads ``ref``; I and R are one without gradient."""
-        home = None
-        if not self.graph.spec(ref).requires_grad and ref.name not in self.rests:
-            home = I if I in made and R not in made else R
-        return self.shared.structures.wanted(self.states[self.ops[op.name]], where, home)  # type: ignore[arg-type]
+        return flow.sums.parts([FREE, *[self._change(ref, source, target) for source, target in flow.changes]])
 
     def _add(self, scope: tuple[int, ...], costs: Sequence[Cost | None]) -> None:
         """A factor over one variable; None forbids."""
@@ -362,7 +324,7 @@ class Problem:
         """A factor; of a table over one variable twice the diagonal."""
         if len(scope) == 2 and scope[0] == scope[1]:
             scope, parts = scope[:1], tuple(np.diagonal(part).copy() for part in parts)
-        self.factors.append(Parted(scope, parts))
+        self.factors.append(PartedFactor(scope, parts))
 
 
 def types_of(spec: TensorSpec, size: int) -> tuple[Type, ...]:

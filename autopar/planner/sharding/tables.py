@@ -12,46 +12,51 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.frozen import quickly
 from autopar.planner.sharding.elimination import Prepared, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What one unit of each part of a cost is worth, in seconds of a micro-batch."""
+    """What one unit of each part of a cost is worth, in seconds of a micro-batch.
+
+    Attributes:
+        per_step_s: a second of once a step: one over the number of micro-batches.
+        saved_byte: a byte that is saved for backward.
+        state_byte: a byte of parameters, gradients and optimizer states.
+    """
 
     per_step_s: float = 0.0
-    """For a second of once a step: one over the number of micro-batches."""
     saved_byte: float = 0.0
     state_byte: float = 0.0
 
 
-@quickly
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Parts of a cost; see :class:`Weights`. ``forward_s``: of ``time_s`` the forward's, which no table has."""
+    """Parts of a cost; see :class:`Weights`. ``time_s``: of a micro-batch, forward and backward."""
 
     time_s: float = 0.0
     step_s: float = 0.0
     saved_bytes: float = 0.0
     state_bytes: float = 0.0
-    forward_s: float = 0.0
 
 
 FREE = Cost()
 
 
-@quickly
 @dataclass(frozen=True, slots=True)
-class Parted:
-    """A factor whose table is weighted later."""
+class PartedFactor:
+    """A factor of an energy whose table is weighted later.
+
+    Attributes:
+        scope: its variables.
+        parts: tables of seconds, seconds a step, saved bytes and state bytes; later ones may be missing.
+    """
 
     scope: tuple[int, ...]
     parts: tuple[Table, ...]
-    """Seconds, seconds a step, saved bytes, state bytes; later ones may be missing."""
 
-    def weighed(self, weights: Sequence[Weights]) -> Table:
-        """Under each of these, side by side; once where they are all the same."""
+    def weighted(self, weights: Sequence[Weights]) -> Table:
+        """The table under each of these, side by side; once where they are all the same."""
         table = self.parts[0][None]
         if len(self.parts) == 1:
             return table
@@ -62,13 +67,13 @@ class Parted:
                 table = table + factors.reshape(-1, *(1,) * part.ndim) * part
         return table
 
-    def within(self, prepared: Prepared) -> Parted:
+    def restricted(self, prepared: Prepared) -> PartedFactor:
         """Over the states alone that are left."""
-        return Parted(self.scope, tuple([prepared.restrict(self.scope, part) for part in self.parts]))
+        return PartedFactor(self.scope, tuple([prepared.restrict(self.scope, part) for part in self.parts]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sums:
+class SumTable:
     """A table whose entries are sums of a few costs, whatever these are.
 
     Attributes:
@@ -83,9 +88,9 @@ class Sums:
         Args:
             costs: the first one free; None forbids.
         """
-        columns = columns_of(costs)
         if not self.terms:
             return ()
+        columns = columns_of(costs)
         found = [column[self.terms[0]] for column in columns]
         for term in self.terms[1:]:
             found = [part + column[term] for part, column in zip(found, columns, strict=True)]

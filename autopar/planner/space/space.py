@@ -38,7 +38,7 @@ class Space:
             file does not say.
         price_ratios: memory prices of the layout search, as the seconds that a rank's whole memory is worth over
             the block's compute time.
-        practice: what is hardly ever worth trying is left out (see ``laws.practice``).
+        practice: what is hardly ever worth trying is left out (see :func:`autopar.planner.space.constraints.practice`).
         every: up to so many plans of a candidate in one layout (cuts with recompute) are all priced, and up to so many layouts
             on ``tp`` all tried; past it cuts and layouts are those of the solvers. 0: always those.
         exhaustive: up to so many candidates are searched to the end.

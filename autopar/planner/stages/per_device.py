@@ -94,7 +94,7 @@ class Placed:
             return option
         places = self.places(candidate)
         if (id(option), places) not in self._options:
-            ranks = tuple(self.layouts.priced(option, self.model.part(own)) for own in places)
+            ranks = tuple(self.layouts.on_device(option, self.model.part(own)) for own in places)
             self._options[id(option), places] = replace(option, ranks=ranks)
         return self._options[id(option), places]
 
@@ -106,7 +106,7 @@ class Placed:
         """Computation of one micro-batch, forward and backward, each block on the device that is fastest for it."""
         model = self.model
         groups = range(len(model.cluster.groups)) if model.is_mixed else ()
-        options = [self.layouts.priced(option, model.part(frozenset({i}))) for i in groups] or [option]
+        options = [self.layouts.on_device(option, model.part(frozenset({i}))) for i in groups] or [option]
         times = [[cost.forward_s + cost.backward_s for cost in own.costs] for own in options]
         members = zip(*times, self.compact.members, strict=True)
         return float(sum(min(own) * len(blocks) for *own, blocks in members))
@@ -185,7 +185,7 @@ class Placed:
         key = places, *map(id, options)
         if key not in self._known_works:  # the layouts are kept, so that their ids stay their own
             part = self.model.part(places)
-            own = [o.ranks[rank] if o.ranks else self.layouts.priced(o, part) for o in options]
+            own = [o.ranks[rank] if o.ranks else self.layouts.on_device(o, part) for o in options]
             self._known_works[key] = tuple(options), self._maker(places).works(own)
         return self._known_works[key][1]
 

@@ -66,7 +66,7 @@ def problems(made: Planner) -> Iterator[CutProblem]:
     for candidate in made.pool:
         if candidate.mesh.pp > 1:
             for typed in evaluator.context.known_layouts(candidate):
-                yield evaluator.plans.problem(candidate, evaluator.layouts.option(typed))
+                yield evaluator.plans.problem(candidate, evaluator.layouts.price(typed))
 
 
 def cuts(made: Planner) -> Iterator[tuple[CutProblem, Fitting]]:

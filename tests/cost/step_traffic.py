@@ -1,4 +1,4 @@
-"""The collectives of one step on one rank, as the runtime runs them: the list behind the prices.
+"""The collectives of one step on one rank, listed from what the cost model prices, to be compared with those that the runtime runs.
 
 | of                | collective                                                       | how often             |
 |-------------------|------------------------------------------------------------------|-----------------------|
@@ -22,18 +22,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
+from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import DataParallel, itemsize
-from autopar.cost.step.gradient_buckets import Summed, buckets, is_fsdps, late_sums, stage_parameters
-from autopar.cost.step.memory import StageCost
-from autopar.cost.step.step import Step
-from autopar.mesh import DATA_AXES, MESH_AXES
+from autopar.cost.step.gradient_buckets import Summed, buckets, is_fsdps, late_sums, scalars, stage_parameters, tied
+from autopar.cost.step.step import StageCost, Step
 from autopar.schedule import schedule_actions
-
-SCALAR_BYTES = 4
-"""Of a loss, a norm or a flag, which the runtime sums in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,13 @@ Traffic = Counter[Collective]
 """How often each runs in a step."""
 
 
-def rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *, pp_rank: int) -> Traffic:
+def traffic(model: CostModel, stages: Sequence[StageCost], step: Step) -> tuple[Traffic, ...]:
+    """The collectives of a step, by pipeline rank."""
+    data = model.of(step).data
+    return tuple(_rank_traffic(stages, data, step, pp_rank=rank) for rank in range(step.mesh.pp))
+
+
+def _rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *, pp_rank: int) -> Traffic:
     """What a rank of one pipeline rank sends in a step.
 
     Args:
@@ -74,7 +75,8 @@ def rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *,
         found += _of_fsdp(stages, data, step.schedule, step.num_micro_batches, pp_rank)
     found += _of_gradients([stages[s].blocks for s in turns], data, step.bucket_bytes)
     found += _ties(stages, data, pp_rank)
-    found += scalars(data, step.totals, step.clips)
+    for axes, num_bytes in scalars(data, step.totals, clips=step.clips):
+        found[Collective(kind="all_reduce", axes=axes, num_bytes=num_bytes)] += 1
     return Counter({c: n for c, n in found.items() if c.num_bytes and data.mesh.size(c.axes) > 1})
 
 
@@ -176,29 +178,6 @@ def gathers(order: str, data: DataParallel, num_units: int, *, has_shared: bool)
     return counts
 
 
-def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micro_batches: int, stage: int) -> float:
-    """Of a stage's forwards under ZeRO 3 those that gather: in a pipeline not those right after a backward."""
-    if not (data.gathers_always and data.is_pipelined):
-        return 1.0
-    return (
-        1
-        - _after_backwards(schedule, data.mesh.pp, num_stages // data.mesh.pp, num_micro_batches)[stage]
-        / num_micro_batches
-    )
-
-
-@lru_cache(maxsize=256)
-def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """For each stage how many of its forwards come right after a backward of its own."""
-    found = [0] * (pp * virtual_stages)
-    for actions in schedule_actions(schedule, pp, virtual_stages, num_micro_batches):
-        before: dict[int, str] = {}
-        for action in actions:
-            found[action.stage] += action.kind == "F" and before.get(action.stage) == "B"
-            before[action.stage] = action.kind
-    return tuple(found)
-
-
 def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel, bucket_bytes: int) -> Traffic:
     found: Traffic = Counter()
     size, summed = itemsize(data.precision.storage), Summed(data.mesh, data.uses_fsdp)
@@ -209,48 +188,10 @@ def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel, buc
     return found
 
 
-def tied(stages: Sequence[StageCost], data: DataParallel) -> dict[tuple[int, ...], int]:
-    """Bytes of the gradients that pipeline ranks with the same parameters sum, by the ranks."""
-    pp = data.mesh.pp
-    holders: dict[str, set[int]] = {}
-    sizes: dict[str, int] = {}
-    for s, stage in enumerate(stages):
-        for (block, _), _ in stage.runs:
-            for p in block.parameters:
-                if p.shared and p.trained:
-                    holders.setdefault(p.name, set()).add(s % pp)
-                    shards = data.mesh.dp_shard if is_fsdps(p, data.uses_fsdp) else 1
-                    sizes[p.name] = p.shard_numel(shards) * itemsize(data.precision.storage)
-    found: dict[tuple[int, ...], int] = {}
-    for name, ranks in holders.items():
-        if len(ranks) > 1:
-            found[tuple(sorted(ranks))] = found.get(tuple(sorted(ranks)), 0) + sizes[name]
-    return found
-
-
 def _ties(stages: Sequence[StageCost], data: DataParallel, pp_rank: int) -> Traffic:
     found: Traffic = Counter()
-    for ranks, num_bytes in tied(stages, data).items():
+    for ranks, num_bytes in tied([stage.blocks for stage in stages], data).items():
         if pp_rank in ranks:
             some = () if len(ranks) == data.mesh.pp else ranks
             found[Collective(kind="all_reduce", axes=("pp",), num_bytes=num_bytes, pp_ranks=some)] += 1
     return found
-
-
-def scalars(data: DataParallel, totals: Sequence[int], clips: bool) -> Traffic:
-    """What a step sums besides gradients: counts of the batch before it, the loss after it, the norm where asked for.
-
-    With a scaled loss all ranks tell each other besides whether their gradients are finite.
-    """
-    found: Traffic = Counter()
-    for num_bytes in totals:
-        found[_scalar(data, DATA_AXES, num_bytes)] += 1
-    found[_scalar(data, ("pp", *DATA_AXES), SCALAR_BYTES)] += 1
-    if num_meetings := clips + data.precision.scales_loss:
-        found[_scalar(data, MESH_AXES, SCALAR_BYTES)] += num_meetings
-    return found
-
-
-def _scalar(data: DataParallel, axes: Sequence[str], num_bytes: int) -> Collective:
-    real = tuple(axis for axis in axes if data.mesh.size((axis,)) > 1)
-    return Collective(kind="all_reduce", axes=real, num_bytes=num_bytes)
