@@ -78,20 +78,30 @@ class Recomputes:
             counts: blocks of each kind on each stage [stages, kinds].
             in_flight, limit_bytes: micro-batches that a stage holds, and bytes that it may fill: of each limit.
         """
-        held, limit = np.array(in_flight, dtype=float), np.array(limit_bytes, dtype=float)
+        held, limit = (np.array(own, dtype=float)[:, None] for own in (in_flight, limit_bytes))
         best = np.full((len(held), len(counts)), np.inf)
         for moved in self._moved(counts):
             time_s = self._solved(counts, moved, held, limit)[0]
             np.minimum(best, time_s.min(axis=0), out=best)
         return best
 
-    def modes(self, counts: NDArray[np.int64], in_flight: int, limit_bytes: float) -> list[dict[Way, int]]:
-        """Of each kind how many blocks of one stage that fits take which mode, as :meth:`times_s` counts them."""
-        limit = np.array([in_flight], dtype=float), np.array([limit_bytes], dtype=float)
-        solved = [(moved, *self._solved(counts[None], moved, *limit)) for moved in self._moved(counts[None])]
-        moved, time_s, taken = min(solved, key=lambda own: float(own[1].min()))
-        level = int(time_s[:, 0, 0].argmin())
-        return self._named(counts, moved[0], level, taken[:, level, 0, 0])
+    def modes(
+        self, counts: NDArray[np.int64], in_flight: Sequence[int], limit_bytes: Sequence[float]
+    ) -> list[list[dict[Way, int]]]:
+        """For each of some stages that fit, of each kind how many blocks take which mode, as :meth:`times_s` counts them.
+
+        Args:
+            counts: blocks of each kind on each stage [stages, kinds].
+            in_flight, limit_bytes: of each stage.
+        """
+        held, limit = (np.array(own, dtype=float)[None] for own in (in_flight, limit_bytes))
+        solved = [(moved, *self._solved(counts, moved, held, limit)) for moved in self._moved(counts)]
+        found = []
+        for s, own in enumerate(counts):
+            moved, time_s, taken = min(solved, key=lambda one: float(one[1][:, 0, s].min()))
+            level = int(time_s[:, 0, s].argmin())
+            found.append(self._named(own, moved[s], level, taken[:, level, 0, s]))
+        return found
 
     def _named(
         self, counts: NDArray[np.int64], moved: NDArray[np.int64], level: int, taken: Array
@@ -123,12 +133,16 @@ class Recomputes:
     def _solved(
         self, counts: NDArray[np.int64], moved: NDArray[np.int64], in_flight: Array, limit_bytes: Array
     ) -> tuple[Array, Array]:
-        """Seconds [levels, limits, stages] and how often each step is taken [steps, levels, limits, stages]."""
+        """Seconds [levels, limits, stages] and how often each step is taken [steps, levels, limits, stages].
+
+        Args:
+            in_flight, limit_bytes: of shapes that broadcast to [limits, stages].
+        """
         level, plain = self._levels, counts - moved
         static = counts @ self.static_bytes
         move = self._moves(moved)
         passing = np.maximum(level.passing_bytes[:, None], move.passing_bytes[None])
-        room = (limit_bytes[None, :, None] - static - passing[:, None]) / in_flight[None, :, None]
+        room = (limit_bytes - static - passing[:, None]) / in_flight
         time_s = (plain @ self._time_s.T).T + move.time_s
         need = (plain @ self._held_bytes.T).T[:, None] + move.held_bytes - room
         allowed = ((plain > 0) @ (level.first < 0).T == 0).T

@@ -84,16 +84,26 @@ class CutBlocks:
         made = {key: np.where(allowed, row[which], np.inf) for key, row in zip(asked, found, strict=True)}
         return [made[key] for key in zip(in_flight, limit_bytes, strict=True)]
 
-    def modes(self, start: int, stop: int, in_flight: int, limit_bytes: float) -> list[Way]:
-        """Of blocks that are a stage, in the least time in which they fit; of equal ones the first recompute the most.
+    def modes(
+        self, spans: Sequence[tuple[int, int]], in_flight: Sequence[int], limit_bytes: Sequence[float]
+    ) -> list[list[Way]]:
+        """Of the blocks i:j of stages that fit, in the least time in which they do; of equal ones the first recompute the most.
 
         Those that keep on the host what they need stand evenly between the others.
         """
-        which = int(self.kinds.which[start, stop])
-        key = which, in_flight, limit_bytes
-        if key not in self._taken:  # stages of a pipeline are often equal
-            self._taken[key] = self.recomputes.modes(self.kinds.counts[which], in_flight, limit_bytes)
-        left = {k: dict(own) for k, own in zip(self.kinds.keys, self._taken[key], strict=True)}
+        keys = [
+            (int(self.kinds.which[span]), held, limit)
+            for span, held, limit in zip(spans, in_flight, limit_bytes, strict=True)
+        ]
+        new = [key for key in dict.fromkeys(keys) if key not in self._taken]  # stages of a pipeline are often equal
+        if new:
+            which, held, limits = zip(*new, strict=True)
+            made = self.recomputes.modes(self.kinds.counts[list(which)], held, limits)
+            self._taken.update(zip(new, made, strict=True))
+        return [self._in_place(*span, self._taken[key]) for span, key in zip(spans, keys, strict=True)]
+
+    def _in_place(self, start: int, stop: int, taken: Sequence[Mapping[Way, int]]) -> list[Way]:
+        left = {key: dict(own) for key, own in zip(self.kinds.keys, taken, strict=True)}
         moving = {key: (own.get(MOVED, 0), sum(own.values())) for key, own in left.items()}
         seen = dict.fromkeys(left, 0)
         modes: list[Way] = []
@@ -153,9 +163,14 @@ def cut(
     if best is None:
         return None
     stops, time_s = best
-    modes: list[Way] = []
-    for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False)):
-        modes += own[s].modes(start, stop, in_flight[s], limit_bytes[s])
+    spans = list(zip((0, *stops), stops, strict=False))
+    chosen: dict[int, list[Way]] = {}
+    for blocks, mine in asked.items():
+        found_modes = blocks.modes(
+            [spans[s] for s in mine], [in_flight[s] for s in mine], [limit_bytes[s] for s in mine]
+        )
+        chosen.update(zip(mine, found_modes, strict=True))
+    modes = [mode for s in range(stages) for mode in chosen[s]]
     return Cut(stops=stops, modes=tuple(modes), time_s=time_s)
 
 
