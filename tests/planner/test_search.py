@@ -62,7 +62,9 @@ def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(
     source = resolve_model(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", sequence_length=32)
     model = CostModel(Cluster.parse(CLUSTER), FP32, "adamw")
     evaluator = Evaluator.of(source.trace(), model, global_batch_size=16, pins=Pins(), space=load_space("quick"))
-    most = evaluator.cascade.maker.floors.blocks.most_blocks(evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2)), 4)
+    most = evaluator.cascade.maker.floors.blocks.most_blocks(
+        evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2)), 4
+    )
     assert (most == 2) == is_even
     assert most >= 2
 
