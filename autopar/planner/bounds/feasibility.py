@@ -79,7 +79,8 @@ def _least(
     found = low.copy()
     if np.isinf(goal_s):
         found[~possible(every, np.full(len(low), np.inf))] = np.inf
-    open_ = every[np.isfinite(found) & (low < goal_s)]
+    # the grid grows from the work relaxation by factors: where that is zero (measured parts may be quicker than any share) it stays
+    open_ = every[np.isfinite(found) & (low < goal_s) & (low > 0.0)]
     # places on the grid: ``least`` is not possible (-1: the work relaxation itself), ``most`` is, or is at the goal
     ends = np.full(len(low), FARTHEST)
     if np.isfinite(goal_s):
