@@ -114,7 +114,7 @@ def make_plan(
         local_compact = type(small)(graph=local, members=small.members, alike=small.alike)
         costs = AxisCosts(
             graph=local_compact.graph, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price),
-            owners=owners_of(local_compact), rests=rests,
+            owners=owners_of(local_compact), rests=rests or {},
         )  # fmt: skip
         solver = AxisSolver(local_compact, costs)
         solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
