@@ -141,6 +141,7 @@ def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
     """What comes from a checkpoint, for a job that has made no step yet: its optimizer is new, and has no states."""
     import numpy
     import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.tensor import DTensor
 
     from autopar.runtime import checkpoint
@@ -162,10 +163,17 @@ def _load(parallel: Any, saved: dict[str, Any], record: Any) -> None:
     def all_say(said: list[Any], own: Any, group: Any = None) -> None:
         said[:] = [own] * len(said)
 
+    places = checkpoint.compute_local_shape_and_global_offset
+
+    def places_of(*args: Any) -> Any:
+        with unset_fake_temporarily():  # torch numbers the parts of a tensor by tensors of the host, and reads them
+            return places(*args)
+
     record.phase = LOADS
     with (
         mock.patch.object(checkpoint, "_load", read),
         mock.patch.object(checkpoint, "_check_holds", mock.Mock()),
+        mock.patch.object(checkpoint, "compute_local_shape_and_global_offset", places_of),
         mock.patch.object(torch.distributed, "all_gather_object", all_say),
     ):
         parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
