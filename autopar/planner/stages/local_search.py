@@ -23,9 +23,6 @@ from autopar.planner.stages.refinement import covered, refined
 TRIES = 60
 """Cuts that are made and simulated, at most."""
 
-STALLED = 12
-"""Of them one after the other that are no better, after which it ends."""
-
 LEAST_GAIN = 1e-6
 """Of a step, below which a move is none."""
 
@@ -40,20 +37,19 @@ def improved(problem: CutProblem, found: Fitting, time_s: float) -> Fitting:
     masks = problem.masks()
     bound = _ChainBound(problem)
     bound.add(found)
-    seen, best, stalled = {found.stops}, found, 0
-    while len(seen) <= TRIES and stalled < STALLED:
+    seen, best = {found.stops}, found
+    while len(seen) <= TRIES:
         stops = _next(bound, best.stops, seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
             break
         seen.add(stops)
-        stalled += 1
         other = _fitted(problem, stops)
         if other is None:
             continue
         bound.add(other)
         other_s = problem.time_s(other)
         if other_s < time_s * (1 - LEAST_GAIN):
-            best, time_s, stalled = other, other_s, 0
+            best, time_s = other, other_s
     return refined(problem, best) if best is not found else found
 
 
