@@ -147,6 +147,11 @@ LISTED: dict[tuple[str, str, str], str] = {
         "event.synchronize",
         "autopar/runtime/monitor.py:_between",
     ): "the first steps of a run are measured, and no later",
+    (
+        "host waits",
+        "event.synchronize",
+        "autopar/runtime/shared_samples.py:read",
+    ): "what was queued before one step in 32 is read before the step after it, of which the device has all work by then",
     ("host waits", "Tensor.item", "autopar/runtime/loss_scale.py:step"): "torch's scaler asks whether a step is made",
     (
         "host waits",
