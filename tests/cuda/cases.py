@@ -111,6 +111,7 @@ def _plans() -> dict[str, dict[str, Case]]:
             model=GPT2, ranks=2, pins=("dp_shard=2", "zero=3", "recompute=full", "micro_batch=1"), run=(1,)
         ),
         "dropout cp x tp": Case(model=GPT2, ranks=4, pins=("cp=2", "cp_attention=ulysses", "tp=2"), run=(3,)),
+        "dropout cp gather": Case(model=GPT2, ranks=2, pins=("cp=2", "cp_attention=gather"), run=(1,)),
         "dropout selective": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=selective")),
         "fp16 unscaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16"),
         "fp16 scaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16", scales=True),
