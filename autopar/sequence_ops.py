@@ -57,7 +57,7 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
             return flash.rows_after(query, k, v, factor, dropout_p)
     if not dropout_p and flash.takes(query, value):
         return flash.RowsAfter.apply(query, k, v, factor)  # type: ignore[no-untyped-call, no-any-return]
-    if query.is_cuda and enable_gqa:  # under a mask the one kernel that shares heads is that which keeps all scores
+    if enable_gqa:  # under a mask the one kernel that shares heads is that which keeps all scores
         repeats = query.shape[1] // key.shape[1]
         k, v, enable_gqa = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), False
     mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(first)

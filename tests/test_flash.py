@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar import flash
+from autopar import flash, ops, sequence_ops
 from autopar.cluster import Cluster
 from autopar.cost.operators.matmul import _attention  # the works of attention alone
 from autopar.cost.operators.roofline import time_of_work
@@ -77,6 +78,29 @@ def test_rows_after_other_columns_equal_a_mask(dtype: torch.dtype, columns: int,
     assert_near(found, wanted, DTYPES[dtype])
     for got, right in zip(torch.autograd.grad(found, (q, k, v), weights), gradients, strict=True):
         assert_near(got, right, 2 * DTYPES[dtype])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("value_width", [16, 24])
+def test_gathered_attention_shares_heads_with_a_kernel_and_under_a_mask(
+    monkeypatch: pytest.MonkeyPatch, rank: int, value_width: int
+) -> None:
+    """No kernel takes values of another width: there is a mask."""
+    monkeypatch.setattr(ops, "group", lambda _: SimpleNamespace(rank=lambda: rank))
+    q, k, _ = drawn(torch.float64, 6, 18, key_heads=2)
+    v = (
+        torch.linspace(-1, 1, 2 * 2 * 18 * value_width, dtype=torch.float64)
+        .view(2, 2, 18, value_width)
+        .requires_grad_()
+    )
+    seen = torch.ones(6, 18, dtype=torch.bool).tril(6 * rank)
+    wanted = dense(q, k, v, seen)
+    found = sequence_ops.attention_gathered(q, k, v, axis="cp", scale=0.3, enable_gqa=True)
+    assert_near(found, wanted, 1e-12)
+    weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
+    gradients = (torch.autograd.grad(out, (q, k, v), weights) for out in (found, wanted))
+    for got, right in zip(*gradients, strict=True):
+        assert_near(got, right, 1e-12)
 
 
 @pytest.mark.gpu
@@ -166,6 +190,13 @@ def test_gathered_attention_is_priced_as_it_runs() -> None:
         masked = _attention(*gathered(torch.float16, **options), "cuda without flash")
         assert (fused.launches, fused.workspace_bytes, fused.is_attention) == (1, 0, True)
         assert masked.workspace_bytes == masked.backward_workspace_bytes == mask
+    op, (query, key, _) = gathered(torch.float32, enable_gqa=True)
+    shared = replace(key, shape=(1, 2, 4096, 128))
+    kept = (
+        _attention(op, [query, shared, shared], "cuda").saved_bytes
+        - _attention(*gathered(torch.float32), "cuda").saved_bytes
+    )
+    assert kept == 2 * 4 * 4096 * 128 * 4  # keys and values of all heads
     on_host = _attention(*gathered(torch.float32), "cpu"), _attention(*gathered(torch.float32, dropout_p=0.1), "cpu")
     assert [work.is_attention for work in on_host] == [True, False]
 

@@ -118,7 +118,13 @@ def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
                 workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
             )  # fmt: skip
         mask = rows * columns * (1 + query.dtype.itemsize)  # as it is, and as it is added to the scores
-        common = replace(common, workspace_bytes=mask, backward_workspace_bytes=mask)
+        repeated = 0  # keys and values, one for each head of the queries, where heads share them
+        if argument(op, 99, "enable_gqa", False):
+            repeated = scores * (query.shape[-1] + op.spec.shape[-1]) // rows * query.dtype.itemsize
+        common = replace(
+            common, num_bytes=passes[0] + 2 * repeated, backward_bytes=passes[1] + 2 * repeated,
+            saved_bytes=statistic + repeated, workspace_bytes=mask, backward_workspace_bytes=mask,
+        )  # fmt: skip
     elif op.target == "autopar.attention_ring" or (op.target in _SPLIT and kind == "cpu"):
         blocks = cast("int", argument(op, 99, "ranks", 2))  # gathered: the columns before, and the own ones
         return replace(_in_blocks(op, operands, common, blocks), backward_flops=2.5 * flops)
