@@ -267,10 +267,10 @@ class BranchAndBound:
             )
 
     def _closest_s(
-        self, index: int, goal_s: float, known: Sequence[ChainProof]
+        self, index: int, goal_s: float, known: Sequence[ChainProof], whole_s: float
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """The tightest bound of a candidate, by the process that has worked out its layouts."""
-        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s, known)
+        ask = partial(self.evaluator.closest_s, self.pool[index], goal_s, known, whole_s=whole_s)
         return self.group.broadcast(ask, self.group.owner(self.frontier.keys[index]))
 
     def _owns(self, key: LayoutKey) -> bool:
