@@ -115,21 +115,42 @@ class Frontier:
                 self.given.add(first)
                 yield first
             if math.isfinite(self.best_s()):
+                yield from self._quickest_by_chains(self.parts[self.keys[first]])
                 return
 
-    def _is_excluded(self, index: int) -> bool:
-        """Whether the chains of its schedule exclude a candidate whose ranks differ, where these tell far more than its last bound.
+    def _quickest_by_chains(self, places: Sequence[int]) -> Iterator[int]:
+        """Where ranks differ plans are far above their last bounds: of those that share a first plan's layouts the quickest by chains."""
+        asked = [k for k in places if self._differs(k)]
+        for made in range(LAST):
+            self._raise(asked, made)
+        least_s, first = self.best_s(), -1
+        for k in sorted(asked, key=self._place):
+            if k not in self.given and self.bounds[self.pool[k]] < least_s:
+                bound_s = self._chained_s(k, least_s)
+                least_s, first = (bound_s, k) if bound_s < least_s else (least_s, first)
+        if first >= 0:
+            self.given.add(first)
+            yield first
 
-        What is known of a schedule depends on what was looked at before: it decides on no order, and is no part of the certificate.
+    def _differs(self, index: int) -> bool:
+        return self.evaluator.model.is_mixed and self.pool[index].mesh.pp > 1
+
+    def _is_excluded(self, index: int) -> bool:
+        """Whether the chains of its schedule exclude a candidate whose ranks differ, where these tell far more than its last bound."""
+        best_s = self.best_s()
+        return self._differs(index) and math.isfinite(best_s) and self._chained_s(index, best_s) >= best_s
+
+    def _chained_s(self, index: int, goal_s: float) -> float:
+        """The bound of a candidate by the chains of its schedule, up to a goal.
+
+        What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
+        no part of the certificate.
         """
-        candidate, best_s = self.pool[index], self.best_s()
-        if not (self.evaluator.model.is_mixed and candidate.mesh.pp > 1 and math.isfinite(best_s)):
-            return False
-        known = self._proofs.setdefault(key_of(candidate), [])
-        bound_s, proofs = self.evaluator.closest_s(candidate, best_s, known)
+        known = self._proofs.setdefault(key_of(self.pool[index]), [])
+        bound_s, proofs = self.evaluator.closest_s(self.pool[index], goal_s, known)
         known += proofs
         del known[: len(known) - KEPT]
-        return bound_s >= best_s
+        return bound_s
 
     def _place(self, index: int) -> tuple[float, int]:
         return self.bounds[self.pool[index]], index
