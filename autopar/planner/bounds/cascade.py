@@ -65,16 +65,23 @@ class Cascade:
         return self._of_layouts_s([candidate], [layouts], goal_s)[0]
 
     def closest_s(
-        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float = 0.0
+        self,
+        candidate: Candidate,
+        goal_s: float,
+        known: Sequence[ChainProof] = (),
+        *,
+        whole_s: float = 0.0,
+        layouts: Sequence[TypedLayout] | None = None,
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """As :meth:`bounds_s`, by the tightest relaxation that there is, with new proofs that may serve others of the same schedule.
 
         Args:
             known: such proofs.
             whole_s: up to here whole blocks are looked at.
+            layouts: of the candidate; None: all that may have its best plan.
         """
         proofs: list[ChainProof] = []
-        layouts = self.context.known_layouts(candidate)
+        layouts = self.context.known_layouts(candidate) if layouts is None else layouts
         found = self.layout_bounds_s(candidate, layouts, goal_s)
         for i, typed in enumerate(layouts):
             if found[i] >= goal_s or candidate.moves or self.context.moved:

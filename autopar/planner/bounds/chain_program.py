@@ -44,6 +44,9 @@ MOST_ACTIONS = 60_000
 PRECISION = 1e-3
 """Of the simulated step, within which a bound is not raised further."""
 
+KEPT = 12
+"""Proofs of a schedule that are tried on its other candidates: those that were found last."""
+
 NEAR = 0.92
 """Of the time that is aimed at: below, whole blocks are left, as they raise a bound by some percent at most."""
 

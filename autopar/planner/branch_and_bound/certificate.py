@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 
-from autopar.planner.bounds.chain_program import ChainProof, Key, key_of
+from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
 from autopar.planner.space.candidates import Candidate
 
 GAP = 0.05
@@ -19,9 +19,6 @@ GAP = 0.05
 
 MOST = 256
 """Candidates whose bounds are raised at most."""
-
-KEPT = 12
-"""Proofs of a schedule that are tried on its other candidates: those that were found last."""
 
 
 def close_gap(

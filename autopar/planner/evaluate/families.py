@@ -67,6 +67,10 @@ class Evaluator:
             return min(self.shares.bounds_s(LEVELS - 1, [candidate])[0], goal_s), ()
         return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
 
+    def chained_s(self, candidate: Candidate, goal_s: float) -> float:
+        """Of a pipeline whose ranks differ; see :class:`PipelineEvaluator`."""
+        return 0.0 if candidate.shares else self.pipelines.chained_s(candidate, goal_s)
+
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
         """The best plan of a candidate; see :class:`Family`."""
         family: Family = self.shares if candidate.shares else self.pipelines
