@@ -70,14 +70,14 @@ class Cascade:
         goal_s: float,
         known: Sequence[ChainProof] = (),
         *,
-        whole_s: float = 0.0,
+        whole_s: float | None = 0.0,
         layouts: Sequence[TypedLayout] | None = None,
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """As :meth:`bounds_s`, by the tightest relaxation that there is, with new proofs that may serve others of the same schedule.
 
         Args:
             known: such proofs.
-            whole_s: up to here whole blocks are looked at.
+            whole_s: up to here whole blocks are looked at; None: it is only asked whether the bound comes to the goal.
             layouts: of the candidate; None: all that may have its best plan.
         """
         proofs: list[ChainProof] = []

@@ -53,6 +53,12 @@ NEAR = 0.92
 NODES = 2000
 """Of an integer program, at most."""
 
+WHOLE_ROUNDS = 3
+"""Integer programs that are solved for an instance at most."""
+
+DIGITS = 9
+"""Of numbers in programs and their solutions: beyond them results of the same sums may differ, and with them which of equal ones is found."""
+
 WHOLE = 1e-5
 """Of the bound of an integer program, what the solver's tolerances may be."""
 
@@ -106,14 +112,15 @@ class ChainBound:
 
 
 def chain_bound(
-    instance: PipelineInstance, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float = 0.0
+    instance: PipelineInstance, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
 ) -> ChainBound | None:
     """The best bound that is found, at least ``goal_s`` where it gets there; None where the schedule is too long, or nothing fits.
 
     Args:
         goal_s: the program is left where its bound is no less.
         known: proofs of other instances of the schedule: their weights are tried first, and their chains are the first ones.
-        whole_s: up to here the bound is raised by whole blocks, where the one of parts of blocks is near.
+        whole_s: up to here the bound is raised by whole blocks, where the one of parts of blocks is near. None: it is only asked whether
+            the bound comes to the goal, and the program is left where some parts of blocks take less.
     """
     if 2 * instance.pp * instance.virtual_stages * instance.num_micro_batches > MOST_ACTIONS:
         return None
@@ -135,9 +142,11 @@ def chain_bound(
             best = proof
         if best.bound_s >= goal_s or step_s - best.bound_s <= PRECISION * step_s or not program.add(chain):
             break
+        if whole_s is None and step_s < goal_s:
+            break
     if best is None:
         return None
-    time_s, aim_s = best.bound_s, min(whole_s, goal_s)
+    time_s, aim_s = best.bound_s, min(whole_s or 0.0, goal_s)
     if NEAR * aim_s <= time_s < aim_s:
         time_s = max(time_s, program.whole_s(aim_s))
     return ChainBound(time_s=time_s, proof=best)
@@ -281,7 +290,7 @@ class _Program:
         self.scale_bytes = max(float(np.abs(stages.room).max()), 1.0)
         num_bytes = (stages.static[..., None] + stages.held[:, None, None] * stages.kept)[may] / self.scale_bytes
         self.on_stage, self.of_kind = (np.arange(size)[:, None] == own for size, own in ((num, stage), (kinds, kind)))
-        memory = (np.arange(stages.pp)[:, None] == stages.rank[stage]) * num_bytes
+        memory = (np.arange(stages.pp)[:, None] == stages.rank[stage]) * num_bytes.round(DIGITS)
         self.chains: list[tuple[int, ...]] = []
         self.rows = np.concatenate([memory, -1.0 * self.on_stage])
         self.rows = np.concatenate([self.rows, np.zeros((len(self.rows), 1))], axis=1)
@@ -300,8 +309,9 @@ class _Program:
         counts = np.array([_counts(stages.key, chain) for chain in chains])
         blocks = stages.block_s(counts, np.zeros((len(counts), stages.pp)))[:, self.may] / self.scale_s
         self.chains += chains
-        self.rows = np.concatenate([self.rows, np.concatenate([blocks, -np.ones((len(counts), 1))], axis=1)])
-        self.limits = np.concatenate([self.limits, -stages.fixed_s(counts) / self.scale_s])
+        rows = np.concatenate([blocks.round(DIGITS), -np.ones((len(counts), 1))], axis=1)
+        self.rows = np.concatenate([self.rows, rows])
+        self.limits = np.concatenate([self.limits, (-stages.fixed_s(counts) / self.scale_s).round(DIGITS)])
 
     def solve(self) -> tuple[ChainProof, float, tuple[int, ...]] | None:
         """The proof of the best weights, and the step and the longest chain of the stages of the solution; None: there is none."""
@@ -323,26 +333,38 @@ class _Program:
             byte_s=tuple((byte_s / total * self.scale_s / self.scale_bytes).tolist()),
         )  # fmt: skip
         proof = replace(proof, bound_s=float(stages.least_s([proof])[0]) * (1 - ROUNDING))
-        blocks = np.zeros(self.may.shape)
-        blocks[self.may] = found.x[:-1]
-        return proof, *stages.longest(blocks)
+        return proof, *stages.longest(self._blocks(found.x))
 
     def whole_s(self, goal_s: float) -> float:
-        """The least step in which each stage, and each rank, has a whole number of blocks, up to ``goal_s``."""
-        stages, size = self.stages, self.rows.shape[1]
+        """The least step in which each stage, and each rank, has a whole number of blocks, up to ``goal_s``.
+
+        Where there is one below, the longest chain of its stages is added, a few times.
+        """
+        stages, bound_s = self.stages, 0.0
         on_rank = (np.arange(stages.pp)[:, None] == stages.rank) @ self.on_stage
         parts = np.concatenate([self.on_stage, on_rank])  # their blocks are the last variables
         equal = np.block([[self.of_kind, np.zeros((len(self.count), 1 + len(parts)))],
                           [parts, np.zeros((len(parts), 1)), -np.eye(len(parts))]])  # fmt: skip
         count = np.append(self.count, np.zeros(len(parts)))
-        place = np.arange(size + len(parts))
-        found = milp(
-            place == size - 1, integrality=place >= size,
-            bounds=Bounds(0.0, np.where(place == size - 1, goal_s / self.scale_s * (1 + WHOLE), np.inf)),
-            constraints=[LinearConstraint(np.pad(self.rows, ((0, 0), (0, len(parts)))), -np.inf, self.limits),
-                         LinearConstraint(equal, count, count)],
-            options={"node_limit": NODES, "mip_rel_gap": PRECISION},
-        )  # fmt: skip
-        if found.status == INFEASIBLE:
-            return goal_s
-        return 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound) * self.scale_s * (1 - WHOLE)
+        step, place = self.rows.shape[1] - 1, np.arange(self.rows.shape[1] + len(parts))
+        most = np.where(place == step, goal_s / self.scale_s * (1 + WHOLE), np.inf)
+        for _ in range(WHOLE_ROUNDS):
+            rows = np.pad(self.rows, ((0, 0), (0, len(parts))))
+            found = milp(
+                place == step, integrality=place > step, bounds=Bounds(0.0, most),
+                constraints=[LinearConstraint(rows, -np.inf, self.limits), LinearConstraint(equal, count, count)],
+                options={"node_limit": NODES, "mip_rel_gap": PRECISION},
+            )  # fmt: skip
+            if found.status == INFEASIBLE:
+                return goal_s
+            if found.mip_dual_bound is not None:
+                bound_s = max(bound_s, float(found.mip_dual_bound) * self.scale_s * (1 - WHOLE))
+            if found.x is None or not self.add(stages.longest(self._blocks(found.x))[1]):
+                break
+        return bound_s
+
+    def _blocks(self, values: Array) -> Array:
+        """Of each kind on each stage in each mode [s, k, o]; rounded, so that which chain is the longest does not depend on rounding."""
+        found = np.zeros(self.may.shape)
+        found[self.may] = np.round(values[: self.may.sum()], DIGITS)
+        return found

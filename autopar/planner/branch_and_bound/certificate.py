@@ -39,19 +39,18 @@ def close_gap(
     """
     if math.isinf(best_s):
         return
-    goal_s, whole_s, made = best_s, best_s / (1 + GAP), 0
+    goal_s, made = best_s, 0
     proofs: dict[Key, list[ChainProof]] = {}
     heap = [(bounds[candidate], i) for i, candidate in enumerate(pool) if bounds[candidate] < goal_s]
     heapq.heapify(heap)
     while heap and made < MOST:
         before_s, i = heapq.heappop(heap)
-        if i not in asked:
+        if before_s >= goal_s or i not in asked:
             return
         made += 1
         known = proofs.setdefault(key_of(pool[i]), [])
-        bound_s, more = closest_s(i, goal_s, known, whole_s)
+        bound_s, more = closest_s(i, goal_s, known, min(goal_s, best_s / (1 + GAP)))
         known += more
         del known[: len(known) - KEPT]
-        if bound_s <= before_s:  # it is the least of all, and stays so
-            return
-        bounds[pool[i]] = bound_s
+        bounds[pool[i]] = max(bound_s, before_s)
+        goal_s = min(goal_s, bounds[pool[i]])  # which is the least of all if no other one is below

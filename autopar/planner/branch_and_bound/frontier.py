@@ -124,7 +124,7 @@ class Frontier:
         least_s, first = self.best_s(), -1
         for k in sorted(places, key=self._place):
             if k not in self.given and self.bounds[self.pool[k]] < least_s:
-                bound_s = self.evaluator.chained_s(self.pool[k], least_s)
+                bound_s = self.evaluator.chained_s(self.pool[k], least_s, whole_s=0.0)
                 least_s, first = (bound_s, k) if 0 < bound_s < least_s else (least_s, first)
         if first >= 0:
             self.given.add(first)

@@ -54,7 +54,7 @@ class PipelineEvaluator:
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
-                if math.isfinite(least) and self.chained_s(candidate, least, [draft]) >= least:
+                if math.isfinite(least) and self.chained_s(candidate, least, layouts=[draft]) >= least:
                     failures.append(Failure(is_slow=True))
                     continue
                 option = self.layouts.price(draft)
@@ -78,19 +78,23 @@ class PipelineEvaluator:
         reason = f"memory: needs {needs_text(self.model, least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
-    def chained_s(self, candidate: Candidate, goal_s: float, layouts: Sequence[TypedLayout] | None = None) -> float:
+    def chained_s(
+        self,
+        candidate: Candidate,
+        goal_s: float,
+        *,
+        whole_s: float | None = None,
+        layouts: Sequence[TypedLayout] | None = None,
+    ) -> float:
         """The bound of a candidate whose ranks differ by the chains of its schedule, up to a goal: far tighter than its others; else 0.
 
         What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
-        no part of the certificate.
-
-        Args:
-            layouts: of the candidate; None: all that may have its best plan.
+        no part of the certificate. Arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
         """
         if not self.plans.placed.has(candidate):
             return 0.0
         known = self._proofs.setdefault(key_of(candidate), [])
-        bound_s, proofs = self.cascade.closest_s(candidate, goal_s, known, layouts=layouts)
+        bound_s, proofs = self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s, layouts=layouts)
         known += proofs
         del known[: len(known) - KEPT]
         return bound_s
