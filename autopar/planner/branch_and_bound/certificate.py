@@ -14,8 +14,12 @@ from collections.abc import Callable, Collection, MutableMapping, Sequence
 from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
 from autopar.planner.space.candidates import Candidate
 
-GAP = 0.05
-"""Of a bound, up to which the best time above it is near enough to look at no whole blocks."""
+GAP = 0.03
+"""Of a bound, up to which the best time above it is near enough, where all ranks are alike. Where they differ chains were asked of most
+candidates before, and cost little more."""
+
+WHOLE_GAP = 0.05
+"""Likewise, to look at no whole blocks."""
 
 MOST = 256
 """Candidates whose bounds are raised at most."""
@@ -25,10 +29,11 @@ def close_gap(
     pool: Sequence[Candidate],
     bounds: MutableMapping[Candidate, float],
     best_s: float,
+    gap: float,
     asked: Collection[int],
     closest_s: Callable[[int, float, Sequence[ChainProof], float], tuple[float, tuple[ChainProof, ...]]],
 ) -> None:
-    """Raise the least of some bounds, until none is below ``best_s`` or the least one cannot be raised.
+    """Raise the least of some bounds, until none is below ``best_s / (1 + gap)`` or the least one cannot be raised.
 
     Args:
         bounds: of each candidate of the pool; raised in place.
@@ -39,7 +44,7 @@ def close_gap(
     """
     if math.isinf(best_s):
         return
-    goal_s, made = best_s, 0
+    goal_s, made = best_s / (1 + gap), 0
     proofs: dict[Key, list[ChainProof]] = {}
     heap = [(bounds[candidate], i) for i, candidate in enumerate(pool) if bounds[candidate] < goal_s]
     heapq.heapify(heap)
@@ -49,7 +54,7 @@ def close_gap(
             return
         made += 1
         known = proofs.setdefault(key_of(pool[i]), [])
-        bound_s, more = closest_s(i, goal_s, known, min(goal_s, best_s / (1 + GAP)))
+        bound_s, more = closest_s(i, goal_s, known, min(goal_s, best_s / (1 + WHOLE_GAP)))
         known += more
         del known[: len(known) - KEPT]
         bounds[pool[i]] = max(bound_s, before_s)
