@@ -65,15 +65,23 @@ class Cascade:
         return self._of_layouts_s([candidate], [layouts], goal_s)[0]
 
     def closest_s(
-        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = ()
+        self,
+        candidate: Candidate,
+        goal_s: float,
+        known: Sequence[ChainProof] = (),
+        *,
+        whole_s: float | None = 0.0,
+        layouts: Sequence[TypedLayout] | None = None,
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """As :meth:`bounds_s`, by the tightest relaxation that there is, with new proofs that may serve others of the same schedule.
 
         Args:
             known: such proofs.
+            whole_s: up to here whole blocks are looked at; None: it is only asked whether the bound comes to the goal.
+            layouts: of the candidate; None: all that may have its best plan.
         """
         proofs: list[ChainProof] = []
-        layouts = self.context.known_layouts(candidate)
+        layouts = self.context.known_layouts(candidate) if layouts is None else layouts
         found = self.layout_bounds_s(candidate, layouts, goal_s)
         for i, typed in enumerate(layouts):
             if found[i] >= goal_s or candidate.moves or self.context.moved:
@@ -83,11 +91,11 @@ class Cascade:
                 one = self.maker.one_stage(candidate, priced)
                 found[i] = max(found[i], float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING))
             else:
-                proof = chain_bound(self.maker.priced(candidate, priced), goal_s, known)
-                if proof is not None:
-                    found[i] = max(found[i], min(proof.bound_s, goal_s))
-                    if all(proof.weights != one.weights for one in (*known, *proofs)):
-                        proofs.append(proof)
+                bound = chain_bound(self.maker.priced(candidate, priced), goal_s, (*known, *proofs), whole_s=whole_s)
+                if bound is not None:
+                    found[i] = max(found[i], min(bound.time_s, goal_s))
+                    if all(bound.proof.weights != one.weights for one in (*known, *proofs)):
+                        proofs.append(bound.proof)
         return min(found, default=0.0), tuple(proofs)
 
     def _work_s(self, candidates: Sequence[Candidate]) -> list[float]:

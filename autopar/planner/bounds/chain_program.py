@@ -12,20 +12,26 @@ is data: chains, weights and prices, from which the bound is worked out again wi
 
 The best weights are those of the linear program over cuts into parts of blocks (Kelley's cutting planes): it is solved with the
 chains that are known, its cut is simulated, and the longest chain of that simulation is added, until the two agree.
+
+Blocks in parts spread evenly; of whole ones a slow device that has time for 1.6 takes one or two. So where the bound is still below what is
+aimed at, the same program is solved with whole numbers of blocks on each stage, as an integer program whose step is no longer than that
+time: often there is none. Its bound is the solver's alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from autopar.cost.step.critical_path import chains_of
 from autopar.cost.step.simulation import compiled
+from autopar.planner.bounds.columns import same_kinds
 from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
 from autopar.planner.space.candidates import Candidate
 
@@ -37,6 +43,27 @@ MOST_ACTIONS = 60_000
 
 PRECISION = 1e-3
 """Of the simulated step, within which a bound is not raised further."""
+
+KEPT = 12
+"""Proofs of a schedule that are tried on its other candidates: those that were found last."""
+
+NEAR = 0.92
+"""Of the time that is aimed at: below, whole blocks are left, as they raise a bound by some percent at most."""
+
+NODES = 2000
+"""Of an integer program, at most."""
+
+WHOLE_ROUNDS = 3
+"""Integer programs that are solved for an instance at most."""
+
+DIGITS = 9
+"""Of numbers in programs and their solutions: beyond them results of the same sums may differ, and with them which of equal ones is found."""
+
+WHOLE = 1e-5
+"""Of the bound of an integer program, what the solver's tolerances may be."""
+
+INFEASIBLE = 2
+"""What scipy calls a program without a solution."""
 
 ROUNDING = 1e-9
 """A bound is below the time of its plan up to this part of it."""
@@ -65,8 +92,7 @@ class ChainProof:
             return False
         if not all(stages.is_chain(chain) for chain in self.chains):
             return False
-        found = stages.least_s([stages.counts(chain) for chain in self.chains], self.weights, self.byte_s)
-        return self.bound_s <= found
+        return self.bound_s <= float(stages.least_s([self])[0])
 
 
 Key = tuple[str, int, int, int]
@@ -77,53 +103,69 @@ def key_of(candidate: Candidate) -> Key:
     return candidate.schedule, candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches
 
 
-def chain_bound(instance: PipelineInstance, goal_s: float, known: Sequence[ChainProof] = ()) -> ChainProof | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainBound:
+    """No plan takes less than ``time_s``: by the proof, or of whole blocks, by the solver of integer programs alone."""
+
+    time_s: float
+    proof: ChainProof
+
+
+def chain_bound(
+    instance: PipelineInstance, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
+) -> ChainBound | None:
     """The best bound that is found, at least ``goal_s`` where it gets there; None where the schedule is too long, or nothing fits.
 
     Args:
         goal_s: the program is left where its bound is no less.
         known: proofs of other instances of the schedule: their weights are tried first, and their chains are the first ones.
+        whole_s: up to here the bound is raised by whole blocks, where the one of parts of blocks is near. None: it is only asked whether
+            the bound comes to the goal, and the program is left where some parts of blocks take less.
     """
     if 2 * instance.pp * instance.virtual_stages * instance.num_micro_batches > MOST_ACTIONS:
         return None
     stages = _Stages(instance)
     best: ChainProof | None = None
-    for proof in known:
-        counts = [stages.counts(chain) for chain in proof.chains]
-        bound_s = stages.least_s(counts, proof.weights, proof.byte_s) * (1 - ROUNDING)
-        if best is None or bound_s > best.bound_s:
-            best = replace(proof, bound_s=bound_s)
-        if bound_s >= goal_s:
-            return best
-    chains = [*dict.fromkeys((stages.longest(*stages.even())[1], *(one for proof in known for one in proof.chains)))]
+    if known:
+        bounds_s = stages.least_s(known) * (1 - ROUNDING)
+        place = int(bounds_s.argmax())
+        best = replace(known[place], bound_s=float(bounds_s[place]))
+        if best.bound_s >= goal_s:
+            return ChainBound(time_s=best.bound_s, proof=best)
+    program = _Program(stages, [chain for proof in known for chain in proof.chains])
     for _ in range(ROUNDS):
-        solved = _solved(stages, chains)
+        solved = program.solve()
         if solved is None:
             break
-        weights, byte_s, forward_s, backward_s, first_s, once_s = solved
-        some = [i for i, weight in enumerate(weights) if weight > ROUNDING]
-        total = sum(weights[i] for i in some)
-        own = tuple(weights[i] / total for i in some)
-        bound_s = stages.least_s([stages.counts(chains[i]) for i in some], own, byte_s) * (1 - ROUNDING)
-        if best is None or bound_s > best.bound_s:
-            best = ChainProof(bound_s=bound_s, chains=tuple(chains[i] for i in some), weights=own, byte_s=byte_s)
-        time_s, chain = stages.longest(forward_s, backward_s, first_s, once_s)
-        if best.bound_s >= goal_s or time_s - best.bound_s <= PRECISION * time_s or chain in chains:
+        proof, step_s, chain = solved
+        if best is None or proof.bound_s > best.bound_s:
+            best = proof
+        if best.bound_s >= goal_s or step_s - best.bound_s <= PRECISION * step_s or not program.add(chain):
             break
-        chains.append(chain)
-    return best
+        if whole_s is None and step_s < goal_s:
+            break
+    if best is None:
+        return None
+    time_s, aim_s = best.bound_s, min(whole_s or 0.0, goal_s)
+    if NEAR * aim_s <= time_s < aim_s:
+        time_s = max(time_s, program.whole_s(aim_s))
+    return ChainBound(time_s=time_s, proof=best)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Counts:
-    """How often each stage's actions and messages are in a chain, and the rank with whose end it ends."""
-
-    forwards: Array
-    backwards: Array
-    firsts: Array
-    sends: Array
-    backs: Array
-    rank: int
+@lru_cache(maxsize=4096)
+def _counts(key: Key, chain: tuple[int, ...]) -> Array:
+    """Of a chain how often each stage's forwards, backwards, both of them, first forwards, messages and messages back are in it,
+    one after the other; and which rank's end it ends with."""
+    schedule, pp, v, m = key
+    a, num = compiled(schedule, pp, v, m), pp * v
+    found = np.bincount([a.duration[i] for i in chain], minlength=3 * num).reshape(num, 3)
+    sent = [a.message[i] for i, j in itertools.pairwise(chain) if j != a.before[i]]
+    messages = np.bincount([i for i in sent if i >= 0], minlength=2 * num).reshape(num, 2)
+    forwards, backwards = found[:, 0] + found[:, 2], found[:, 1]
+    end = np.arange(pp) == a.rank[chain[0]]
+    return np.concatenate(
+        [forwards, backwards, np.minimum(forwards, backwards), found[:, 2], messages[:, 0], messages[:, 1], end]
+    ).astype(float)
 
 
 class _Stages:
@@ -132,14 +174,18 @@ class _Stages:
     def __init__(self, instance: PipelineInstance) -> None:
         pp, v, m = instance.pp, instance.virtual_stages, instance.num_micro_batches
         self.instance, self.pp, self.num = instance, pp, pp * v
+        self.key: Key = (instance.schedule, pp, v, m)
         self.rank = np.arange(pp * v) % pp
         device = np.array(instance.device_of_rank)
-        numbers = np.array([table.numbers for table in instance.floors])[device]  # [r, k, columns]
+        tables = np.array([table.numbers for table in instance.floors])  # [device, k, columns]
+        kind_of, count = same_kinds(tables[None])
+        self.kinds = np.array(kind_of)[instance.kind_of_block]
+        numbers = tables[:, [kind_of.index(k) for k in range(count)]][device[self.rank]]
         self.forward_s, self.more_s, _, self.gather_s, self.once_s, self.static = np.moveaxis(
-            numbers[self.rank][..., :FIELDS], -1, 0
+            numbers[..., :FIELDS], -1, 0
         )
-        count = max(len(block.modes) for table in instance.floors for block in table.blocks)
-        modes = numbers[self.rank][..., FIELDS:].reshape(self.num, -1, MODES, 3)[:, :, :count]
+        most = max(len(block.modes) for table in instance.floors for block in table.blocks)
+        modes = numbers[..., FIELDS:].reshape(self.num, -1, MODES, 3)[:, :, :most]
         self.backward_s, self.kept, passing = np.moveaxis(modes, -1, 0)  # [s, k, o]
         self.held = forwards_done(instance.schedule, pp, v, m).T.reshape(-1).astype(float)
         self.stage_s = np.array([np.array(instance.forward_s)[device], np.array(instance.backward_s)[device]])[
@@ -150,7 +196,6 @@ class _Stages:
         self.sends_s, self.backs_s = np.array(sends)[self.rank], np.array(backs)[(self.rank - 1) % pp]
         self.tie_s = np.zeros(pp)
         self.tie_s[[0, -1]] = instance.tie_s
-        self.kinds = instance.kind_of_block
         sent = self.held * instance.sent_bytes * (np.arange(self.num) < self.num - 1)
         limit = np.array(instance.limit_bytes)[device] * (1 + ROUNDING)
         least = passing.min(axis=2)
@@ -158,7 +203,7 @@ class _Stages:
         peak = least[:pp, inner].min(axis=1) if inner else least[:pp, self.kinds[-1]]
         peak[-1] = least[-1, self.kinds[-1]]
         self.room = limit - np.bincount(self.rank, weights=sent, minlength=pp) - peak
-        self.actions = compiled(instance.schedule, pp, v, m)
+        self.actions = compiled(*self.key)
 
     # --- chains
 
@@ -169,124 +214,157 @@ class _Stages:
             return False
         return all(j in (a.before[i], a.need[i]) for i, j in itertools.pairwise(chain))
 
-    def counts(self, chain: tuple[int, ...]) -> _Counts:
-        """Of the actions of a chain, and of the messages between them."""
-        a, found, sent = self.actions, np.zeros(3 * self.num), np.zeros(2 * self.num + 1)
-        for i in chain:
-            found[a.duration[i]] += 1
-        for i, j in itertools.pairwise(chain):
-            if j != a.before[i]:
-                sent[a.message[i]] += 1
-        durations, messages = found.reshape(-1, 3), sent[:-1].reshape(-1, 2)
-        return _Counts(
-            forwards=durations[:, 0] + durations[:, 2], backwards=durations[:, 1], firsts=durations[:, 2],
-            sends=messages[:, 0], backs=messages[:, 1], rank=a.rank[chain[0]],
-        )  # fmt: skip
-
-    def longest(
-        self, forward_s: Array, backward_s: Array, first_s: Array, once_s: Array
-    ) -> tuple[float, tuple[int, ...]]:
-        """Seconds of the step of stages that take so long, and the actions of its longest chain."""
+    def longest(self, blocks: Array) -> tuple[float, tuple[int, ...]]:
+        """Seconds of the step of stages with so many blocks of each kind in each mode [s, k, o], and the actions of its longest chain."""
+        count = blocks.sum(axis=2)
+        forward_s = (count * self.forward_s).sum(axis=1) + self.stage_s[0]
+        backward_s = (blocks * self.backward_s).sum(axis=(1, 2)) + (count * self.more_s).sum(axis=1) + self.stage_s[1]
+        first_s = (count * self.gather_s).sum(axis=1) + self.instance.first_s
+        once_s = np.bincount(self.rank, weights=(count * self.once_s).sum(axis=1), minlength=self.pp) + self.tie_s
         durations = np.array([forward_s, backward_s, forward_s + first_s]).T.ravel().tolist()
         messages = [*np.array([self.sends_s, self.backs_s]).T.ravel().tolist(), 0.0]
         found = chains_of(self.actions, durations, messages, once_s.tolist(), 1)[0]
         return found.time_s, found.actions
 
-    def even(self) -> tuple[Array, Array, Array, Array]:
-        """Times of stages with equal parts of all blocks: forwards, backwards, first gathers; what ranks do once."""
+    def even(self) -> Array:
+        """Equal parts of all blocks on each stage, in the mode that is quickest there [s, k, o]."""
         count = np.bincount(self.kinds, minlength=self.forward_s.shape[1]) / self.num
-        times = self.forward_s @ count, self.backward_s.min(axis=2) @ count
-        once_s = self.tie_s + np.bincount(self.rank, weights=self.once_s @ count, minlength=self.pp)
-        return times[0] + self.stage_s[0], times[1] + self.stage_s[1], self.gather_s @ count, once_s
+        quickest = self.backward_s.argmin(axis=2)[..., None] == np.arange(self.backward_s.shape[2])
+        found: Array = count[:, None] * quickest
+        return found
 
     # --- the bound of some weights
 
-    def block_s(self, counts: _Counts, byte_s: Array) -> Array:
-        """What a block adds on each stage in each mode [s, k, o]; bytes at the prices of ranks."""
-        price = byte_s[self.rank][:, None]
-        own = counts.forwards[:, None] * self.forward_s + counts.firsts[:, None] * self.gather_s
-        own = own + np.minimum(counts.forwards, counts.backwards)[:, None] * self.more_s + price * self.static
-        own = own + (self.rank == counts.rank)[:, None] * self.once_s
-        seconds = counts.backwards[:, None, None] * self.backward_s
-        found: Array = own[..., None] + seconds + (price * self.held[:, None])[..., None] * self.kept
+    def block_s(self, counts: Array, byte_s: Array) -> Array:
+        """What a block adds to chains [n, counts] on each stage in each mode [n, s, k, o]; bytes at the prices of ranks [n, r]."""
+        forwards, backwards, both, firsts = (x[..., None] for x in np.split(counts[:, : 4 * self.num], 4, axis=1))
+        price, ends = byte_s[:, self.rank, None], counts[:, 6 * self.num + self.rank, None]
+        own = forwards * self.forward_s + both * self.more_s + firsts * self.gather_s + ends * self.once_s
+        kept = (price * self.held[:, None])[..., None] * self.kept
+        found: Array = (own + price * self.static)[..., None] + backwards[..., None] * self.backward_s + kept
         return found
 
-    def fixed_s(self, counts: _Counts) -> float:
-        """Seconds of a chain without any block."""
-        found = counts.forwards @ self.stage_s[0] + counts.backwards @ self.stage_s[1] + self.tie_s[counts.rank]
-        found += counts.firsts.sum() * self.instance.first_s + counts.sends @ self.sends_s + counts.backs @ self.backs_s
-        return float(found)
+    def fixed_s(self, counts: Array) -> Array:
+        """Seconds of chains [n, counts] without any block."""
+        own = [*self.stage_s, np.zeros(self.num), np.full(self.num, self.instance.first_s), self.sends_s, self.backs_s]
+        found: Array = counts @ np.concatenate([*own, self.tie_s])
+        return found
 
-    def least_s(self, chains: list[_Counts], weights: tuple[float, ...], byte_s: tuple[float, ...]) -> float:
-        """Of all cuts of the blocks into stages the least weighed seconds, by dynamic programming over stages."""
-        prices, none = np.array(byte_s), np.zeros(self.pp)
-        every = sum(weight * self.block_s(own, none) for own, weight in zip(chains, weights, strict=True))
-        bytes_s = prices[self.rank][:, None]
-        every = every + (bytes_s * self.static)[..., None] + (bytes_s * self.held[:, None])[..., None] * self.kept
-        cost = every.min(axis=2)[:, self.kinds]  # [s, block]
-        sums = np.concatenate([np.zeros((self.num, 1)), np.cumsum(cost, axis=1)], axis=1)
-        least = np.full(sums.shape[1], np.inf)
-        least[0] = 0.0
-        for own in sums:  # the blocks up to each one on the stages up to this one, which has one at least
-            begun = np.minimum.accumulate(least - own)
-            least = np.concatenate([[np.inf], own[1:] + begun[:-1]])
-        fixed = sum(weight * self.fixed_s(own) for own, weight in zip(chains, weights, strict=True))
-        return float(least[-1] + fixed - prices @ self.room)
+    def least_s(self, proofs: Sequence[ChainProof]) -> Array:
+        """Of all cuts of the blocks into stages the least seconds as each proof weighs them, by dynamic programming over stages."""
+        counts = np.array(
+            [np.array(p.weights) @ np.array([_counts(self.key, chain) for chain in p.chains]) for p in proofs]
+        )
+        prices = np.array([p.byte_s for p in proofs])
+        cost = self.block_s(counts, prices).min(axis=3)[:, :, self.kinds]  # [n, s, block]
+        sums = np.concatenate([np.zeros((*cost.shape[:2], 1)), np.cumsum(cost, axis=2)], axis=2)
+        least = np.full((len(proofs), sums.shape[2]), np.inf)
+        least[:, 0] = 0.0
+        for s in range(self.num):  # the blocks up to each one on the stages up to this one, which has one at least
+            begun = np.minimum.accumulate(least - sums[:, s], axis=1)
+            least[:, 1:] = sums[:, s, 1:] + begun[:, :-1]
+            least[:, 0] = np.inf
+        found: Array = least[:, -1] + self.fixed_s(counts) - prices @ self.room
+        return found
 
 
-def _solved(
-    stages: _Stages, chains: list[tuple[int, ...]]
-) -> tuple[tuple[float, ...], tuple[float, ...], Array, Array, Array, Array] | None:
-    """The shortest step of parts of blocks by these chains: their weights, prices of bytes, and the times of its stages; None: there is none.
+class _Program:
+    """The shortest step of parts of blocks by some chains.
 
     Variables: blocks of each kind on each stage in each mode, the first and the last block where they have to be; the step.
+
+    Args:
+        chains: that are known; the longest one of even stages is added.
     """
-    num, kinds, modes = stages.backward_s.shape
-    size = num * kinds * modes
-    count = np.bincount(stages.kinds, minlength=kinds).astype(float)
-    counts = [stages.counts(chain) for chain in chains]
-    none = np.zeros(stages.pp)
-    blocks = np.array([stages.block_s(own, none).ravel() for own in counts])
-    fixed = np.array([stages.fixed_s(own) for own in counts])
-    scale_s, scale_bytes = (
-        max(float(fixed.max()), float(blocks.max()), 1e-12),
-        max(float(np.abs(stages.room).max()), 1.0),
-    )
-    stage, kind = (
-        x.ravel() for x in np.meshgrid(np.arange(num), np.arange(kinds), np.arange(modes), indexing="ij")[:2]
-    )
-    num_bytes = (stages.static[..., None] + stages.held[:, None, None] * stages.kept).ravel()
-    place = np.arange(size)
-    chain_rows = np.concatenate([blocks / scale_s, -np.ones((len(chains), 1))], axis=1)
-    upper = np.concatenate([chain_rows, np.zeros((stages.pp + num, size + 1))])
-    upper[len(chains) + stages.rank[stage], place] = num_bytes / scale_bytes
-    upper[len(chains) + stages.pp + stage, place] = -1.0
-    limits = np.concatenate([-fixed / scale_s, stages.room / scale_bytes, -np.ones(num)])
-    equal = coo_array((np.ones(size), (kind, place)), shape=(kinds, size + 1))
-    lower, most = np.zeros(size + 1), np.full(size + 1, np.inf)
-    most[:size] = count[kind]
-    for k, at in ((stages.kinds[0], 0), (stages.kinds[-1], num - 1)):
-        if count[k] == 1:  # the only one of its kind: on no other stage
-            most[:size][(kind == k) & (stage != at)] = 0.0
-    found = linprog(
-        np.append(np.zeros(size), 1.0), A_ub=upper, b_ub=limits, A_eq=equal, b_eq=count,
-        bounds=np.array([lower, most]).T, method="highs",
-    )  # fmt: skip
-    if found.status != 0:
-        return None
-    prices = np.maximum(-found.ineqlin.marginals, 0.0)
-    weights, byte_s = prices[: len(chains)], prices[len(chains) : len(chains) + stages.pp]
-    total = weights.sum()
-    if total <= 0:
-        return None
-    x = found.x[:size].reshape(num, kinds, modes)
-    own = x.sum(axis=2)
-    once_s = stages.tie_s + np.bincount(stages.rank, weights=(own * stages.once_s).sum(axis=1), minlength=stages.pp)
-    return (
-        tuple((weights / total).tolist()),
-        tuple((byte_s / total * scale_s / scale_bytes).tolist()),
-        (own * stages.forward_s).sum(axis=1) + stages.stage_s[0],
-        (x * stages.backward_s).sum(axis=(1, 2)) + (own * stages.more_s).sum(axis=1) + stages.stage_s[1],
-        (own * stages.gather_s).sum(axis=1) + stages.instance.first_s,
-        once_s,
-    )
+
+    def __init__(self, stages: _Stages, chains: Sequence[tuple[int, ...]]) -> None:
+        self.stages = stages
+        num, kinds, _ = shape = stages.backward_s.shape
+        may = np.ones(shape, dtype=bool)
+        self.count = np.bincount(stages.kinds, minlength=kinds).astype(float)
+        for k, at in ((stages.kinds[0], 0), (stages.kinds[-1], num - 1)):
+            if self.count[k] == 1:  # the only one of its kind: on no other stage
+                may[:, k] &= np.arange(num)[:, None] == at
+        self.may, (stage, kind, _) = may, may.nonzero()
+        self.scale_s, even = stages.longest(stages.even())
+        self.scale_bytes = max(float(np.abs(stages.room).max()), 1.0)
+        num_bytes = (stages.static[..., None] + stages.held[:, None, None] * stages.kept)[may] / self.scale_bytes
+        self.on_stage, self.of_kind = (np.arange(size)[:, None] == own for size, own in ((num, stage), (kinds, kind)))
+        memory = (np.arange(stages.pp)[:, None] == stages.rank[stage]) * num_bytes.round(DIGITS)
+        self.chains: list[tuple[int, ...]] = []
+        self.rows = np.concatenate([memory, -1.0 * self.on_stage])
+        self.rows = np.concatenate([self.rows, np.zeros((len(self.rows), 1))], axis=1)
+        self.limits = np.concatenate([stages.room / self.scale_bytes, -np.ones(num)])
+        self._add([*dict.fromkeys((even, *chains))])
+
+    def add(self, chain: tuple[int, ...]) -> bool:
+        """Whether a chain was not known."""
+        if chain in self.chains:
+            return False
+        self._add([chain])
+        return True
+
+    def _add(self, chains: Sequence[tuple[int, ...]]) -> None:
+        stages = self.stages
+        counts = np.array([_counts(stages.key, chain) for chain in chains])
+        blocks = stages.block_s(counts, np.zeros((len(counts), stages.pp)))[:, self.may] / self.scale_s
+        self.chains += chains
+        rows = np.concatenate([blocks.round(DIGITS), -np.ones((len(counts), 1))], axis=1)
+        self.rows = np.concatenate([self.rows, rows])
+        self.limits = np.concatenate([self.limits, (-stages.fixed_s(counts) / self.scale_s).round(DIGITS)])
+
+    def solve(self) -> tuple[ChainProof, float, tuple[int, ...]] | None:
+        """The proof of the best weights, and the step and the longest chain of the stages of the solution; None: there is none."""
+        size, stages, fixed = self.rows.shape[1], self.stages, self.stages.pp + self.stages.num
+        found = linprog(
+            np.arange(size) == size - 1, A_ub=self.rows, b_ub=self.limits, A_eq=np.pad(self.of_kind, ((0, 0), (0, 1))),
+            b_eq=self.count, method="highs-ds", options={"presolve": False},
+        )  # fmt: skip
+        if found.status != 0:
+            return None
+        prices = np.maximum(-found.ineqlin.marginals, 0.0)
+        weights, byte_s = prices[fixed:], prices[: stages.pp]
+        some, total = np.flatnonzero(weights > ROUNDING * weights.sum()), weights.sum()
+        if total <= 0:
+            return None
+        proof = ChainProof(
+            bound_s=0.0, chains=tuple(self.chains[i] for i in some),
+            weights=tuple((weights[some] / weights[some].sum()).tolist()),
+            byte_s=tuple((byte_s / total * self.scale_s / self.scale_bytes).tolist()),
+        )  # fmt: skip
+        proof = replace(proof, bound_s=float(stages.least_s([proof])[0]) * (1 - ROUNDING))
+        return proof, *stages.longest(self._blocks(found.x))
+
+    def whole_s(self, goal_s: float) -> float:
+        """The least step in which each stage, and each rank, has a whole number of blocks, up to ``goal_s``.
+
+        Where there is one below, the longest chain of its stages is added, a few times.
+        """
+        stages, bound_s = self.stages, 0.0
+        on_rank = (np.arange(stages.pp)[:, None] == stages.rank) @ self.on_stage
+        parts = np.concatenate([self.on_stage, on_rank])  # their blocks are the last variables
+        equal = np.block([[self.of_kind, np.zeros((len(self.count), 1 + len(parts)))],
+                          [parts, np.zeros((len(parts), 1)), -np.eye(len(parts))]])  # fmt: skip
+        count = np.append(self.count, np.zeros(len(parts)))
+        step, place = self.rows.shape[1] - 1, np.arange(self.rows.shape[1] + len(parts))
+        most = np.where(place == step, goal_s / self.scale_s * (1 + WHOLE), np.inf)
+        for _ in range(WHOLE_ROUNDS):
+            rows = np.pad(self.rows, ((0, 0), (0, len(parts))))
+            found = milp(
+                place == step, integrality=place > step, bounds=Bounds(0.0, most),
+                constraints=[LinearConstraint(rows, -np.inf, self.limits), LinearConstraint(equal, count, count)],
+                options={"node_limit": NODES, "mip_rel_gap": PRECISION},
+            )  # fmt: skip
+            if found.status == INFEASIBLE:
+                return goal_s
+            if found.mip_dual_bound is not None:
+                bound_s = max(bound_s, float(found.mip_dual_bound) * self.scale_s * (1 - WHOLE))
+            if found.x is None or not self.add(stages.longest(self._blocks(found.x))[1]):
+                break
+        return bound_s
+
+    def _blocks(self, values: Array) -> Array:
+        """Of each kind on each stage in each mode [s, k, o]; rounded, so that which chain is the longest does not depend on rounding."""
+        found = np.zeros(self.may.shape)
+        found[self.may] = np.round(values[: self.may.sum()], DIGITS)
+        return found

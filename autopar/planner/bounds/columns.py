@@ -41,7 +41,7 @@ class Columns:
 
     def __init__(self, instances: Sequence[PipelineInstance]) -> None:
         own, tables = instances[0], _tables(instances)
-        kind_of, num_kinds = _same_kinds(tables)
+        kind_of, num_kinds = same_kinds(tables)
         self.runs = _merged([(kind_of[kind], count) for kind, count in own.runs])
         self.groups = _joined([{kind_of[k] for k in group} for group in own.groups])
         tables = tables[:, :, [kind_of.index(k) for k in range(num_kinds)]]
@@ -194,7 +194,7 @@ def _tables(instances: Sequence[PipelineInstance]) -> Array:
     return found
 
 
-def _same_kinds(tables: Array) -> tuple[list[int], int]:
+def same_kinds(tables: Array) -> tuple[list[int], int]:
     """Of each kind of blocks a number, equal for those whose floors are equal in all instances; and how many there are."""
     found: list[int] = []
     firsts: list[int] = []

@@ -11,49 +11,51 @@ import heapq
 import math
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 
-from autopar.planner.bounds.chain_program import ChainProof, Key, key_of
+from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
 from autopar.planner.space.candidates import Candidate
 
 GAP = 0.03
-"""Of a bound, up to which the best time above it is near enough."""
+"""Of a bound, up to which the best time above it is near enough, where all ranks are alike. Where they differ chains were asked of most
+candidates before, and cost little more."""
+
+WHOLE_GAP = 0.05
+"""Likewise, to look at no whole blocks."""
 
 MOST = 256
 """Candidates whose bounds are raised at most."""
-
-KEPT = 12
-"""Proofs of a schedule that are tried on its other candidates: those that were found last."""
 
 
 def close_gap(
     pool: Sequence[Candidate],
     bounds: MutableMapping[Candidate, float],
     best_s: float,
+    gap: float,
     asked: Collection[int],
-    closest_s: Callable[[int, float, Sequence[ChainProof]], tuple[float, tuple[ChainProof, ...]]],
+    closest_s: Callable[[int, float, Sequence[ChainProof], float], tuple[float, tuple[ChainProof, ...]]],
 ) -> None:
-    """Raise the least of some bounds, until none is below ``best_s / (1 + GAP)``.
+    """Raise the least of some bounds, until none is below ``best_s / (1 + gap)`` or the least one cannot be raised.
 
     Args:
         bounds: of each candidate of the pool; raised in place.
         best_s: of the best plan; infinite: there is none, and nothing to raise.
         asked: positions of those that the search came to, whose bounds are of their priced layouts.
-        closest_s: the tightest bound of the candidate at a position, up to a goal, from proofs of its schedule; and new proofs.
+        closest_s: the tightest bound of the candidate at a position, up to a goal, from proofs of its schedule, whole blocks looked
+            at up to another time; and new proofs.
     """
     if math.isinf(best_s):
         return
-    goal_s, made = best_s / (1 + GAP), 0
+    goal_s, made = best_s / (1 + gap), 0
     proofs: dict[Key, list[ChainProof]] = {}
     heap = [(bounds[candidate], i) for i, candidate in enumerate(pool) if bounds[candidate] < goal_s]
     heapq.heapify(heap)
     while heap and made < MOST:
         before_s, i = heapq.heappop(heap)
-        if i not in asked:
+        if before_s >= goal_s or i not in asked:
             return
         made += 1
         known = proofs.setdefault(key_of(pool[i]), [])
-        bound_s, more = closest_s(i, goal_s, known)
+        bound_s, more = closest_s(i, goal_s, known, min(goal_s, best_s / (1 + WHOLE_GAP)))
         known += more
         del known[: len(known) - KEPT]
-        if bound_s <= before_s:  # it is the least of all, and stays so
-            return
-        bounds[pool[i]] = bound_s
+        bounds[pool[i]] = max(bound_s, before_s)
+        goal_s = min(goal_s, bounds[pool[i]])  # which is the least of all if no other one is below

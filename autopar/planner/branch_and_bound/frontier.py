@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from autopar.planner.bounds.cascade import LEVELS
-from autopar.planner.bounds.chain_program import ChainProof, Key, key_of
-from autopar.planner.branch_and_bound.certificate import KEPT
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.layouts.types import LayoutKey, layout_key_of
@@ -58,7 +56,6 @@ class Frontier:
         self._heap: list[tuple[float, int, int]] = []
         self._level: dict[int, int] = {}
         self.given: set[int] = set()
-        self._proofs: dict[Key, list[ChainProof]] = {}
 
     def begin(self) -> None:
         """First bounds of all."""
@@ -92,7 +89,7 @@ class Frontier:
                 continue
             if level == LAST:
                 self.given.add(i)
-                if not self._is_excluded(i):
+                if self.evaluator.chained_s(self.pool[i], self.best_s()) < self.best_s():
                     yield i
             elif level == 0 and not self.group.is_forked:  # no layout is asked for: all at once
                 self._raise([k for own in self.parts.values() for k in own], level)
@@ -115,21 +112,23 @@ class Frontier:
                 self.given.add(first)
                 yield first
             if math.isfinite(self.best_s()):
+                yield from self._quickest_by_chains(self.parts[self.keys[first]])
                 return
 
-    def _is_excluded(self, index: int) -> bool:
-        """Whether the chains of its schedule exclude a candidate whose ranks differ, where these tell far more than its last bound.
-
-        What is known of a schedule depends on what was looked at before: it decides on no order, and is no part of the certificate.
-        """
-        candidate, best_s = self.pool[index], self.best_s()
-        if not (self.evaluator.model.is_mixed and candidate.mesh.pp > 1 and math.isfinite(best_s)):
-            return False
-        known = self._proofs.setdefault(key_of(candidate), [])
-        bound_s, proofs = self.evaluator.closest_s(candidate, best_s, known)
-        known += proofs
-        del known[: len(known) - KEPT]
-        return bound_s >= best_s
+    def _quickest_by_chains(self, places: Sequence[int]) -> Iterator[int]:
+        """Where ranks differ plans are far above their last bounds: of those that share a first plan's layouts the quickest by chains."""
+        if not self.evaluator.model.is_mixed:
+            return
+        for made in range(LAST):
+            self._raise(places, made)
+        least_s, first = self.best_s(), -1
+        for k in sorted(places, key=self._place):
+            if k not in self.given and self.bounds[self.pool[k]] < least_s:
+                bound_s = self.evaluator.chained_s(self.pool[k], least_s, whole_s=0.0)
+                least_s, first = (bound_s, k) if 0 < bound_s < least_s else (least_s, first)
+        if first >= 0:
+            self.given.add(first)
+            yield first
 
     def _place(self, index: int) -> tuple[float, int]:
         return self.bounds[self.pool[index]], index

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.planner.bounds.cascade import Cascade
+from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.layout_plans import LayoutPlans
+from autopar.planner.layouts.types import TypedLayout
 from autopar.planner.model_stats import readable
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.cut_problem import Failure
@@ -29,6 +31,7 @@ class PipelineEvaluator:
         self.context, self.cascade, self.plans = context, cascade, plans
         self.model, self.layouts = context.model, context.layouts
         self._done: dict[Candidate, Evaluation | Misfit] = {}
+        self._proofs: dict[Key, list[ChainProof]] = {}
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
         """The best plan of a candidate: the same one whatever ``at_most_s`` is, as far as it is faster.
@@ -51,6 +54,9 @@ class PipelineEvaluator:
                 if least <= bound and (bound < float("inf") or best or any(f.is_slow for f in failures)):
                     failures.append(Failure(is_slow=True))
                     continue
+                if math.isfinite(least) and self.chained_s(candidate, least, layouts=[draft]) >= least:
+                    failures.append(Failure(is_slow=True))
+                    continue
                 option = self.layouts.price(draft)
                 found = self.plans.best(candidate, option, least, may_fit=bound < math.inf)
                 if isinstance(found, Failure):
@@ -71,6 +77,27 @@ class PipelineEvaluator:
         least_bytes = min(on_device)
         reason = f"memory: needs {needs_text(self.model, least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
+
+    def chained_s(
+        self,
+        candidate: Candidate,
+        goal_s: float,
+        *,
+        whole_s: float | None = None,
+        layouts: Sequence[TypedLayout] | None = None,
+    ) -> float:
+        """The bound of a candidate whose ranks differ by the chains of its schedule, up to a goal: far tighter than its others; else 0.
+
+        What is known of a schedule depends on what was looked at before: it decides on no order but that of early incumbents, and is
+        no part of the certificate. Arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
+        """
+        if not self.plans.placed.has(candidate):
+            return 0.0
+        known = self._proofs.setdefault(key_of(candidate), [])
+        bound_s, proofs = self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s, layouts=layouts)
+        known += proofs
+        del known[: len(known) - KEPT]
+        return bound_s
 
     def _host_reason(self, failures: Sequence[Failure]) -> str:
         least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0

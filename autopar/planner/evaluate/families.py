@@ -60,12 +60,16 @@ class Evaluator:
         return [next(shares if c.shares else pipelines) for c in candidates]
 
     def closest_s(
-        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = ()
+        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """The tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
         if candidate.shares:
             return min(self.shares.bounds_s(LEVELS - 1, [candidate])[0], goal_s), ()
-        return self.cascade.closest_s(candidate, goal_s, known)
+        return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
+
+    def chained_s(self, candidate: Candidate, goal_s: float, *, whole_s: float | None = None) -> float:
+        """Of a pipeline whose ranks differ; see :class:`PipelineEvaluator`."""
+        return 0.0 if candidate.shares else self.pipelines.chained_s(candidate, goal_s, whole_s=whole_s)
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
         """The best plan of a candidate; see :class:`Family`."""

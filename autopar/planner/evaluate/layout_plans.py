@@ -83,6 +83,8 @@ class LayoutPlans:
         if found.candidate.mesh.pp == 1 or self.pinned or self.options.moved or self.context.space.equal_stages:
             return found
         problem = self.problem(found.candidate, found.option).with_buckets(found.bucket_bytes)
+        if problem.devices_differ:  # its evaluation did so
+            return found
         return self._bucketed(problem, self._moved(problem, found))
 
     def _moved(self, problem: CutProblem, found: Evaluation) -> Evaluation:

@@ -144,6 +144,8 @@ def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: 
     for level in range(1, LEVELS):
         if bound_s < best_s:  # up to there a bound is a function of the candidate alone
             bound_s = max(bound_s, min(evaluator.bounds_s(level, [other], CLEAR * best_s)[0], CLEAR * best_s))
+    if bound_s < best_s:
+        bound_s = max(bound_s, evaluator.chained_s(other, CLEAR * best_s))
     if best_s <= bound_s < float("inf"):
         more_s = bound_s - best_s
         return f"at least {more_s:.3g} s ({100 * more_s / best_s:.1f}%) slower ({other}), by its lower bound", None

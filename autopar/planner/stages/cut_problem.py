@@ -135,11 +135,8 @@ class CutProblem:
 
     def quickest_modes(self, stops: Sequence[int]) -> Modes:
         """Of each block the mode of the least time, whatever memory it needs."""
-        return tuple(
-            min(block.options, key=lambda option: option.time_s).mode
-            for rank, start, stop in self.spans(stops)
-            for block in self.block_options[rank].blocks[start:stop]
-        )
+        spans = self.spans(stops)
+        return tuple(mode for rank, start, stop in spans for mode in self.block_options[rank].quickest_modes[start:stop])
 
     def busy_s(self, stops: Sequence[int], modes: Sequence[Way]) -> float:
         """A bound from below on the step of a cut.

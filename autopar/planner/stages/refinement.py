@@ -95,7 +95,9 @@ def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
     """
     steps = [_rank_steps(problem, stops, rank) for rank in range(problem.pp)]
     other = problem.fitting(stops, problem.quickest_modes(stops))
-    needs = _needs(problem, other)
+    last = problem.num_stages - 1
+    held = np.array([kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(other.made)])
+    needs = _needs(problem, other, held)
     for _ in range(MAX_CHOICES):
         cover = _Cover(problem, stops, steps, needs, other)
         if problem.fits(other):
@@ -106,27 +108,23 @@ def _fitting_cover(problem: CutProblem, stops: Stops) -> _Cover | None:
         other = problem.fitting(stops, cover.modes(taken[:, 0]))
         needs = [
             own if left >= 0 else np.maximum(np.maximum(own, more), own - left)
-            for own, more, left in zip(needs, _needs(problem, other), problem.spare_bytes(other), strict=True)
+            for own, more, left in zip(needs, _needs(problem, other, held), problem.spare_bytes(other), strict=True)
         ]
     return _Cover(problem, stops, steps, needs, other) if problem.fits(other) else None
 
 
-def _needs(problem: CutProblem, found: Fitting) -> list[Array]:
-    """For each rank the bytes that it has too much at each of its fullest moments if all blocks take their quickest modes."""
-    last = problem.num_stages - 1
-    kept = [kept_bytes(stage, receives=s > 0, sends=s < last) for s, stage in enumerate(found.made)]
-    chosen = problem.quickest_modes(found.stops)
-    more = [0.0] * problem.num_stages
-    for s, (rank, start, stop) in enumerate(problem.spans(found.stops)):
-        for i in range(start, stop):
-            options = {option.mode: option for option in problem.block_options[rank].blocks[i].options}
-            more[s] += options[chosen[i]].held_bytes - options[found.modes[i]].held_bytes
+def _needs(problem: CutProblem, found: Fitting, held: Array) -> list[Array]:
+    """For each rank the bytes that it has too much at each of its fullest moments if all blocks take their quickest modes.
+
+    Args:
+        found: what ranks have beside what micro-batches keep is taken from it.
+        held: what stages then keep of a micro-batch [stages].
+    """
     needs = []
     for rank, limit in enumerate(problem.tensor_limits):
         memory = found.memory[rank]
         others = memory.parameters + memory.gradients + memory.optimizer + memory.transient
-        held = np.array(kept[rank :: problem.pp]) + np.array(more[rank :: problem.pp])
-        needs.append(problem.peaks(rank) @ held + others - limit)
+        needs.append(problem.peaks(rank) @ held[rank :: problem.pp] + others - limit)
     return needs
 
 

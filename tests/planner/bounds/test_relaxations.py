@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.cost.step.critical_path import chains_of
 from autopar.cost.step.simulation import compiled
-from autopar.planner.bounds.chain_program import ChainProof, chain_bound
+from autopar.planner.bounds.chain_program import WHOLE, chain_bound
 from autopar.planner.bounds.columns import Columns
 from autopar.planner.bounds.feasibility import feasible_bounds
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, PipelineInstance, forwards_done, runs_of
@@ -117,8 +117,10 @@ def test_no_relaxation_is_above_a_simulated_plan(instance: PipelineInstance) -> 
     assert math.isinf(best_s) or columns.holds()[0]
     for goal_s in (math.inf, 1.2 * best_s, best_s, 0.9 * best_s):
         assert feasible_bounds([instance], goal_s)[0] <= best_s * (1 + TINY)
-    proof = chain_bound(instance, math.inf)
-    assert proof is None or proof.bound_s <= best_s * (1 + TINY)
+    for goal_s in (math.inf, 1.2 * best_s, best_s):
+        bound = chain_bound(instance, goal_s, whole_s=goal_s)
+        assert bound is None or bound.proof.bound_s <= best_s * (1 + TINY)
+        assert bound is None or bound.proof.bound_s <= bound.time_s <= best_s * (1 + 2 * WHOLE)
 
 
 @SOME
@@ -143,9 +145,10 @@ def test_a_bound_is_the_same_alone_and_in_company(every: Sequence[PipelineInstan
 @SOME
 @given(instances())
 def test_proofs_verify_and_spoilt_ones_do_not(instance: PipelineInstance) -> None:
-    proof = chain_bound(instance, math.inf)
-    if proof is None:
+    bound = chain_bound(instance, math.inf)
+    if bound is None:
         return
+    proof = bound.proof
     assert proof.verify(instance)
     more = replace(proof, bound_s=proof.bound_s + max(abs(proof.bound_s), 1.0) * 1e-3)
     assert not more.verify(instance)
@@ -170,8 +173,9 @@ def test_a_proof_of_one_instance_is_no_proof_of_a_quicker_one() -> None:
         backward_s=(0.0,), sends_s=(0.0, 0.0), sends_back_s=(0.0, 0.0),
     )  # fmt: skip
     quick = replace(slow, floors=(FloorTable(blocks=(replace(block, forward_s=0.5),) * 3),))
-    proof = chain_bound(slow, math.inf)
-    assert isinstance(proof, ChainProof)
+    bound = chain_bound(slow, math.inf)
+    assert bound is not None
+    proof = bound.proof
     assert proof.bound_s == pytest.approx(least_s(slow), rel=1e-3)  # three blocks each: the cut of the program is whole
     assert proof.verify(slow)
     assert not proof.verify(quick)
