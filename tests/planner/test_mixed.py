@@ -86,7 +86,10 @@ def test_the_search_finds_the_best_of_all_and_its_bounds_hold(graph: Graph, memo
             for level in range(LEVELS):
                 assert alone.bounds_s(level, [candidate])[0] <= times[-1] * (1 + 1e-9)
             for part in (1.0, 1.01, 1.2):  # of its time, that is aimed at
-                assert alone.closest_s(candidate, part * times[-1])[0] <= times[-1] * (1 + 1e-9)
+                goal_s = part * times[-1]
+                assert alone.closest_s(candidate, goal_s)[0] <= times[-1] * (1 + 1e-9)
+                assert alone.closest_s(candidate, goal_s, whole_s=goal_s)[0] <= times[-1] * (1 + 1e-9)
+                assert alone.chained_s(candidate, goal_s) <= times[-1] * (1 + 1e-9)
     assert found.best.prediction.step_time_s == min(times)
     assert found.lower_bound_s <= min(alone.improved(plan).time_s for plan in plans)
 

@@ -57,7 +57,12 @@ class Known:
             part * bound_s if level < LEVELS - 1 else min(bound_s, max(0.75 * bound_s, goal_s)) for bound_s in found
         ]
 
-    def closest_s(self, found: Candidate, goal_s: float, known: Sequence[object] = ()) -> tuple[float, tuple[()]]:
+    def chained_s(self, found: Candidate, goal_s: float) -> float:
+        return 0.0
+
+    def closest_s(
+        self, found: Candidate, goal_s: float, known: Sequence[object] = (), *, whole_s: float = 0.0
+    ) -> tuple[float, tuple[()]]:
         return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], goal_s), ()
 
     def hopeless(self, found: Candidate) -> None:

@@ -91,7 +91,9 @@ class Cascade:
                 one = self.maker.one_stage(candidate, priced)
                 found[i] = max(found[i], float(feasible_bounds([one], goal_s)[0]) * (1 - ROUNDING))
             else:
-                bound = chain_bound(self.maker.priced(candidate, priced), goal_s, (*known, *proofs), whole_s=whole_s)
+                instance = self.maker.priced(candidate, priced)
+                aim_s = 0.0 if whole_s is not None and found[i] >= whole_s else whole_s
+                bound = chain_bound(instance, goal_s, (*known, *proofs), whole_s=aim_s)
                 if bound is not None:
                     found[i] = max(found[i], min(bound.time_s, goal_s))
                     if all(bound.proof.weights != one.weights for one in (*known, *proofs)):

@@ -21,7 +21,6 @@ time: often there is none. Its bound is the solver's alone.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -154,8 +153,10 @@ def chain_bound(
 
 @lru_cache(maxsize=4096)
 def _counts(key: Key, chain: tuple[int, ...]) -> Array:
-    """Of a chain how often each stage's forwards, backwards, both of them, first forwards, messages and messages back are in it,
-    one after the other; and which rank's end it ends with."""
+    """How often each stage's actions and messages are in a chain: its counts, and with which rank's end it ends.
+
+    Forwards, backwards, both of them, first forwards, messages and messages back of all stages stand one after the other.
+    """
     schedule, pp, v, m = key
     a, num = compiled(schedule, pp, v, m), pp * v
     found = np.bincount([a.duration[i] for i in chain], minlength=3 * num).reshape(num, 3)

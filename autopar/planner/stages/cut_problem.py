@@ -136,7 +136,9 @@ class CutProblem:
     def quickest_modes(self, stops: Sequence[int]) -> Modes:
         """Of each block the mode of the least time, whatever memory it needs."""
         spans = self.spans(stops)
-        return tuple(mode for rank, start, stop in spans for mode in self.block_options[rank].quickest_modes[start:stop])
+        return tuple(
+            mode for rank, start, stop in spans for mode in self.block_options[rank].quickest_modes[start:stop]
+        )
 
     def busy_s(self, stops: Sequence[int], modes: Sequence[Way]) -> float:
         """A bound from below on the step of a cut.
