@@ -17,6 +17,9 @@ from autopar.table import Table
 
 Kind = Literal["cpu", "cuda"]
 
+KernelKind = Literal["cpu", "cuda", "cuda without flash"]
+"""Which fused kernels a device has."""
+
 TOPICS = ("memory", "bandwidth", "launch", "fragmentation", "interference", "uncertainty")
 """What the scalar numbers of a device are about; each has its provenance."""
 
@@ -133,6 +136,13 @@ class Device:
     def function(self, name: str) -> FunctionRate | None:
         """What was measured of an elementwise function."""
         return next((rate for rate in self.functions if rate.name == name), None)
+
+    @property
+    def kernel_kind(self) -> KernelKind:
+        """GPUs that multiply bfloat16 are those that torch has flash kernels for: from compute capability 8.0 on."""
+        if self.kind == "cpu" or any(rate.dtype == "bfloat16" for rate in self.matmul):
+            return self.kind
+        return "cuda without flash"
 
     @property
     def gradient_s(self) -> float:

@@ -23,9 +23,14 @@ _ON_CUDA = (torch.float16, torch.bfloat16)
 _WIDEST, _MULTIPLE, _FIRST_MAJOR = 256, 8, 8
 """Of heads, and of compute capability: what the flash kernel in torch takes."""
 
+_SMALL = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+_WIDEST_ON_SMALL, _WIDEST_BUT_DROPPED = 192, 224
+"""Compute capabilities whose multiprocessors have too little memory for backward of heads wider than 192, but those wider than 224
+without dropout (``sdp_utils.cpp`` of torch)."""
+
 
 def takes_shapes(kind: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Whether there is a fused kernel on devices of this kind, ``cpu`` or ``cuda``, whatever their age."""
+    """Whether there is a fused kernel for an ``autopar.device.KernelKind``, whatever the make of the device."""
     if width != value_width or not dtype.is_floating_point:
         return False
     if kind != "cuda":
@@ -33,11 +38,25 @@ def takes_shapes(kind: str, dtype: torch.dtype, width: int, value_width: int) ->
     return dtype in _ON_CUDA and width <= _WIDEST and width % _MULTIPLE == 0
 
 
-def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether there is a fused kernel for these on their device."""
-    if q.ndim != 4 or not takes_shapes(q.device.type, q.dtype, q.shape[-1], v.shape[-1]):
+def takes(q: Tensor, v: Tensor, *, drops: bool = False) -> bool:
+    """Whether there is a fused kernel for these on their device, with dropout (on GPUs alone) or without."""
+    width = q.shape[-1]
+    if q.ndim != 4 or not takes_shapes(q.device.type, q.dtype, width, v.shape[-1]):
         return False
-    return q.device.type == "cpu" or torch.cuda.get_device_capability(q.device)[0] >= _FIRST_MAJOR
+    if q.device.type == "cpu":
+        return not drops
+    capability = torch.cuda.get_device_capability(q.device)
+    is_small = capability in _SMALL and width > _WIDEST_ON_SMALL and (width <= _WIDEST_BUT_DROPPED or drops)
+    return capability[0] >= _FIRST_MAJOR and not is_small
+
+
+def rows_after(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) -> Tensor:
+    """Attention of rows that are the last of the columns, on GPUs; dropout draws from torch's own generator.
+
+    Of fewer rows than columns this kernel takes "causal" for the lower right triangle (as ``torch.nn.attention.bias`` has it call it).
+    """
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, True, False, scale=scale)[0]
+    return out
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor, Kept]:
@@ -103,7 +122,10 @@ def merge(out: Tensor, total: Tensor, found: Tensor, statistic: Tensor) -> None:
 
 
 class RowsAfter(torch.autograd.Function):
-    """Attention of rows to all columns before them and, under a causal mask, to their own: a mask of both has no flash kernel."""
+    """:func:`rows_after` on CPUs: attention to all columns before the rows and, under a causal mask, to their own.
+
+    The kernel there takes "causal" for the upper left triangle.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -253,31 +253,6 @@ def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -
 # --- random operators ----------------------------------------------------------------------------
 
 
-class _Dropout(torch.autograd.Function):
-    """Keeps the mask, one byte an element, for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
-        mask = x.new_empty(x.shape, dtype=torch.bool)  # whatever the strides of x: numbers are drawn in memory order
-        if p >= 1.0:
-            mask.zero_()
-        else:
-            mask.bernoulli_(1.0 - p, generator=_generator(x.device, seed))
-        ctx.scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
-        ctx.save_for_backward(mask)
-        return cast(
-            "Tensor", torch.ops.aten.native_dropout_backward(x, mask, ctx.scale)
-        )  # x * mask * scale in one kernel
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(gradients[0], mask, ctx.scale), None, None
-
-
-spmd_types.register_local_autograd_function(_Dropout)
-
-
 def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[str] = ()) -> Tensor:
     """Zeroes elements with probability ``p`` and scales the rest by 1 / (1 - p).
 
@@ -287,7 +262,9 @@ def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[s
     """
     if p == 0.0:
         return x
-    return cast("Tensor", _Dropout.apply(x, p, stream_seed(salt, seed, axes)))  # type: ignore[no-untyped-call]
+    x = x.contiguous()  # numbers are drawn in memory order
+    with drawing(x.device, salt, seed, axes):
+        return torch.native_dropout(x, p, True)[0]
 
 
 def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
@@ -305,8 +282,7 @@ def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
     axes: Sequence[str] = (),
 ) -> Tensor:
     """``scaled_dot_product_attention`` whose dropout draws from the stream that :func:`dropout` describes."""
-    where = (query.device,) if dropout_p else ()
-    with _DEFAULT_GENERATOR if where else nullcontext(), seeded(where, salt, seed, axes):
+    with drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -329,17 +305,19 @@ def draw(
     where = device or next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)  # numbers are drawn in memory order
     named = kwargs if device is None else {**kwargs, "device": device}
-    if where.type == "meta":
-        return resolve(target)(*args, **named)
-    with_generator = _with_generator(target)
-    if with_generator is not None:
-        return with_generator(*args, **named, generator=_generator(where, stream_seed(salt, seed, axes)))
-    with _DEFAULT_GENERATOR, seeded((where,), salt, seed, axes):
+    with drawing(where, salt, seed, axes):
         return resolve(target)(*args, **named)
 
 
 _DEFAULT_GENERATOR = Lock()
 """Held by who seeds torch's own generators, which all threads share."""
+
+
+@contextmanager
+def drawing(device: torch.device, salt: Salt, seed: int, axes: Sequence[str]) -> Iterator[None]:
+    """Around one operator that draws from torch's own generator of ``device``: see :func:`seeded`; other threads wait."""
+    with _DEFAULT_GENERATOR, seeded((device,), salt, seed, axes):
+        yield
 
 
 @contextmanager
@@ -362,19 +340,6 @@ def seeded(devices: Sequence[torch.device], salt: Salt, seed: int, axes: Sequenc
             generator.set_state(state)
 
 
-@cache
-def _with_generator(target: str) -> Callable[..., Any] | None:
-    """The overload of an operator with the same arguments and a generator besides; None: there is none."""
-    found = resolve(target)
-    names = [argument.name for argument in found._schema.arguments if argument.name != "generator"]  # type: ignore[attr-defined]
-    packet = found._overloadpacket  # type: ignore[attr-defined]
-    for overload in (found, *(getattr(packet, name) for name in packet.overloads())):
-        others = [argument.name for argument in overload._schema.arguments]
-        if "generator" in others and [name for name in others if name != "generator"] == names:
-            return cast("Callable[..., Any]", overload)
-    return None
-
-
 def stream_seed(salt: Salt, seed: int, axes: Sequence[str]) -> int:
     """A seed in [0, 2**63) that differs, as good as surely, for different arguments and coordinates."""
     words = (seed, *((salt,) if isinstance(salt, int) else salt), *(dist.get_rank(group(a)) for a in axes))
@@ -385,11 +350,3 @@ def stream_seed(salt: Salt, seed: int, axes: Sequence[str]) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
         state ^= state >> 31
     return state >> 1
-
-
-def _generator(device: torch.device, seed: int) -> torch.Generator | None:
-    if device.type == "meta":
-        return None
-    generator = torch.Generator(device)
-    generator.manual_seed(seed)
-    return generator

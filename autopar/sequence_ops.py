@@ -8,10 +8,10 @@ repeated (``enable_gqa``); a mask broadcasts to [batch, heads, rows, columns], b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from autopar import flash, ops
@@ -51,15 +51,19 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
     first = ops.group(axis).rank() * rows
     seen = first + rows  # later keys are not attended by any row here
     k, v = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.is_cuda and flash.takes(query, value, drops=dropout_p > 0.0):
+        with ops.drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
+            return flash.rows_after(query, k, v, factor, dropout_p)
     if not dropout_p and flash.takes(query, value):
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
         return flash.RowsAfter.apply(query, k, v, factor)  # type: ignore[no-untyped-call, no-any-return]
+    if enable_gqa:  # under a mask the one kernel that shares heads is that which keeps all scores
+        repeats = query.shape[1] // key.shape[1]
+        k, v, enable_gqa = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), False
     mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(first)
-    if dropout_p:
-        return ops.attention(
-            query, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa, salt=salt, seed=seed, axes=axes
-        )
-    return F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+    return ops.attention(
+        query, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa, salt=salt, seed=seed, axes=axes
+    )
 
 
 # --- zig-zag order -------------------------------------------------------------------------------

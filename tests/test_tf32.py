@@ -106,8 +106,14 @@ def test_measurements_belong_to_a_mode() -> None:
             fast = identity(), fingerprint()
         finally:
             torch.set_float32_matmul_precision("highest")
-    assert exact[0] != fast[0] and exact[1] != fast[1]
-    assert "TF32" in fast[0] and "TF32" not in exact[0]
+        before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "ieee"
+        try:
+            slow = identity(), fingerprint()
+        finally:
+            torch.backends.cudnn.conv.fp32_precision = before
+    assert len({exact[0], fast[0], slow[0]}) == len({exact[1], fast[1], slow[1]}) == 3
+    assert "products in TF32" in fast[0] and "TF32" not in exact[0]
+    assert slow[0].endswith(", convolutions without TF32")
 
 
 def test_gpus_of_several_kinds_are_not_taken_for_the_first() -> None:

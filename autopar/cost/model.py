@@ -116,9 +116,9 @@ class CostModel:
         Args:
             selective: whether selective recompute is looked at too.
         """
-        key = block_work, block.start, block.stop, self.device.kind, selective
+        key = block_work, block.start, block.stop, self.device.kernel_kind, selective
         if key not in graph.passes:
-            graph.passes[key] = block_work(graph, block, self.device.kind, selective=selective)
+            graph.passes[key] = block_work(graph, block, self.device.kernel_kind, selective=selective)
         found: BlockWork = graph.passes[key]
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.cost.model import CostModel
 from autopar.cost.operators.work import work
-from autopar.device import Kind
+from autopar.device import KernelKind
 from autopar.graph.compact import Compact
 from autopar.graph.ir import Graph
 
@@ -26,12 +26,12 @@ def flops_per_sample(compact: Compact, model: CostModel) -> float:
     known: dict[str, float] = {}
     for index, block in enumerate(compact.graph.blocks):
         if block.hash not in known:
-            known[block.hash] = flops_of_block(compact, index, model.device.kind)
+            known[block.hash] = flops_of_block(compact, index, model.device.kernel_kind)
     blocks = zip(compact.graph.blocks, compact.members, strict=True)
     return sum(known[block.hash] * len(members) for block, members in blocks)
 
 
-def flops_of_block(compact: Compact, index: int, kind: Kind) -> float:
+def flops_of_block(compact: Compact, index: int, kind: KernelKind) -> float:
     """Products of matrices of one block and one sample, forward and backward."""
     graph, total = compact.graph, 0.0
     for op in graph.block_ops(graph.blocks[index]):

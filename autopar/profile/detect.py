@@ -20,7 +20,7 @@ import torch
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, UsageError
 from autopar.profile.files import write_toml
-from autopar.profile.modes import multiplies_in_tf32
+from autopar.profile.modes import convolves_in_tf32, multiplies_in_tf32
 from autopar.profile.names import shipped_profile_name
 from autopar.profile.store import MachineProfile, load_library, load_profile, profile_from_table
 from autopar.table import Table
@@ -121,7 +121,10 @@ def device_bytes() -> int:
 
 def identity() -> str:
     """What measured times belong to: the device and the software."""
-    mode = ", products in TF32" if torch.cuda.is_available() and multiplies_in_tf32() else ""
+    mode = ""
+    if torch.cuda.is_available():
+        mode += ", products in TF32" if multiplies_in_tf32() else ""
+        mode += "" if convolves_in_tf32() else ", convolutions without TF32"
     return f"{device_name()}, torch {torch.__version__}{mode}"
 
 
@@ -129,7 +132,7 @@ def fingerprint() -> str:
     """What a kept measurement belongs to: machine, processor, cores, torch; with GPUs how many of them their links joined."""
     parts: tuple[object, ...] = (platform.node(), device_name(), num_cores(), torch.__version__, _CACHE_VERSION)
     if torch.cuda.is_available():
-        parts += (torch.cuda.device_count(), multiplies_in_tf32())
+        parts += (torch.cuda.device_count(), multiplies_in_tf32(), convolves_in_tf32())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 

@@ -29,7 +29,7 @@ DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 
 
 
 _HAS_TF32 = (8, 0)
-"""From which compute capability on GPUs have it (NVIDIA A100 white paper)."""
+"""From which compute capability on GPUs have it, and bfloat16, which older ones are made to multiply (NVIDIA A100 white paper)."""
 
 ROUNDS, BUDGET_S = 5, 6.0
 
@@ -59,7 +59,8 @@ def _medians(found: Sequence[Any]) -> Any:
 def measure_device(device: torch.device) -> dict[str, Any]:
     """Everything about the device alone: rates by dtype and size, copy bandwidth, launch time, memory."""
     is_cpu = device.type == "cpu"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    is_older = not is_cpu and torch.cuda.get_device_capability(device) < _HAS_TF32
+    dtypes = (torch.float32, torch.float16) if is_older else (torch.float32, torch.bfloat16, torch.float16)
     sizes = {torch.float16: SLOW_DIMS} if is_cpu else {}
     found: dict[str, Any] = {
         "matmul": {
@@ -76,7 +77,7 @@ def measure_device(device: torch.device) -> dict[str, Any]:
         found |= measure_host(device, dtypes, found["matmul"])
     else:
         found["host"] = measure.host_link(device)
-        if torch.cuda.get_device_capability(device) >= _HAS_TF32:
+        if not is_older:
             found["matmul"]["tf32"] = _in_tf32(device)
     return found
 

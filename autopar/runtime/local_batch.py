@@ -19,6 +19,8 @@ def local_batch(
 ) -> dict[str, Tensor]:
     """What the data rank takes of a batch, on its device, in the dtypes of ``inputs``; the batch may hold its samples alone.
 
+    Page-locked memory is read after this returns; what lies on the device already in the dtype is taken as it is, not copied.
+
     Raises:
         UsageError: the batch is no mapping, has other inputs, shapes or sizes than the plan, or inputs that need gradients
             where these are on.

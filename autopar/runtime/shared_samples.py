@@ -23,7 +23,7 @@ from autopar.runtime.world import World
 
 _LOGGER = logging.getLogger("autopar")
 
-_EVERY = 32
+EVERY = 32
 """Of how many steps one is looked at, the first that is not refused among them (which is not timed either)."""
 
 _ELEMENTS = 1 << 16
@@ -38,13 +38,16 @@ class SharedSamples:
         self._data_index = [world.mesh.data_index(rank) for rank in range(world.mesh.world_size)]
         self._inputs = tuple(inputs)
         self._calls, self._told = 0, False
+        self._pending: _Marks | None = None
         self._is_alone = len(self._data_index) == 1 or dist.get_backend() == FAKE
 
     def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm) -> None:
         """Before a step; all ranks call it, and all raise the same.
 
-        A warning, once, where data ranks were given different global batches: each takes its part of another one. What is on the
-        host is compared there: nothing waits for the device.
+        Batches of the first step are compared in it. Those of a later one are marked where they lie, and compared before the step
+        after it: the host has given the device that whole step meanwhile, and does not wait for what is queued before it.
+
+        A warning, once, where data ranks were given different global batches: each takes its part of another one.
 
         Args:
             given: the batch as it came, with the global batch or this rank's samples.
@@ -55,24 +58,23 @@ class SharedSamples:
         Raises:
             UsageError: ranks of one ``data_rank`` have different samples, or any have different values of an input without samples.
         """
-        if self._is_alone or self._calls % _EVERY:
-            self._calls += 1
+        if self._is_alone:
             return
-        marks, wholes = list[int](), list[int]()
-        for leaf in self._inputs:
-            value, dim = given[leaf.name].to(local[leaf.name].dtype), leaf.batch_dim
-            is_whole = dim is not None and value.shape[dim] != local[leaf.name].shape[dim]
-            wholes.append(_mark(value) if is_whole else 0)
-            marks.append(_mark(value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value))
-        mine = torch.tensor([marks, wholes])
-        rows = [torch.empty_like(mine) for _ in self._data_index]
+        pending, self._pending = self._pending, None
+        number, self._calls = self._calls, self._calls + 1
+        if number % EVERY == 0:
+            self._pending = _Marks(self._inputs, given, local, own)
+            if number == 0:
+                pending, self._pending = self._pending, None
+        if pending is None:
+            return
         alarm.runs()
-        dist.all_gather(rows, mine, group=self._group)
+        found = _of_all_ranks(pending.read(), len(self._data_index), self._group)
         alarm.met()
-        found = torch.stack(rows).tolist()
-        for number, leaf in enumerate(self._inputs):
-            self._compare(leaf, [row[0][number] for row in found])
-        self._calls += 1
+        self._calls = 0  # where ranks are refused, the next step is again a first one
+        for place, leaf in enumerate(self._inputs):
+            self._compare(leaf, [row[0][place] for row in found])
+        self._calls = number + 1
         self._tell_of_other_batches([row[1] for row in found])
 
     def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
@@ -101,7 +103,46 @@ class SharedSamples:
             )
 
 
-def _mark(value: Tensor) -> int:
-    """A number of the elements and their places."""
+class _Marks:
+    """Numbers of each input's elements and their places, on their way to the host from wherever the input lies.
+
+    Args:
+        inputs, given, local, own: see :meth:`SharedSamples.check`.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Input], given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range
+    ) -> None:
+        devices = {given[leaf.name].device for leaf in inputs if given[leaf.name].is_cuda}
+        self._numbers = torch.zeros(2, len(inputs), dtype=torch.int64, pin_memory=bool(devices))
+        for place, leaf in enumerate(inputs):
+            value, dim = given[leaf.name].to(local[leaf.name].dtype), leaf.batch_dim
+            is_whole = dim is not None and value.shape[dim] != local[leaf.name].shape[dim]
+            if is_whole:
+                self._numbers[1, place].copy_(_mark(value), non_blocking=True)
+            part = value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value
+            self._numbers[0, place].copy_(_mark(part), non_blocking=True)
+        self._events = list[torch.cuda.Event]()
+        for device in devices:
+            self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            self._events[-1].record(torch.cuda.current_stream(device))
+
+    def read(self) -> Tensor:
+        """[2, inputs]: of this rank's samples, and of the whole global batch, 0 where it was not given."""
+        for event in self._events:
+            event.synchronize()
+        return self._numbers
+
+
+def _mark(value: Tensor) -> Tensor:
+    """A number of the elements and their places: a scalar where the value lies."""
     flat = value.detach().contiguous().view(-1)
-    return int(checksums([flat[:: (flat.numel() // _ELEMENTS) | 1]]))
+    return checksums([flat[:: (flat.numel() // _ELEMENTS) | 1]])[0]
+
+
+def _of_all_ranks(mine: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> list[list[list[int]]]:
+    """The numbers of every rank of the job."""
+    rows = [torch.empty_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(rows, mine, group=group)
+    found: list[list[list[int]]] = torch.stack(rows).tolist()
+    return found

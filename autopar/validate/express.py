@@ -18,7 +18,7 @@ from autopar.cost.blocks.block_price import price_block
 from autopar.cost.blocks.block_work import BlockWork, block_work
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.device import Kind
+from autopar.device import KernelKind
 from autopar.graph.ir import Graph, Op
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
@@ -104,7 +104,7 @@ class Expressed:
         layouts = self._layouts_of(run)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
         mesh = layouts.graphs.mesh(split)
-        kind = layouts.model.device.kind
+        kind = layouts.model.device.kernel_kind
         found = {}
         for option in layouts.front(run.micro_batch, mesh, Load(num_micro_batches=8, in_flight=1)):
             found[option.kind] = option
@@ -171,7 +171,9 @@ def _recomputes(run: Run) -> str:
     return run.recompute or "none"
 
 
-def _structure(layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Run, kind: Kind, site: Site) -> Structure:
+def _structure(
+    layouts: Layouts, split: LayoutKey, option: PricedLayout, run: Run, kind: KernelKind, site: Site
+) -> Structure:
     graph = layouts.local_graph(option)
     again: list[Callable[[Op], bool]] = [regathered] if site.regathers else []
     if _recomputes(run) == "selective":

@@ -111,6 +111,7 @@ def _plans() -> dict[str, dict[str, Case]]:
             model=GPT2, ranks=2, pins=("dp_shard=2", "zero=3", "recompute=full", "micro_batch=1"), run=(1,)
         ),
         "dropout cp x tp": Case(model=GPT2, ranks=4, pins=("cp=2", "cp_attention=ulysses", "tp=2"), run=(3,)),
+        "dropout cp gather": Case(model=GPT2, ranks=2, pins=("cp=2", "cp_attention=gather"), run=(1,)),
         "dropout selective": Case(model=GPT2, ranks=2, pins=("dp_shard=2", "recompute=selective")),
         "fp16 unscaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16"),
         "fp16 scaled": Case(model=QUIET, ranks=2, pins=("dp_shard=2",), precision="fp16", scales=True),
@@ -147,6 +148,11 @@ LISTED: dict[tuple[str, str, str], str] = {
         "event.synchronize",
         "autopar/runtime/monitor.py:_between",
     ): "the first steps of a run are measured, and no later",
+    (
+        "host waits",
+        "event.synchronize",
+        "autopar/runtime/shared_samples.py:read",
+    ): "what was queued before one step in 32 is read before the step after it, of which the device has all work by then",
     ("host waits", "Tensor.item", "autopar/runtime/loss_scale.py:step"): "torch's scaler asks whether a step is made",
     (
         "host waits",

@@ -77,8 +77,9 @@ def run(case: Case, rank: int, record: Any) -> int:
             parallel.step_count = EVERY  # the step before which copies are compared
             if case.evaluates:
                 parallel.evaluate(batch)
-            with parallel._calls.together("train_step"):
-                parallel._train_step(batch)
+            parallel._shared._is_alone = case.ranks == 1
+            _look(parallel, case, batch, record, "loaded")
+            _look(parallel, case, {name: _there(value) for name, value in batch.items()}, record, "batch on the device")
             record.phase = "end"
             for name, parameter in parallel.named_parameters():
                 if parameter.device.type != "cuda":
@@ -86,6 +87,28 @@ def run(case: Case, rank: int, record: Any) -> int:
     finally:
         stop()
     return int(plan.num_micro_batches)
+
+
+def _look(parallel: Any, case: Case, batch: Any, record: Any, phase: str) -> None:
+    """A step whose batch is compared with those of other ranks, and calls after it."""
+    from autopar.runtime.shared_samples import EVERY
+
+    record.phase = phase
+    parallel._shared._calls = EVERY
+    with parallel._calls.together("train_step"):
+        parallel._train_step(batch)
+    if case.evaluates:
+        parallel.evaluate(batch)
+    if case.is_called:
+        parallel(**batch).backward()
+    if case.ranks > 1:
+        assert parallel._shared._calls > EVERY, "a look that no rank was refused in"
+
+
+def _there(value: Any) -> Any:
+    import torch
+
+    return torch.empty_like(value, device="cuda")
 
 
 def _train(parallel: Any, optimizer: Any, scaler: Any, batch: Any, record: Any, *, is_last: bool) -> None:
@@ -249,6 +272,7 @@ def main(guard: str, output: str, group: str) -> None:
     ctypes.CDLL(guard, mode=ctypes.RTLD_GLOBAL)  # before torch looks for devices
     warnings.filterwarnings("ignore")
     from autopar import expert_ops, host_copy
+    from autopar.runtime import shared_samples
     from tests.cuda.watch import Record, install
 
     record = Record()
@@ -261,6 +285,7 @@ def main(guard: str, output: str, group: str) -> None:
 
     expert_ops._sorted = sorted_by
     host_copy._read = lambda numbers: [0] * numbers.numel()
+    shared_samples._of_all_ranks = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
     if group == PROBE:
         _probe(record)
         Path(output).write_text(json.dumps(_told(record)))

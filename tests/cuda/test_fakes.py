@@ -74,6 +74,7 @@ def test_a_program_runs_on_a_device_alone(seen: Seen, group: str, name: str) -> 
     unlisted = [tuple(row) for row in found["seen"] if tuple(row[1:4]) not in LISTED]
     assert not [row for row in unlisted if row[0] not in {SAVES, LOADS, "build", "warm", "end"}]
     assert found["launches"]["loaded"] >= found["launches"]["step"], "a step after loading"
+    assert found["launches"]["batch on the device"] >= found["launches"]["step"]
 
 
 def test_what_is_listed_is_still_there(seen: Seen) -> None:
@@ -103,6 +104,20 @@ def test_dense_models_wait_for_nothing_in_a_step(seen: Seen) -> None:
             assert not [
                 row for row in case["seen"] if row[0] in {"step", "clip", "optimizer"} and row[1] == "host waits"
             ], name
+
+
+def test_batches_on_the_device_are_compared_a_step_later(seen: Seen) -> None:
+    """Once for each batch of which the host has been told nothing: no value of it is read in its own step."""
+    for group in PLANS:
+        for name, case in seen(group).items():
+            reads = [
+                count
+                for phase, *_, place, count in case["seen"]
+                if phase == "batch on the device" and "shared_samples.py" in place
+            ]
+            assert len(reads) <= 1, name
+    looked = [row for row in seen("dense")["tp rank 0"]["seen"] if "shared_samples.py" in row[3]]
+    assert [row[:2] for row in looked] == [["batch on the device", "host waits"]]
 
 
 def test_faults_are_seen(seen: Seen) -> None:

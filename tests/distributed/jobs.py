@@ -22,6 +22,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.graph.ir import Graph
 from autopar.lower.program import lower
 from autopar.plan import Plan
+from autopar.runtime import shared_samples
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.data_parallel import fsdp_modules
 from autopar.runtime.gradients import local_part
@@ -166,6 +167,22 @@ def with_own_shuffle(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch)
             said.append(str(error))
     logging.getLogger("autopar").removeHandler(handler)
     return said, parallel.train_step(batch).item()
+
+
+def with_own_shuffle_later(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> list[str]:
+    """What is said in each of four steps, of which the second one's batch has another order on each rank."""
+    parallel = build(subject, plan, graph)
+    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+    said: list[str] = []
+    for given in (batch, shuffled, batch, batch):
+        if len(said) == 1:
+            parallel._shared._calls = shared_samples.EVERY
+        try:
+            parallel.train_step(given)
+            said.append("")
+        except UsageError as error:
+            said.append(str(error))
+    return said
 
 
 def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:

@@ -197,6 +197,18 @@ def test_ranks_that_share_samples_are_given_the_same_ones(pool: WorkerPool, mesh
         assert loss == pytest.approx(wanted, rel=1e-5)
 
 
+def test_a_later_batch_is_refused_by_all_ranks_before_the_next_step(pool: WorkerPool) -> None:
+    """What may lie on a device is not read in its own step, and a step with the right one goes on afterwards."""
+    subject, graph = traced("gpt2")
+    plan = make_plan(graph, Mesh(tp=2), global_batch_size=16, micro_batch_size=4)
+    (batch,) = batches(subject, 1)
+    for first, own, after, last in pool.run(
+        jobs.with_own_shuffle_later, subject, plan, graph, batch, size=2, timeout_s=60.0
+    ):
+        assert (first, own, last) == ("", "", "")
+        assert "others on rank 1 than on rank 0 (par.data_rank 0)" in after
+
+
 def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
     plan = make_plan(graph, Mesh(pp=2), global_batch_size=16, micro_batch_size=4)

@@ -19,6 +19,7 @@ from autopar.models import ModelSource, resolve_model
 from autopar.profile.files import write_json
 from autopar.runtime.job import start, stop
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.shared_samples import EVERY
 from autopar.runtime.trained import adamw, loss_of
 
 STEPS, TIMED = 3, 7
@@ -135,9 +136,19 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 
 
 def _syncs(parallel: Parallel, batch: dict[str, Tensor]) -> int | None:
-    """How often the host waits for the device in a step; None where there is no GPU."""
-    if parallel._world.device.type != "cuda":
+    """How often the host waits for the device in a step whose batch is compared with those of other ranks; None without a GPU.
+
+    Of a batch on the host and of one on the device, the larger number.
+    """
+    device = parallel._world.device
+    if device.type != "cuda":
         return None
+    there = {name: value.to(device) for name, value in batch.items()}
+    return max(_waits(parallel, given) for given in (batch, there))
+
+
+def _waits(parallel: Parallel, batch: dict[str, Tensor]) -> int:
+    parallel._shared._calls = EVERY
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -10,7 +10,7 @@ from autopar.cost.blocks.activation_lifetimes import Storages, Wiring, gradient_
 from autopar.cost.blocks.block_collectives import SENDING, messages
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost, Remade
 from autopar.cost.operators.work import Specs, Work, work
-from autopar.device import Kind
+from autopar.device import KernelKind
 from autopar.graph.again import is_dear, made_again
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
 
@@ -57,7 +57,7 @@ class Kernels(Protocol):
 def block_work(
     graph: Graph,
     block: Block,
-    kind: Kind,
+    kind: KernelKind,
     *,
     again: Callable[[Op], bool] | None = None,
     kernels: Kernels | None = None,
@@ -66,7 +66,7 @@ def block_work(
     """What a block of one rank's graph does for one micro-batch.
 
     Args:
-        kind: of the device.
+        kind: of the device's kernels.
         kernels: where they are not those of torch's eager mode.
         again: operators whose outputs are not kept but made once more in backward, as programs beside autopar do.
         selective: whether autopar's own selective recompute is looked at too.

@@ -12,7 +12,7 @@ import torch
 from autopar import flash
 from autopar.cost.operators.recurrent import recurrent
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
-from autopar.device import Kind
+from autopar.device import KernelKind
 from autopar.graph.ir import Op
 
 
@@ -43,7 +43,7 @@ def _product(
     )
 
 
-def _linear(op: Op, operands: Specs, kind: Kind) -> Work:
+def _linear(op: Op, operands: Specs, kind: KernelKind) -> Work:
     contracted = operands[0].shape[-1]
     out = op.spec.numel
     width = max(op.spec.shape[-1], 1)
@@ -51,7 +51,7 @@ def _linear(op: Op, operands: Specs, kind: Kind) -> Work:
     return _product(op, operands, 2.0 * out * contracted, min(out // width, width, contracted), 0, 1, shape)
 
 
-def _matmul(op: Op, operands: Specs, kind: Kind) -> Work:
+def _matmul(op: Op, operands: Specs, kind: KernelKind) -> Work:
     left, right = (1, 2) if len(operands) == 3 else (0, 1)
     contracted = operands[left].shape[-1]
     sides = (operands[left].shape[-2:-1] or (1,))[0], (operands[right].shape[-1:] or (1,))[0]
@@ -60,13 +60,13 @@ def _matmul(op: Op, operands: Specs, kind: Kind) -> Work:
     return _product(op, operands, 2.0 * op.spec.numel * contracted, min(contracted, *sides), left, right, shape)
 
 
-def _einsum(op: Op, operands: Specs, kind: Kind) -> Work:
+def _einsum(op: Op, operands: Specs, kind: KernelKind) -> Work:
     terms = cast("str", op.args[0]).replace(" ", "").partition("->")[0].split(",")
     sizes = {c: n for term, spec in zip(terms, operands, strict=True) for c, n in zip(term, spec.shape, strict=True)}
     return _product(op, operands, 2.0 * prod(sizes.values()), min(sizes.values()), 0, 1)
 
 
-def _convolution(op: Op, operands: Specs, kind: Kind) -> Work:
+def _convolution(op: Op, operands: Specs, kind: KernelKind) -> Work:
     weight = operands[1]
     contracted = weight.numel // weight.shape[0]
     out = op.spec.numel
@@ -75,7 +75,7 @@ def _convolution(op: Op, operands: Specs, kind: Kind) -> Work:
     return _product(op, operands, 2.0 * out * contracted, smallest, 0, 1, shape)
 
 
-def _transposed(op: Op, operands: Specs, kind: Kind) -> Work:
+def _transposed(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Every element of the input meets a window of the weight [in, out / groups, ...]."""
     source, weight = operands[0], operands[1]
     contracted = weight.numel // weight.shape[0]
@@ -83,11 +83,13 @@ def _transposed(op: Op, operands: Specs, kind: Kind) -> Work:
     return _product(op, operands, 2.0 * source.numel * contracted, smallest, 0, 1)
 
 
-def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
+def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Fused attention keeps q, k, v, the output and a row statistic; a causal mask halves the work.
 
     Of a sequence split over an axis the slowest rank counts: gathered, the last one sees all keys; in a ring, whose
     order is balanced, each sees half.
+
+    Without flash kernels a ring is of products of float32, and gathered columns are under a mask that is made each time.
 
     On a CPU there is no fused kernel with dropout, for a mask with a gradient, for values of another width than the
     queries, or without a dim of heads: the whole scores are made there, and probabilities kept.
@@ -116,8 +118,14 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
                 workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
             )  # fmt: skip
         mask = rows * columns * (1 + query.dtype.itemsize)  # as it is, and as it is added to the scores
-        common = replace(common, workspace_bytes=mask, backward_workspace_bytes=mask)
-    elif op.target in _SPLIT:
+        repeated = 0  # keys and values, one for each head of the queries, where heads share them
+        if argument(op, 99, "enable_gqa", False):
+            repeated = scores * (query.shape[-1] + op.spec.shape[-1]) // rows * query.dtype.itemsize
+        common = replace(
+            common, num_bytes=passes[0] + 2 * repeated, backward_bytes=passes[1] + 2 * repeated,
+            saved_bytes=statistic + repeated, workspace_bytes=mask, backward_workspace_bytes=mask,
+        )  # fmt: skip
+    elif op.target == "autopar.attention_ring" or (op.target in _SPLIT and kind == "cpu"):
         blocks = cast("int", argument(op, 99, "ranks", 2))  # gathered: the columns before, and the own ones
         return replace(_in_blocks(op, operands, common, blocks), backward_flops=2.5 * flops)
     if kind == "cpu" and not _is_fused_on_cpu(op, operands):
@@ -126,13 +134,15 @@ def _attention(op: Op, operands: Specs, kind: Kind) -> Work:
 
 
 _SPLIT = frozenset({"autopar.attention_ring", "autopar.attention_gathered"})
-"""Attention over a sequence that is split: by blocks of columns."""
+"""Attention over a sequence that is split: by blocks of columns, but gathered on a GPU by one kernel."""
 
 
-def _is_fused_in_blocks(op: Op, operands: Specs, kind: Kind) -> bool:
-    """Whether blocks are of a fused kernel, as :mod:`autopar.sequence_ops` decides; GPUs older than flash kernels left out."""
+def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
+    """Whether a fused kernel takes it, or its blocks, as :mod:`autopar.sequence_ops` decides."""
     query, value = operands[0], operands[2]
-    if len(operands) > 3 or argument(op, 4, "dropout_p", 0.0) or len(query.shape) != 4:
+    is_whole = op.target == "autopar.attention_gathered" and kind == "cuda"  # one kernel, which drops as well
+    drops = bool(argument(op, 4, "dropout_p", 0.0)) and not is_whole
+    if len(operands) > 3 or drops or len(query.shape) != 4:
         return False
     return flash.takes_shapes(kind, query.dtype, query.shape[-1], value.shape[-1])
 
@@ -181,7 +191,7 @@ def _written_out(op: Op, operands: Specs, fused: Work, flops: float) -> Work:
     )  # fmt: skip
 
 
-def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
+def _experts(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Rows sorted by expert, two or three products for each expert, a weighted sum over each token's choices.
 
     The rows of a rank are those of even routing: all choices of its tokens, or the share of its experts in all
@@ -216,7 +226,7 @@ def _experts(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-PRODUCTS: dict[str, Callable[[Op, Specs, Kind], Work]] = {
+PRODUCTS: dict[str, Callable[[Op, Specs, KernelKind], Work]] = {
     **dict.fromkeys(("aten.linear.default", "autopar.linear_t"), _linear),
     **dict.fromkeys(
         ("aten.mm.default", "aten.bmm.default", "aten.matmul.default", "aten.addmm.default", "aten.baddbmm.default"), _matmul

@@ -7,13 +7,13 @@ from typing import cast
 import torch
 
 from autopar.cost.operators.work_record import FLOAT, Specs, Work, argument, total, with_grad
-from autopar.device import Kind
+from autopar.device import KernelKind
 from autopar.graph.ir import Op, TensorSpec
 
 _LINE_BYTES = 64
 
 
-def recurrent(op: Op, operands: Specs, kind: Kind) -> Work:
+def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Every row of the input meets each matrix of each layer and direction once.
 
     What meets the state does so one step of time after the other: a product of the samples and a kernel for the gates.

@@ -47,7 +47,7 @@ def op_time(
     Raises:
         UsageError: the profile has no matmul rate for the dtype.
     """
-    roofline = time_of_work(work(op, operands, device.kind), op, device, quantized=quantized)
+    roofline = time_of_work(work(op, operands, device.kernel_kind), op, device, quantized=quantized)
     return roofline if measured is None or quantized is not None else measured.time(op, operands, roofline)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from autopar.cost.operators.matmul import PRODUCTS
 from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
-from autopar.device import Kind
+from autopar.device import KernelKind
 from autopar.graph.again import SAVES_OUTPUT
 from autopar.graph.ir import Op, Ref, TensorSpec
 from autopar.opaque_ops import region_of
@@ -95,13 +95,13 @@ _FACTORIES = (
 )
 
 
-def work(op: Op, operands: Specs, kind: Kind = "cuda") -> Work:
+def work(op: Op, operands: Specs, kind: KernelKind = "cuda") -> Work:
     """The work of an operator.
 
     Args:
         op: ``op.outputs`` are the specs of its outputs on this rank.
         operands: specs of ``op.operands`` on this rank.
-        kind: of the device; some kernels exist on one alone.
+        kind: of the device's kernels; some exist on one alone.
 
     Returns:
         An operator that is not known counts as elementwise, and as keeping its operands and output for backward: the
@@ -206,7 +206,7 @@ def _cast(logits: TensorSpec) -> tuple[int, int]:
     return whole, 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
 
 
-def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
+def _softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """cross_entropy_sum: a cast where half, log-softmax (kept), the picked values.
 
     Of padded logits the real ones are copied, and their gradient back: that is the cast where there is one.
@@ -225,7 +225,7 @@ def _softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
+def _split_softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
     logits = operands[0]
     whole, cast_bytes = _cast(logits)
@@ -239,7 +239,7 @@ def _split_softmax_loss(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _norm(op: Op, operands: Specs, kind: Kind) -> Work:
+def _norm(op: Op, operands: Specs, kind: KernelKind) -> Work:
     x, out = operands[0], op.spec
     gradients = with_grad(operands)
     rows = x.numel // max(x.shape[-1], 1)
@@ -252,7 +252,7 @@ def _norm(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _embedding(op: Op, operands: Specs, kind: Kind) -> Work:
+def _embedding(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """A look-up; backward fills a gradient of the whole table and adds the rows."""
     table, ids = operands[0], operands[1]
     passes = 2 if op.target == "aten.embedding.default" else 4
@@ -267,7 +267,7 @@ def _embedding(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _bag(op: Op, operands: Specs, kind: Kind) -> Work:
+def _bag(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Rows are read and added in one kernel; backward fills a gradient of the whole table and adds the rows.
 
     Kept: ids, and for each the number of its bag; under a maximum the row that each value is of; factors of rows.
@@ -289,13 +289,13 @@ def _bag(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _over_data(op: Op, operands: Specs, kind: Kind) -> Work:
+def _over_data(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """A change of type over the data axes: a copy into or out of rank order."""
     whole = max(operands[0].num_bytes, op.spec.num_bytes)
     return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
 
 
-def _opaque(op: Op, operands: Specs, kind: Kind) -> Work:
+def _opaque(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """A region of unknown code: what one run of it counted, scaled by its input; elementwise beside that."""
     region = region_of(str(op.args[0]))
     share = max(1, sum(spec.numel for spec in operands[: len(cast("tuple[object, ...]", op.args[1]))])) / region.numel
@@ -312,9 +312,12 @@ def _opaque(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
-    """Keeps its mask, one byte an element."""
+def _dropout(op: Op, operands: Specs, kind: KernelKind) -> Work:
+    """Keeps its mask, one byte an element; one kernel each way on a GPU, three and two on a CPU (draw, product, scale)."""
     x = operands[0]
+    if kind != "cpu":
+        num_bytes = 2 * x.num_bytes + x.numel
+        return Work(num_bytes=num_bytes, backward_bytes=num_bytes, saved_bytes=x.numel)
     return Work(
         num_bytes=4 * x.num_bytes + 2 * x.numel,
         backward_bytes=4 * x.num_bytes + x.numel,
@@ -325,7 +328,7 @@ def _dropout(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
+def _change_of_type(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Gathering or scattering along an inner dim copies the whole tensor into and out of rank order; zig-zag order too."""
     in_order = op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0
     if in_order and not op.target.startswith("autopar.zigzag_"):
@@ -337,19 +340,19 @@ def _change_of_type(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-def _sum(op: Op, operands: Specs, kind: Kind) -> Work:
+def _sum(op: Op, operands: Specs, kind: KernelKind) -> Work:
     return Work(
         num_bytes=operands[0].num_bytes + op.spec.num_bytes, backward_bytes=op.spec.num_bytes, backward_launches=1
     )
 
 
-def _mean(op: Op, operands: Specs, kind: Kind) -> Work:
+def _mean(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """A sum; backward divides its expanded gradient, which writes a whole one (torch: ``mean_backward``)."""
     found = _sum(op, operands, kind)
     return replace(found, backward_bytes=found.backward_bytes + operands[0].num_bytes)
 
 
-def _power(op: Op, operands: Specs, kind: Kind) -> Work:
+def _power(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Backward is a power of what was kept, times the exponent, times the gradient: three kernels (torch: ``pow_backward``)."""
     found = _elementwise(op, operands)
     if not found.backward_launches:
@@ -363,7 +366,7 @@ def _power(op: Op, operands: Specs, kind: Kind) -> Work:
     )
 
 
-_SPECIAL: dict[str, Callable[[Op, Specs, Kind], Work]] = {
+_SPECIAL: dict[str, Callable[[Op, Specs, KernelKind], Work]] = {
     **PRODUCTS,
     **dict.fromkeys(("autopar.cross_entropy_sum", "aten.cross_entropy_loss.default"), _softmax_loss),
     "autopar.cross_entropy_vocabulary": _split_softmax_loss,

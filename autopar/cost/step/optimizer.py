@@ -110,9 +110,10 @@ def launched_s(optimizer: OptimizerCost, units: Sequence[Unit], device: Device, 
 def stepped_s(
     optimizer: OptimizerCost, units: Sequence[Unit], itemsize: int, device: Device, host: HostLink | None
 ) -> tuple[float, float]:
-    """What the optimizer reads and writes; and, where it does so on the host, of copies: both down, parameters up.
+    """What the optimizer reads and writes; and, where it does so on the host, of copies: gradients down, parameters up.
 
-    Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it.
+    Nothing runs beside any of them: a step begins when gradients are summed and clipped, and forward waits for it. Checksums read
+    the parameters on the device before and after (``autopar.host_copy``), which go down only where somebody else has written them.
 
     Args:
         itemsize: bytes of an element at rest.
@@ -122,6 +123,7 @@ def stepped_s(
     moved = optimizer.passes * size
     if host is None:
         return moved / device.memory_bandwidth_bytes_per_s, 0.0
-    copies = 3 * sum(unit.num_trained for unit in units)
-    copied_s = 2 * size / host.to_host_bytes_per_s + size / host.to_device_bytes_per_s + copies * host.latency_s
+    copies = 2 * sum(unit.num_trained for unit in units)
+    copied_s = size / host.to_host_bytes_per_s + size / host.to_device_bytes_per_s + copies * host.latency_s
+    copied_s += 2 * size / device.memory_bandwidth_bytes_per_s
     return moved / host.memory_bandwidth_bytes_per_s, copied_s

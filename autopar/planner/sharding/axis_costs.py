@@ -91,7 +91,7 @@ class AxisPricing:
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         """See :class:`Pricing`."""
-        done = work(op, operands, self.device.kind)
+        done = work(op, operands, self.device.kernel_kind)
         time = time_of_work(done, op, self.device)
         if self.measured is not None:
             time = self.measured.time(op, operands, time)
@@ -103,7 +103,7 @@ class AxisPricing:
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
         """See :class:`Pricing`."""
-        done = work(op, operands, self.device.kind)
+        done = work(op, operands, self.device.kernel_kind)
         kept = [op.operands[i] for i in done.saved]
         return (*kept, Ref(op.name)) if done.saves_output else tuple(kept)
 
