@@ -41,6 +41,18 @@ def test_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
     report.check()
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_unequal_shares_of_a_padded_vocabulary_equal_one_device(pool: WorkerPool, zero: int) -> None:
+    """As a search plans them: node groups of two ranks each, one kind three times as fast, and rows that are aligned."""
+    pins = ["data_shares=3-1", f"zero={zero}", "vocab_multiple=64"]
+    plan = api.estimate(traced(), cluster=two_kinds(2, 2, factor=3.0), global_batch_size=16, pins=pins)
+    assert plan.padding
+    assert [len(plan.samples_of(rank)) for rank in range(4)] == [6, 6, 2, 2]
+    report = verify(SUBJECT, plan, traced(), steps=2, pool=pool, timeout_s=60.0)
+    assert len(report.rows) == 4
+    report.check()
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_norm_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
     data = [SUBJECT.make_batch(8, seed=seed) for seed in range(2)]

@@ -105,8 +105,11 @@ class WholeRecompute:
         done = held_by(np.minimum(full, n[:, None]))
         rest = np.maximum(short[:, None] - more[:, None] * done, 0.0) / np.maximum(less, 1e-30)[:, None]
         other = np.where(rest > 0, np.ceil(blocks_of(done + rest) - np.minimum(full, n[:, None]) - SLACK), 0.0)
-        seconds = full * more_s[:, None] + np.where(other > 0, other, 0.0) * less_s[:, None]
-        seconds = np.where((full > n[:, None]) | ~np.isfinite(other), np.inf, seconds)
+        is_enough = (full <= n[:, None]) & np.isfinite(
+            other
+        )  # else no number of blocks in the other mode frees the rest
+        seconds = full * more_s[:, None] + np.where(is_enough & (other > 0), other, 0.0) * less_s[:, None]
+        seconds = np.where(is_enough, seconds, np.inf)
         beyond = (full[:, -1] + 1) * more_s
         least = np.minimum(seconds.min(axis=1), beyond)
         found[places] = np.where(is_never, np.inf, least)
