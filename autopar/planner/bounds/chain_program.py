@@ -40,7 +40,7 @@ ROUNDS = 40
 MOST_ACTIONS = 60_000
 """Of a schedule whose chains are looked for: beyond it a simulation takes too long."""
 
-PRECISION = 1e-3
+PRECISION = 2e-4
 """Of the simulated step, within which a bound is not raised further."""
 
 KEPT = 12

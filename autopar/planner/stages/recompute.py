@@ -3,8 +3,8 @@
 A stage of n blocks that each run in one of a few activation modes is a multiple-choice knapsack (Sinha and Zoltners 1979): seconds
 are minimised while bytes held for each micro-batch stay within what memory leaves. Equal blocks are counted. For each kind of block
 the modes on the lower hull of seconds against bytes are steps of ever fewer bytes freed for a second; the steps of all kinds are
-taken in that order until enough is freed. Between the optimum of the fractional problem and what is found lies at most one step:
-the last step is chosen among all that free enough, and what is then freed too much is taken back where it saves most.
+taken in that order until enough is freed, and what is then freed too much is taken back where it saves most. Between the optimum of
+the fractional problem and what is found lies at most one step.
 
 What a stage needs in passing is the most that any of its modes needs, beside what it holds: for each such number of bytes the
 problem is solved with the modes that need no more. The work grows with kinds of blocks squared, not with products of counts.
@@ -12,7 +12,7 @@ problem is solved with the modes that need no more. The work grows with kinds of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +38,7 @@ class _Levels:
         previous: the step that brings a block to the mode before this one; -1: it is the first mode. Of a place without a step -2.
         following: the step that takes a block on from the mode after this one; -1: there is none.
         time_s, freed_bytes: of one block.
+        most_freed: of a block of each kind by all its steps [levels, kinds].
     """
 
     passing_bytes: Array
@@ -49,6 +50,7 @@ class _Levels:
     following: NDArray[np.int64]
     time_s: Array
     freed_bytes: Array
+    most_freed: Array
 
 
 class Recomputes:
@@ -204,18 +206,19 @@ def _levels(kinds: Sequence[Sequence[BlockOption]]) -> _Levels:
     shape = most, len(sizes)
     kind, before, after = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     previous, following = np.full(shape, -2), np.full(shape, -1)
-    time_s, freed_bytes = np.zeros(shape), np.ones(shape)
+    time_s, freed_bytes, most_freed = np.zeros(shape), np.ones(shape), np.zeros(first.shape)
     for r, row in enumerate(rows):
         place: dict[tuple[int, int], int] = {}
         for c, (_, k, a, b, more_s, fewer) in enumerate(row):
             kind[c, r], before[c, r], after[c, r], time_s[c, r], freed_bytes[c, r] = k, a, b, more_s, fewer
+            most_freed[r, k] += fewer
             previous[c, r] = place.get((k, a), -1)
             if (k, a) in place:
                 following[place[k, a], r] = c
             place[k, b] = c
     return _Levels(
         passing_bytes=np.array(sizes), first=first, kind=kind, before=before, after=after, previous=previous,
-        following=following, time_s=time_s, freed_bytes=freed_bytes,
+        following=following, time_s=time_s, freed_bytes=freed_bytes, most_freed=most_freed,
     )  # fmt: skip
 
 
@@ -228,59 +231,35 @@ def _covered(level: _Levels, counts: NDArray[np.int64], need: Array) -> tuple[Ar
     Returns:
         Seconds [levels, limits, stages], and how often each step is taken [steps, levels, limits, stages].
     """
+    most = (counts @ level.most_freed.T).T[:, None]
     tiny = ROUNDING * np.maximum(np.abs(need), 1.0)
-    up, left = _in_order(level, counts, need, np.ceil)
-    best_s, best = _taken_back(level, up, left, tiny)
-    down, left = _in_order(level, counts, need, np.floor)
-    if (left > tiny).any():
-        down, left = _closed(level, counts, down, left, tiny)
-        found_s, found = _taken_back(level, down, left, tiny)
-        best = np.where(found_s < best_s, found, best)
-        best_s = np.minimum(found_s, best_s)
-    return best_s, best
+    time_s, taken = np.where(need > most + tiny, np.inf, 0.0), np.zeros((len(level.kind), *need.shape))
+    asked = np.nonzero((need > 0.0) & np.isfinite(time_s))
+    if len(asked[0]):
+        time_s[asked], taken[:, *asked] = _freed(level, counts[asked[2]], asked[0], need[asked], tiny[asked])
+    return time_s, taken
 
 
-def _available(level: _Levels, counts: NDArray[np.int64], taken: Array, c: int) -> Array:
-    """How many blocks may take step ``c``: those that took the one before it [levels, limits, stages]."""
-    before = taken[np.maximum(level.previous[c], 0), np.arange(len(level.first))]
-    first = np.where((level.previous[c] == -1)[:, None], counts.T[level.kind[c]], 0.0)
-    found: Array = np.where((level.previous[c] >= 0)[:, None, None], before, first[:, None])
-    return found
-
-
-def _in_order(
-    level: _Levels, counts: NDArray[np.int64], need: Array, rounded: Callable[[Array], Array]
+def _freed(
+    level: _Levels, counts: NDArray[np.int64], row: NDArray[np.intp], need: Array, tiny: Array
 ) -> tuple[Array, Array]:
-    """Steps in order until enough is freed; and what is left to be freed, which is below zero where it is too much."""
-    taken, left = np.zeros((len(level.kind), *need.shape)), need
-    for c, size in enumerate(level.freed_bytes[:, :, None, None]):
-        count = np.maximum(rounded(left / size), 0.0)
-        taken[c] = np.minimum(count, _available(level, counts, taken, c))
+    """Of stages one by one [stages] seconds and counts [steps, stages]: steps in order until enough is freed, and those taken back that
+    are not needed, first those that take longest for what they free.
+
+    Args:
+        counts: blocks of each kind [stages, kinds].
+        row: the level of each.
+    """
+    every, taken, left = np.arange(len(row)), np.zeros((len(level.kind), len(row))), need
+    for c, size in enumerate(level.freed_bytes[:, row]):
+        previous = level.previous[c, row]
+        may = np.where(previous == -1, counts[every, level.kind[c, row]], taken[previous, every] * (previous >= 0))
+        taken[c] = np.minimum(np.maximum(np.ceil(left / size), 0.0), may)
         left = left - taken[c] * size
-    return taken, left
-
-
-def _closed(level: _Levels, counts: NDArray[np.int64], taken: Array, left: Array, tiny: Array) -> tuple[Array, Array]:
-    """With the quickest single step that frees what is left."""
-    seconds, pick = np.full(left.shape, np.inf), np.full(left.shape, -1)
-    for c, (size, time_s) in enumerate(
-        zip(level.freed_bytes[:, :, None, None], level.time_s[:, :, None, None], strict=True)
-    ):
-        frees = (left > tiny) & (size >= left - tiny) & (time_s < seconds)
-        frees &= _available(level, counts, taken, c) > taken[c]
-        seconds, pick = np.where(frees, time_s, seconds), np.where(frees, c, pick)
-    more = pick == np.arange(len(taken))[:, None, None, None]
-    return taken + more, left - (more * level.freed_bytes[:, :, None, None]).sum(axis=0)
-
-
-def _taken_back(level: _Levels, taken: Array, left: Array, tiny: Array) -> tuple[Array, Array]:
-    """Seconds and counts without the steps that are not needed, first those that take longest for what they free."""
-    rows = np.arange(len(level.first))
     for c in reversed(range(len(taken))):
-        size = level.freed_bytes[c][:, None, None]
-        onward = np.where((level.following[c] >= 0)[:, None, None], taken[level.following[c], rows], 0.0)
+        size, following = level.freed_bytes[c, row], level.following[c, row]
+        onward = taken[following, every] * (following >= 0)
         back = np.clip(np.floor((tiny - left) / size), 0.0, taken[c] - onward)
         taken[c] -= back
         left = left + back * size
-    time_s = (taken * level.time_s[:, :, None, None]).sum(axis=0)
-    return np.where(left > tiny, np.inf, time_s), taken
+    return np.where(left > tiny, np.inf, (taken * level.time_s[:, row]).sum(axis=0)), taken
