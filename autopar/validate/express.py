@@ -14,8 +14,7 @@ from functools import partial
 from autopar.cluster import Cluster
 from autopar.cost.blocks.block_collectives import Message
 from autopar.cost.blocks.block_cost import BlockCost
-from autopar.cost.blocks.block_price import price_block
-from autopar.cost.blocks.block_work import BlockWork, block_work
+from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.device import KernelKind
@@ -23,9 +22,9 @@ from autopar.graph.ir import Graph, Op
 from autopar.graph.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan import Precision, Prediction, Recompute
+from autopar.planner.context import flops_of_block
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout
-from autopar.planner.model_stats import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.validate.families import Sizes, build

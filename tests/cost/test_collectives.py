@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Tier
 from autopar.cost.network.collectives import KINDS, CollectiveModel, collective_time_s, volume_factor
-from autopar.cost.network.group_shape import GroupShape, group_place, group_shape
+from autopar.cost.network.placement import GroupShape, group_place, group_shape
 from autopar.errors import UsageError
 from autopar.links import Link
 from autopar.mesh import Mesh

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.planner.sharding import elimination_order as orders
-from autopar.planner.sharding.elimination import Energy, Entry, Factor, Minimum, marginalise, minimise
+from autopar.planner.sharding.elimination import Entry, marginalise, minimise, minimise_by_milp
 from autopar.planner.sharding.elimination_order import elimination_order
-from autopar.planner.sharding.milp import minimise_by_milp
+from autopar.planner.sharding.energy import Energy, Factor, Minimum
 
 
 @st.composite

@@ -15,10 +15,10 @@ from autopar.models import resolve_model
 from autopar.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import LayoutKey, Load
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from autopar.planner.task import Limits
 
 ROUNDING = 1e-9
 CLUSTER = "h100-sxm5-80gb:1x8"

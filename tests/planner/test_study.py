@@ -27,7 +27,6 @@ from autopar.errors import UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import FP32, Plan, SearchRecord
 from autopar.planner.branch_and_bound.ledger import Result
-from autopar.planner.outcome import Limits
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space, with_sampler
@@ -35,6 +34,7 @@ from autopar.planner.studies import workers
 from autopar.planner.studies.study import Study
 from autopar.planner.studies.study_identity import identity, study_name
 from autopar.planner.studies.workers import Job
+from autopar.planner.task import Limits
 from tests.cli_runner import Run, run_fixture
 
 from .graphs import mlp

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
-from autopar.cost.network.group_shape import GroupShape, group_place, group_shape, hop_shape, send_shape
+from autopar.cost.network.placement import GroupShape, group_place, group_shape, hop_shape, send_shape
 from autopar.errors import UsageError
 from autopar.links import Algorithm
 from autopar.measured import CollectiveTime

@@ -17,8 +17,7 @@ from typing import Protocol, TypeAlias
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.step.data_parallel import DataParallel
 from autopar.cost.step.data_parallel import itemsize as itemsize_of
-from autopar.cost.step.stage_time import own_times
-from autopar.cost.step.step import StageCost
+from autopar.cost.step.step import StageCost, own_times
 from autopar.mesh import DATA_AXES, MESH_AXES, Mesh
 from autopar.plan import BUCKET_BYTES
 

@@ -25,8 +25,7 @@ from autopar.cost.step.memory import (
 )
 from autopar.cost.step.optimizer import OptimizerCost, stepped_s
 from autopar.cost.step.runtime import Runtime
-from autopar.cost.step.stage_time import StageSums, moving, own_times, stage_sums
-from autopar.cost.step.step import Runs, StageCost, Step
+from autopar.cost.step.step import Runs, StageCost, StageSums, Step, moving, own_times, stage_sums
 from autopar.device import Device
 from autopar.host import HostLink
 from autopar.mesh import Mesh

@@ -9,11 +9,10 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.planner.bounds.cascade import Cascade
 from autopar.planner.bounds.chain_program import KEPT, ChainProof, Key, key_of
-from autopar.planner.context import SearchContext
+from autopar.planner.context import SearchContext, readable
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
 from autopar.planner.evaluate.layout_plans import LayoutPlans
 from autopar.planner.layouts.types import TypedLayout
-from autopar.planner.model_stats import readable
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.cut_problem import Failure
 

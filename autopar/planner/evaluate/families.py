@@ -18,8 +18,7 @@ from autopar.planner.evaluate.unequal_shares import SharesEvaluator
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
-from autopar.planner.stages.block_options import BlockOptions
-from autopar.planner.stages.per_device import Placed
+from autopar.planner.stages.block_options import BlockOptions, Placed
 
 
 class Family(Protocol):

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost.model import CostModel, StageCost, Step
-from autopar.cost.step.unequal_shares import predict_shares, shared_memory, shared_step_s
+from autopar.cost.model import CostModel, StageCost, Step, predict_shares, shared_memory, shared_step_s
 from autopar.plan import RECOMPUTES, Memory, Recompute
 from autopar.planner.context import SearchContext
 from autopar.planner.evaluate.evaluation import SLOW, Evaluation, Misfit
@@ -21,9 +20,8 @@ from autopar.planner.evaluate.layout_plans import ROUNDING
 from autopar.planner.layouts.types import LayoutKey, PricedLayout, layout_key_of
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.activation_modes import none_if_moved
-from autopar.planner.stages.block_options import BlockOptions
+from autopar.planner.stages.block_options import BlockOptions, Placed
 from autopar.planner.stages.fit import MAX_CUTS, MORE
-from autopar.planner.stages.per_device import Placed
 from autopar.planner.stages.stage_cut import cut, stage_masks
 
 Modes = tuple[Recompute, ...]

@@ -12,13 +12,12 @@ from autopar.cost.operators.measured import Measured, Source, measurement_note
 from autopar.cost.operators.roofline import op_time
 from autopar.cost.operators.work import operand_specs
 from autopar.graph.ir import Op
+from autopar.planner.context import readable
 from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.evaluate.families import Evaluator
-from autopar.planner.model_stats import readable
-from autopar.planner.outcome import Outcome
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.rank_orders import origins
-from autopar.planner.task import Task
+from autopar.planner.space.variants import origins
+from autopar.planner.task import Outcome, Task
 
 BOUND_ROUNDING = 1e-6
 """Part of a plan's time by which a bound may be above it for rounding alone."""

@@ -26,16 +26,15 @@ from autopar.planner.explain.notes import (
     unaligned_note,
 )
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.padding import padding_notes
+from autopar.planner.layouts.rank_graphs import padding_notes
 from autopar.planner.layouts.tp_typings import TP
 from autopar.planner.layouts.types import PricedLayout, expert_degree
-from autopar.planner.outcome import Outcome
 from autopar.planner.sharding.batch_axis import BATCH
 from autopar.planner.sharding.block_chain import AxisSolution
 from autopar.planner.sharding.sequence_axis import CP
-from autopar.planner.space.rank_orders import rank_groups
+from autopar.planner.space.variants import rank_groups
 from autopar.planner.stages.activation_modes import MOVED, none_if_moved
-from autopar.planner.task import Task
+from autopar.planner.task import Outcome, Task
 from autopar.rules.missing import Found, key_of
 from autopar.rules.spread import AXIS as SPREAD
 from autopar.rules.spread import DISPATCH, EXPERTS, spread_parameters, strategy_names

@@ -10,18 +10,16 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel
-from autopar.cost.step.stage_time import own_times
+from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import compact
 from autopar.graph.ir import Graph
 from autopar.mesh import Mesh
-from autopar.planner.layouts.padding import padding_of
-from autopar.planner.layouts.rank_graphs import RankGraphs
+from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
 from autopar.planner.sharding.axis_costs import Narrow
-from autopar.planner.sharding.block_chain import AxisSolution
-from autopar.planner.sharding.every_typing import every_typing
+from autopar.planner.sharding.block_chain import AxisSolution, every_typing
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.rules.apply import shard

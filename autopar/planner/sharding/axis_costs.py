@@ -20,9 +20,8 @@ from autopar.errors import InfeasibleError
 from autopar.graph.ir import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.layout import I, P, R, Type
 from autopar.mesh import Mesh
-from autopar.planner.sharding.elimination import Table
+from autopar.planner.sharding.energy import FREE, Cost, Table
 from autopar.planner.sharding.strategy_energy import rests_of
-from autopar.planner.sharding.tables import FREE, Cost
 from autopar.rules.conversions import collective_bytes, conversion, emitted_arguments
 from autopar.rules.table import without_refs
 from autopar.rules.types import Local, Strategy

@@ -23,9 +23,9 @@ from autopar.graph.ir import Graph, Mutation, Op, Parameter, Ref
 from autopar.graph.opaque import reason_of
 from autopar.layout import I, P, R, S, Type
 from autopar.opaque_ops import region_of
-from autopar.planner.sharding.elimination import Entry, Table
+from autopar.planner.sharding.elimination import Entry
+from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import Problem
-from autopar.planner.sharding.tables import FREE, Cost, Weights
 from autopar.rules.conversions import conversion
 from autopar.rules.missing import complete
 from autopar.rules.types import Strategy, Typing

@@ -1,6 +1,6 @@
 """Shares of data ranks on different devices: which numbers of samples are tried, where there is no pipeline.
 
-Every rank runs as many micro-batches, ranks of different node groups of different sizes (:mod:`autopar.cost.step.unequal_shares`). For each
+Every rank runs as many micro-batches, ranks of different node groups of different sizes (:mod:`autopar.cost.model`). For each
 number of micro-batches the samples of one are dealt out in whole numbers so that all groups take about as long; the nearest
 :data:`TRIED` ways to do so are candidates, beside those in which all ranks take as many.
 """

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.step.stage_time import own_times
+from autopar.cost.step.step import own_times
 from autopar.graph.compact import Compact
 from autopar.plan import Recompute
 from autopar.planner.layouts.types import PricedLayout
-from autopar.planner.stages.enumerate_cuts import count_plans
+from autopar.planner.stages.stage_cut import count_plans
 
 LATE = 6
 """Parts of the pipeline's ranks, of which some have short first stages."""

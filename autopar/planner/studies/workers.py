@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import UsageError
 from autopar.planner.branch_and_bound.process_group import available
-from autopar.planner.outcome import Limits
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.task import Task
+from autopar.planner.task import Limits, Task
 from autopar.rules.missing import OwnRule, own_rules
 
 if TYPE_CHECKING:
