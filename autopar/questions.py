@@ -21,7 +21,8 @@ from autopar.planner.evaluate.evaluation import Evaluation
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.planner import Planner, Task
 from autopar.planner.space.candidates import divisors
-from autopar.planner.space.pins import NumberPin, Pins
+from autopar.planner.space.pin_syntax import NumberPin
+from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits, Progress

@@ -25,7 +25,7 @@ from autopar.cost.operators.roofline import OperatorTimes, OpTime, op_time
 from autopar.cost.step.optimizer import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
 from autopar.cost.step.runtime import Runtime
-from autopar.cost.step.simulation import Chain, finishes_s, longest_chains
+from autopar.cost.step.simulation import Chain, chains_of, compiled, durations_of, finishes_s, sends_of
 from autopar.cost.step.step import StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.ir import Block, Graph, Op, TensorSpec
@@ -251,11 +251,12 @@ class CostModel:
         pipeline = self._pipeline(stages, step)
         return pipeline.breakdown(pipeline.sums())
 
-    def longest_chains(self, stages: Sequence[StageCost], step: Step, most: int = 1) -> list[Chain]:
-        """The longest chains of actions of a step; see :func:`autopar.cost.step.simulation.longest_chains`."""
-        pipeline = self._pipeline(stages, step)
-        times, after_s = pipeline.times(pipeline.sums()), [0.0] * step.mesh.pp
-        return longest_chains(step.schedule, step.mesh.pp, step.num_micro_batches, times, after_s, most)
+    def longest_chains(self, stages: Sequence[StageCost], step: Step) -> list[Chain]:
+        """Up to the end of each rank the longest chain of actions of a step; the longest of all first."""
+        pipeline, pp = self._pipeline(stages, step), step.mesh.pp
+        times = pipeline.times(pipeline.sums())
+        actions = compiled(step.schedule, pp, len(stages) // pp, step.num_micro_batches)
+        return chains_of(actions, durations_of(times), sends_of(times), [0.0] * pp, pp)
 
     def finishes_s(
         self, every: Sequence[Sequence[StageCost]], step: Step, num_micro_batches: int

@@ -13,7 +13,8 @@ from autopar.planner.evaluate.families import Evaluator
 from autopar.planner.space.candidates import Candidate, Problem
 from autopar.planner.space.conflict import conflict, remedies
 from autopar.planner.space.data_shares import against
-from autopar.planner.space.pins import ParameterPin, Pins, StagePin
+from autopar.planner.space.pin_syntax import ParameterPin, StagePin
+from autopar.planner.space.pins import Pins
 from autopar.planner.space.variants import offloaded
 from autopar.planner.task import Limits, Outcome, Task
 

@@ -150,11 +150,11 @@ class Planner:
         return _together(1 if sharing is not None else processes, search)
 
     @objects_set_aside()
-    def fastest(self, limits: Limits, *, progress: Progress | None = None, processes: int = 1) -> Plan | None:
+    def fastest(self, limits: Limits, *, processes: int = 1) -> Plan | None:
         """As :meth:`search`, but None instead of a reason where there is no plan."""
 
         def search(group: ProcessGroup) -> Plan | None:
-            outcome = self._outcome(limits, progress=progress, group=group)
+            outcome = self._outcome(limits, group=group)
             return None if outcome.best is None else self._improved(outcome.best, outcome, group)
 
         return _together(processes, search)

@@ -11,7 +11,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.ir import Graph
 from autopar.plan import Precision, Prediction
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
-from autopar.planner.space.pins import ChoicePin, Pins
+from autopar.planner.space.pin_syntax import ChoicePin
+from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 
 

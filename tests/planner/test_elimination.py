@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.planner.sharding import elimination_order as orders
-from autopar.planner.sharding.elimination import Entry, marginalise, minimise, minimise_by_milp
+from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, marginalise, minimise_by_milp
 from autopar.planner.sharding.elimination_order import elimination_order
 from autopar.planner.sharding.energy import Energy, Factor, Minimum
 
@@ -58,6 +58,13 @@ class SolverLaws:
         found = self.solve(Energy.pairwise([np.array([3e-9, 1e-9, 2e-9])], {}))
         assert found is not None
         assert found.assignment == (1,)
+
+
+def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
+    """The exact minimum; None when every assignment is forbidden."""
+    marginals = marginalise(energy, (), max_entries=max_entries)
+    value = float(marginals.tables[0])
+    return None if np.isinf(value) else Minimum(assignment=marginals.decode([Entry(0, ())])[0], value=value)
 
 
 class TestElimination(SolverLaws):

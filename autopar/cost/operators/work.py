@@ -84,15 +84,7 @@ _SAVE_CONDITION |= {"aten.gather.default": (1,), "aten.index_select.default": (1
 
 _NOTHING = Work(launches=0)
 
-_FACTORIES = (
-    "aten.zeros",
-    "aten.ones",
-    "aten.full",
-    "aten.empty",
-    "aten.arange",
-    "aten.new_",
-    "aten.rand",
-)
+_FACTORIES = ("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.new_", "aten.rand")
 
 
 def work(op: Op, operands: Specs, kind: KernelKind = "cuda") -> Work:

@@ -182,7 +182,16 @@ def _rounds(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> 
 def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array, Array]:
     """When each action ends, what it takes, and how long its rank is idle while a message to it is under way."""
     durations, sends = durations_of(stages), sends_of(stages)
-    ends = [0.0] * (len(actions.rank) + 1)  # the last one, which -1 says too, for what actions need that need nothing
+    every = np.array(_ends(actions, durations, sends)[0])
+    _, needs, lengths, messages, befores = actions.columns
+    idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
+    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
+    return every[:-1], np.array(durations)[lengths], exposed
+
+
+def _ends(actions: Compiled, durations: Sequence[float], sends: Sequence[float]) -> tuple[list[float], list[float]]:
+    """When each action ends, with one of no seconds behind them (-1), which those need that need nothing; and each rank."""
+    ends = [0.0] * (len(actions.rank) + 1)
     free = [0.0] * (max(actions.rank) + 1)
     columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
     for i, (rank, need, duration, message) in enumerate(columns):
@@ -190,11 +199,7 @@ def _run(actions: Compiled, stages: Sequence[StageTimes]) -> tuple[Array, Array,
         if (arrives := ends[need] + sends[message]) > end:
             end = arrives
         free[rank] = ends[i] = end + durations[duration]
-    every = np.array(ends)
-    _, needs, lengths, messages, befores = actions.columns
-    idle, made, sent = every[befores], every[needs], np.array(sends)[messages]
-    exposed = np.where(made + sent > idle, made + sent - np.maximum(made, idle), 0.0)
-    return every[:-1], np.array(durations)[lengths], exposed
+    return ends, free
 
 
 def _continued(
@@ -318,7 +323,6 @@ class Chain:
         time_s: what they take with the messages between them, and what follows on the rank.
         sends_s: of the messages.
         forwards, backwards, firsts: actions of each stage; the first forward of a step is among both ``forwards`` and ``firsts``.
-        sends, sends_back: messages of each stage to the next one and to the one before.
         actions: as :class:`autopar.cost.step.simulation.Compiled` numbers them, the last one first.
     """
 
@@ -328,42 +332,22 @@ class Chain:
     forwards: NDArray[np.int64]
     backwards: NDArray[np.int64]
     firsts: NDArray[np.int64]
-    sends: NDArray[np.int64]
-    sends_back: NDArray[np.int64]
     actions: tuple[int, ...] = ()
-
-
-def longest_chains(
-    name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes], after_s: Sequence[float], most: int
-) -> list[Chain]:
-    """The longest chain up to the end of each rank, of the ``most`` ranks that end last; the longest of all first.
-
-    Args:
-        name, pp, num_micro_batches, stages: as :func:`autopar.cost.step.simulation.simulate` takes them.
-        after_s: what follows on each rank.
-    """
-    actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
-    return chains_of(actions, durations_of(stages), sends_of(stages), after_s, most)
 
 
 def chains_of(
     actions: Compiled, durations: Sequence[float], sends: Sequence[float], after_s: Sequence[float], most: int
 ) -> list[Chain]:
-    """As :func:`longest_chains`, of times as :class:`autopar.cost.step.simulation.Compiled` numbers them.
+    """The longest chain up to the end of each rank, of the ``most`` ranks that end last; the longest of all first.
 
     Args:
+        actions: of which stages' times and messages are given as :class:`Compiled` numbers them.
         durations: of each stage's forward, backward and first forward.
         sends: of each stage's message to the next one and of that back; one more, of no seconds, for the message -1.
+        after_s: what follows on each rank.
     """
     pp, num_stages = len(after_s), len(sends) // 2
-    ends = [0.0] * (len(actions.rank) + 1)  # the last one is what actions need that need none (-1)
-    free = [0.0] * pp
-    columns = zip(actions.rank, actions.need, actions.duration, actions.message, strict=True)
-    for i, (rank, need, duration, message) in enumerate(columns):
-        end, arrives = free[rank], ends[need] + sends[message]
-        if arrives > end and need >= 0:
-            end = arrives
-        ends[i] = free[rank] = end + durations[duration]
+    ends, free = _ends(actions, durations, sends)
     found = []
     for rank in sorted(range(pp), key=lambda r: -free[r] - after_s[r])[:most]:
         own, path, sent_on, i = [], [], [], actions.last[rank]
@@ -377,18 +361,14 @@ def chains_of(
             else:
                 i = before
         count = np.bincount(own, minlength=3 * num_stages).reshape(-1, 3)
-        messages = [message for message in sent_on if message >= 0]
-        sent_count = np.bincount(messages, minlength=2 * num_stages).reshape(-1, 2)
         found.append(
             Chain(
                 rank=rank,
                 time_s=free[rank] + after_s[rank],
-                sends_s=sum(sends[message] for message in messages),
+                sends_s=sum(sends[message] for message in sent_on if message >= 0),
                 forwards=count[:, 0] + count[:, 2],
                 backwards=count[:, 1],
                 firsts=count[:, 2],
-                sends=sent_count[:, 0],
-                sends_back=sent_count[:, 1],
                 actions=tuple(path),
             )
         )

@@ -5,7 +5,7 @@ Everything happens on the compact graph and is kept: many candidates of a search
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
@@ -108,9 +108,9 @@ class Layouts:
         """What is known of the layouts of a key."""
         return self._memos.setdefault(key, LayoutMemo())
 
-    def memos(self, keys: Iterable[LayoutKey] | None = None) -> dict[LayoutKey, LayoutMemo]:
-        """What is known of the layouts of these keys, of all of them where None, for another process."""
-        return dict(self._memos) if keys is None else {key: self.memo(key) for key in keys}
+    def memos(self) -> dict[LayoutKey, LayoutMemo]:
+        """What is known of the layouts of all keys, for another process."""
+        return dict(self._memos)
 
     def learn(self, memos: Mapping[LayoutKey, LayoutMemo]) -> None:
         """What another process has worked out."""

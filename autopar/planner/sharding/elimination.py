@@ -10,10 +10,10 @@ cost: :func:`prepare` works it out once, and :meth:`Prepared.solve_all` solves m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -46,11 +46,8 @@ class Entry:
     index: tuple[int, ...]
 
 
-class Decoder(Protocol):
-    """Finds the assignments that reach entries of marginals."""
-
-    def __call__(self, entries: Sequence[Entry]) -> States:
-        """The states of all variables [entries, variables]."""
+Decoder = Callable[[Sequence[Entry]], States]
+"""Finds the assignments that reach entries of marginals: the states of all variables [entries, variables]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,17 +65,6 @@ class Marginals:
     def decode(self, entries: Sequence[Entry]) -> list[tuple[int, ...]]:
         """The assignments of all variables that reach these entries, which must be finite."""
         return [tuple(assignment) for assignment in self.decoder(entries).tolist()]
-
-
-def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
-    """The exact minimum; None when every assignment is forbidden.
-
-    Args:
-        max_entries: bound on a table of the elimination; past it ``scipy.optimize.milp`` (HiGHS) solves the same.
-    """
-    marginals = marginalise(energy, (), max_entries=max_entries)
-    value = float(marginals.tables[0])
-    return None if np.isinf(value) else Minimum(assignment=marginals.decode([Entry(0, ())])[0], value=value)
 
 
 def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
@@ -291,16 +277,6 @@ def _eliminate(
 # --- the integer program
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """Decodes one energy by a list of assignments."""
-
-    assignments: dict[tuple[int, ...], tuple[int, ...]]
-
-    def __call__(self, entries: Sequence[Entry]) -> States:
-        return np.array([self.assignments[entry.index] for entry in entries], dtype=np.intp)
-
-
 def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Decoder]:
     """The same by one integer program for each combination of the kept variables; one energy in front."""
     table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
@@ -309,7 +285,7 @@ def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, D
         best = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
         if best is not None:
             table[0, *index], assignments[index] = best.value, best.assignment
-    return table, _Listed(assignments)
+    return table, lambda entries: np.array([assignments[entry.index] for entry in entries], dtype=np.intp)
 
 
 _OPTIMAL, _INFEASIBLE = 0, 2  # status codes of scipy.optimize.milp

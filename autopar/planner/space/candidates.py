@@ -26,7 +26,8 @@ from autopar.planner.space.constraints import (
     practice,
     sequence_laws,
 )
-from autopar.planner.space.pins import ChoicePin, NumberPin, Pins
+from autopar.planner.space.pin_syntax import ChoicePin, NumberPin
+from autopar.planner.space.pins import Pins
 from autopar.schedule import SCHEDULES
 
 __all__ = ["Candidate", "Problem", "candidates", "divisors"]

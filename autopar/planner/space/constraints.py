@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from autopar.graph.padding import length
 from autopar.planner.sharding.sequence_axis import KINDS
-from autopar.planner.space.pins import BUCKET, ChoicePin, NumberPin, Pin, Pins
+from autopar.planner.space.pin_syntax import BUCKET, ChoicePin, NumberPin, Pin
+from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.rates import ALIGNED_ELEMENTS
 from autopar.schedule import SCHEDULES

@@ -18,7 +18,8 @@ from autopar.mesh import Mesh
 from autopar.plan_check import SHARES_ALONE, shares_fault
 from autopar.planner.space.candidates import Candidate, Problem, candidates, divisors
 from autopar.planner.space.conflict import conflict
-from autopar.planner.space.pins import EQUAL, ChoicePin, NumberPin, Pins
+from autopar.planner.space.pin_syntax import EQUAL, ChoicePin, NumberPin
+from autopar.planner.space.pins import Pins
 
 KEY = "data_shares"
 TRIED = 3

@@ -20,7 +20,8 @@ from autopar.cost.step.optimizer import OPTIMIZERS, optimizer_cost
 from autopar.errors import UsageError
 from autopar.plan import Offload, RankGroup
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.space.pins import ActivationPin, ChoicePin, Pins
+from autopar.planner.space.pin_syntax import ActivationPin, ChoicePin
+from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted
 
 

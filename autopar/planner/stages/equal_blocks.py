@@ -78,13 +78,9 @@ class EqualBlocks:
         total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
         return math.ceil(math.floor(total_s / min(times[k] for k in places) + 1e-9) / stages)
 
-    def tries_all(self, stages: int, *, without: str = "") -> bool:
-        """Whether all cuts into so many stages with every choice of recompute are few enough to be priced.
-
-        Args:
-            without: a mode that is not chosen.
-        """
-        choices = [len({*self.modes[k]} - {without} or self.modes[k]) + self.moves for k in self.class_of]
+    def tries_all(self, stages: int) -> bool:
+        """Whether all cuts into so many stages with every choice of recompute are few enough to be priced."""
+        choices = [len(self.modes[k]) + self.moves for k in self.class_of]
         return count_plans(len(self.class_of), stages, choices) <= self.every
 
     def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:

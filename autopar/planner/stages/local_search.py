@@ -94,7 +94,7 @@ class _ChainBound:
 
     def add(self, found: Fitting) -> None:
         """The longest chains of a cut, one for each rank at whose end one stands."""
-        self.chains += self.problem.model.longest_chains(found.made, self.problem.step, self.problem.pp)
+        self.chains += self.problem.model.longest_chains(found.made, self.problem.step)
 
     def times_s(self, stops: NDArray[np.int64]) -> Array:
         """The longest chain of each of some cuts [cuts]."""

@@ -25,17 +25,8 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.studies.storage import answering, open_storage
 
 KEYS = (
-    "pp",
-    "dp_shard",
-    "cp",
-    "tp",
-    "ep_data",
-    "micro_batch",
-    "zero",
-    "schedule",
-    "groups",
-    "offload",
-    "vocab_multiple",
+    *("pp", "dp_shard", "cp", "tp", "ep_data", "micro_batch", "zero", "schedule"),
+    *("groups", "offload", "vocab_multiple"),
 )
 Value = int | str
 _NOTHING = "none"
