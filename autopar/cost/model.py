@@ -207,7 +207,7 @@ class CostModel:
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
         """Whether the size of buckets can matter: some gradients are summed in them."""
         summed = self.of(step).summed
-        return any(summed.in_buckets(block.parameters) for stage in stages for (block, _), _ in stage.runs)
+        return any(summed.of(block.parameters, late=False) for stage in stages for (block, _), _ in stage.runs)
 
     def predict(
         self, stages: Sequence[StageCost], step: Step, *, memory: tuple[Memory, ...] | None = None

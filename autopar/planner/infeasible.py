@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.planner.context import readable
-from autopar.planner.evaluate.evaluation import Misfit
-from autopar.planner.evaluate.evaluator import memory_of_devices
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluation import Misfit, memory_of_devices
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.space.candidates import Candidate, Problem
 from autopar.planner.space.conflict import conflict, remedies
 from autopar.planner.space.data_shares import against

@@ -34,7 +34,7 @@ from autopar.planner.branch_and_bound.ledger import Ledger
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup
 from autopar.planner.branch_and_bound.sampling import Sampling, front
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.alternatives import Alternative, compare
 from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.layouts.catalogue import Layouts
@@ -119,12 +119,7 @@ class Planner:
 
     @objects_set_aside()
     def search(
-        self,
-        *,
-        limits: Limits,
-        sharing: Sharing | None = None,
-        progress: Progress | None = None,
-        processes: int = 1,
+        self, *, limits: Limits, sharing: Sharing | None = None, progress: Progress | None = None, processes: int = 1
     ) -> Plan:
         """The fastest plan that fits.
 

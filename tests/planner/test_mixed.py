@@ -16,7 +16,7 @@ from autopar.plan import FP32
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space

@@ -20,7 +20,7 @@ from autopar.plan_io import plan_from_dict, plan_to_dict
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.space.candidates import Problem, candidates
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Hosted, load_space

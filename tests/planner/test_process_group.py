@@ -19,7 +19,7 @@ from autopar.plan import Plan
 from autopar.planner import planner as planning
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, available
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import load_space
 from autopar.planner.task import Limits

@@ -23,7 +23,7 @@ from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.branch_and_bound.optuna_sampler import Encoding, Sampler
 from autopar.planner.branch_and_bound.sampling import Sampling
 from autopar.planner.evaluate.evaluation import Evaluation
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds

@@ -20,7 +20,7 @@ from autopar.plan import FP32, FP64, Plan, SearchRecord
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
 from autopar.planner.evaluate.evaluation import Evaluation, Misfit
-from autopar.planner.evaluate.families import Evaluator
+from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.planner import Planner
 from autopar.planner.space.candidates import Problem, candidates

@@ -132,11 +132,7 @@ class CollectiveModel:
     def _switch(self, kind: str, shape: GroupShape) -> float | None:
         """Bus bandwidth of in-switch reduction for the group's devices of one node."""
         for entry in self.cluster.library.switch_bandwidths:
-            if (entry.link, entry.collective, entry.num_devices) == (
-                shape.intra_node.name,
-                kind,
-                shape.ranks_per_node,
-            ):
+            if (entry.link, entry.collective, entry.num_devices) == (shape.intra_node.name, kind, shape.ranks_per_node):
                 return entry.bandwidth_bytes_per_s
         return None
 
@@ -159,11 +155,6 @@ def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], Collective
         for entry in cluster.library.measured
         if entry.devices_per_node == cluster.devices_per_node and (entry.num_nodes == 1 or not cluster.tiers)
     }
-
-
-def collective_time_s(kind: str, num_bytes: float, shape: GroupShape, cluster: Cluster) -> float:
-    """Time of one collective of one group; :class:`CollectiveModel` where many are asked for."""
-    return CollectiveModel(cluster).shape_time_s(kind, num_bytes, shape)
 
 
 def volume_factor(kind: str, size: int) -> float:

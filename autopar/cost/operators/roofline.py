@@ -42,12 +42,7 @@ class OperatorTimes(Protocol):
 
 
 def op_time(
-    op: Op,
-    operands: Specs,
-    device: Device,
-    measured: OperatorTimes | None = None,
-    *,
-    quantized: str | None = None,
+    op: Op, operands: Specs, device: Device, measured: OperatorTimes | None = None, *, quantized: str | None = None
 ) -> OpTime:
     """``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, unless it was measured.
 

@@ -32,12 +32,7 @@ class PipelineStep:
     """
 
     def __init__(
-        self,
-        stages: Sequence[StageCost],
-        parts: Sequence[StepModel],
-        collectives: CollectiveModel,
-        *,
-        by_hop: bool,
+        self, stages: Sequence[StageCost], parts: Sequence[StepModel], collectives: CollectiveModel, *, by_hop: bool
     ) -> None:
         self.stages, self.parts, self.collectives, self.by_hop = stages, parts, collectives, by_hop
         self.step, self.data = parts[0].step, parts[0].data

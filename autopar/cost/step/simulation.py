@@ -62,17 +62,6 @@ class PipelineTimes:
     busy_s: tuple[float, ...]
     exposed_send_s: tuple[float, ...]
 
-    @property
-    def time_s(self) -> float:
-        """When the last rank has finished."""
-        return max(self.finish_s)
-
-    @property
-    def bubble_s(self) -> tuple[float, ...]:
-        """Idle time of each rank until the last has finished, waiting for messages aside."""
-        parts = zip(self.busy_s, self.exposed_send_s, strict=True)
-        return tuple(max(self.time_s - busy - send, 0.0) for busy, send in parts)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:

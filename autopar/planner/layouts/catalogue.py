@@ -5,7 +5,7 @@ Everything happens on the compact graph and is kept: many candidates of a search
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
@@ -14,7 +14,6 @@ from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
 from autopar.graph.compact import compact
 from autopar.graph.ir import Graph
-from autopar.mesh import Mesh
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
 from autopar.planner.layouts.tp_typings import Order, TpTypings, pinned_types
 from autopar.planner.layouts.types import LayoutKey, Load, PricedLayout, TypedLayout
@@ -34,14 +33,13 @@ class LayoutMemo:
         typed: by the orders of magnitude of their loads.
         priced: by their identities.
         at_best: see :meth:`Layouts.unsplit`; None: nobody asked.
-        quickest_s, least_s: see :class:`Layouts`; likewise.
+        quickest_s: see :class:`Layouts`; likewise.
     """
 
     typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
     priced: dict[str, PricedLayout] = field(default_factory=dict)
     at_best: PricedLayout | None = None
     quickest_s: float | None = None
-    least_s: tuple[float, ...] | None = None
 
     def learn(self, other: LayoutMemo) -> None:
         """What another process has worked out; what is known already stays."""
@@ -49,7 +47,6 @@ class LayoutMemo:
         self.priced = other.priced | self.priced
         self.at_best = other.at_best if self.at_best is None else self.at_best
         self.quickest_s = other.quickest_s if self.quickest_s is None else self.quickest_s
-        self.least_s = other.least_s if self.least_s is None else self.least_s
 
 
 class Layouts:
@@ -119,21 +116,15 @@ class Layouts:
 
     # --- typed
 
-    def front(self, micro_batch_size: int, mesh: Mesh, load: Load) -> Iterator[PricedLayout]:
-        """The layouts that some price of memory makes best, from lean to fast, each priced when it is asked for.
+    def typed(self, key: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
+        """The layouts that some price of memory makes best, from lean to fast, before anything is priced.
 
         Args:
-            mesh: its degrees of ``cp`` and ``tp`` count.
             load: what a plan does with them.
 
         Raises:
             InfeasibleError: the pins of parameters allow none.
         """
-        key = LayoutKey(micro_batch_size=micro_batch_size, ep_data=mesh.ep_data, cp=mesh.cp, tp=mesh.tp)
-        return (self.price(typed) for typed in self.typed(key, load))
-
-    def typed(self, key: LayoutKey, load: Load) -> tuple[TypedLayout, ...]:
-        """As :meth:`front`, before anything is priced."""
         typed, order = self.memo(key).typed, load.order if key.tp > 1 else (1, 1)
         if order not in typed:
             typed[order] = self._every_typed(key) or self._front(key, order)
@@ -201,25 +192,9 @@ class Layouts:
     def _quickest_s(self, key: LayoutKey, kind: str) -> float:
         if key.tp > 1:
             return self.typings.solver(key, kind).quickest.value
-        counts = [len(members) for members in self.compact.members]
-        return sum(n * time_s for n, time_s in zip(counts, self._least_s(key, kind), strict=True))
-
-    def least_s(self, key: LayoutKey) -> tuple[float, ...]:
-        """As :meth:`quickest_s`, for each block of the compact graph alone; zeros where no kind of attention fits."""
-        memo = self.memo(key)
-        if memo.least_s is None:
-            try:
-                by_kind = [self._least_s(key, kind) for kind in self.graphs.kinds(key)]
-            except InfeasibleError:
-                by_kind = [(0.0,) * len(self.compact.members)]
-            memo.least_s = tuple(map(min, zip(*by_kind, strict=True)))
-        return memo.least_s
-
-    def _least_s(self, key: LayoutKey, kind: str) -> tuple[float, ...]:
-        if key.tp > 1:
-            return self.typings.solver(key, kind).least_s
         costs = self.price(TypedLayout(key=key, kind=kind, solution=None)).costs
-        return tuple(sum(own_times(cost, recompute="none")) for cost in costs)
+        times = [sum(own_times(cost, recompute="none")) for cost in costs]
+        return sum(len(members) * time_s for members, time_s in zip(self.compact.members, times, strict=True))
 
     # --- priced
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
 from operator import contains
 
 from autopar import rules
@@ -149,7 +148,7 @@ def _solve(compact: Compact, size: Fraction, offered: Mapping[str, Sequence[Stra
     for mutation in graph.mutations:
         if mutation.value.name in problem.ops:
             ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
-            problem.end(mutation.value, partial(_ends_as, ends))
+            problem.end(mutation.value, dict.fromkeys(ends, FREE).get)
     best = problem.solve_all((), [Weights()])
     if best.tables[0] == float("inf"):
         raise _mixes(graph, graph.producer(graph.loss), "no choice of strategies fits together")
@@ -163,10 +162,6 @@ def _summing_up(graph: Graph, op: Op, size: Fraction) -> tuple[Strategy, ...]:
     offered = rules.strategies(op, operands, axis=BATCH, size=size, fallback=True)
     trained = [i for i, ref in enumerate(op.operands) if graph.is_parameter(ref) and operands[i].requires_grad]
     return tuple([s for s in offered if I not in [s.inputs[i] for i in trained]]) if trained else offered
-
-
-def _ends_as(ends: tuple[Type, ...], kind: Type) -> Cost | None:
-    return FREE if kind in ends else None
 
 
 def for_batch(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:

@@ -28,12 +28,7 @@ from autopar.graph.ir import Block, Ref
 from autopar.layout import Type
 from autopar.plan import AxisTyping
 from autopar.planner.sharding.axis_costs import AxisCosts
-from autopar.planner.sharding.block_table import (
-    MAX_BOUNDARY_STATES,
-    BlockProblem,
-    boundary_of,
-    crossing_types,
-)
+from autopar.planner.sharding.block_table import MAX_BOUNDARY_STATES, BlockProblem, boundary_of, crossing_types
 from autopar.planner.sharding.elimination import Entry, Marginals, Prepared, marginalise, prepare
 from autopar.planner.sharding.energy import Energy, Factor, Table, Weights
 from autopar.planner.sharding.resharding import Structures
@@ -156,35 +151,17 @@ class AxisSolver:
         Raises:
             InfeasibleError: none fits together.
         """
-        return self._together(self._marginals(weights), len(weights))
+        marginals = {key: problem.solve_all(weights) for key, problem in self.problems.items()}
+        return self._together(marginals, len(weights))
 
-    @property
+    @cached_property
     def quickest(self) -> AxisSolution:
         """The typing of the quickest micro-batch, whatever it keeps.
 
         Raises:
             InfeasibleError: none fits together.
         """
-        return self._by_time[0]
-
-    @property
-    def least_s(self) -> tuple[float, ...]:
-        """For each block of the compact graph seconds of a micro-batch below which no typing runs it.
-
-        Raises:
-            InfeasibleError: no typing of all blocks fits together.
-        """
-        return self._by_time[1]
-
-    @cached_property
-    def _by_time(self) -> tuple[AxisSolution, tuple[float, ...]]:
-        """See :attr:`quickest` and :attr:`least_s`: both from the same tables, which are large and not kept."""
-        marginals = self._marginals([Weights()])
-        least_s = tuple(float(marginals[key].tables.min()) for key in self.keys)
-        return self._together(marginals, 1)[0], least_s
-
-    def _marginals(self, weights: Sequence[Weights]) -> dict[Hashable, Marginals]:
-        return {key: problem.solve_all(weights) for key, problem in self.problems.items()}
+        return self.solve(Weights())
 
     def _together(self, marginals: Mapping[Hashable, Marginals], count: int) -> list[AxisSolution]:
         """The best typings by the tables of the blocks under ``count`` weights."""
@@ -291,15 +268,12 @@ class AxisSolver:
         )
 
     def _written(self, solved: Block, choice: Choice) -> AxisTyping:
-        """A choice as plans write it, under the names of the block that was solved for: equal blocks have equal layouts."""
+        """A choice as plans write it: equal blocks have equal layouts."""
         graph = self.compact.graph
-        owned = graph.block_parameters(solved)
         return AxisTyping(
             axis=self.costs.axis,
             strategies=tuple(choice.strategies[op.name].name for op in graph.block_ops(solved)),
-            parameters=tuple(choice.parameters[p.name] for p in owned),
-            parameter_names=tuple(p.key.removeprefix(f"{solved.label}.") for p in owned),
-            boundary=tuple(choice.strategies[r.name].outputs[r.index] for r in graph.block_outputs(solved)),
+            parameters=tuple(choice.parameters[p.name] for p in graph.block_parameters(solved)),
         )
 
 
@@ -318,8 +292,9 @@ _Assignments = Mapping[tuple[int, ...], Sequence[Assignment]]
 
 def every_typing(solver: AxisSolver, most: int) -> list[AxisSolution] | None:
     """All typings of a compact graph on an axis; None where there are more than ``most``, or a block is too large to tell."""
-    if any(_entries(block) > MAX_ENTRIES * most for block in solver.problems.values()):
-        return None
+    for block in solver.problems.values():
+        if prod(len(block.problem.states[v]) for v in _variables(block)) > MAX_ENTRIES * most:
+            return None
     by_key = {key: _assignments(block) for key, block in solver.problems.items()}
     equal = dict[Ref, list[Ref]]()
     for a, b in solver.equal_values():
@@ -337,10 +312,6 @@ def _variables(block: BlockProblem) -> tuple[int, ...]:
     """Those that a typing is made of, beside the changes of type that follow from them."""
     problem = block.problem
     return tuple(dict.fromkeys((*block.keep, *problem.ops.values(), *problem.rests.values())))
-
-
-def _entries(block: BlockProblem) -> int:
-    return prod(len(block.problem.states[v]) for v in _variables(block))
 
 
 def _assignments(block: BlockProblem) -> _Assignments:

@@ -176,27 +176,17 @@ def prepare(
     Args:
         known: what was prepared for other energies; it depends on what an energy forbids, not on its finite costs.
     """
-    if known is None:
-        return _prepare(energy, keep, max_entries)
+    known = {} if known is None else known
     allowed = b"".join([np.isfinite(f.table).tobytes() for f in energy.factors])
-    key = keep, max_entries, energy.sizes, tuple([f.scope for f in energy.factors]), allowed
+    scopes = tuple([f.scope for f in energy.factors])
+    key = keep, max_entries, energy.sizes, scopes, allowed
     if key not in known:
-        known[key] = _prepare(energy, keep, max_entries)
+        states = possible_states(energy)
+        sizes = tuple(len(s) for s in states)
+        order, largest = elimination_order(sizes, scopes, keep)
+        steps = elimination_steps(sizes, scopes, order, keep) if largest <= max_entries else None
+        known[key] = Prepared(sizes=energy.sizes, scopes=scopes, states=states, keep=keep, largest=largest, steps=steps)
     return known[key]
-
-
-def _prepare(energy: Energy, keep: tuple[int, ...], max_entries: int) -> Prepared:
-    states = possible_states(energy)
-    scopes, sizes = tuple(f.scope for f in energy.factors), tuple(len(s) for s in states)
-    order, largest = elimination_order(sizes, scopes, keep)
-    return Prepared(
-        sizes=energy.sizes,
-        scopes=scopes,
-        states=states,
-        keep=keep,
-        largest=largest,
-        steps=elimination_steps(sizes, scopes, order, keep) if largest <= max_entries else None,
-    )
 
 
 # --- eliminating

@@ -31,13 +31,6 @@ class Energy:
     sizes: tuple[int, ...]
     factors: tuple[Factor, ...]
 
-    @classmethod
-    def pairwise(cls, unary: Sequence[Table], pairs: dict[tuple[int, int], Table]) -> Energy:
-        """An energy from one table a variable and one a pair."""
-        factors = [Factor(scope=(i,), table=np.asarray(t, dtype=np.float64)) for i, t in enumerate(unary)]
-        factors += [Factor(scope=pair, table=np.asarray(t, dtype=np.float64)) for pair, t in pairs.items()]
-        return cls(sizes=tuple(len(t) for t in unary), factors=tuple(factors))
-
     def value(self, assignment: Sequence[int]) -> float:
         """The energy of one assignment (a state for each variable)."""
         return float(sum(f.table[tuple(assignment[v] for v in f.scope)] for f in self.factors))

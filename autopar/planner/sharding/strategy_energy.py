@@ -270,12 +270,7 @@ class Problem:
             self._append((value,), parts)
 
     def _connect(
-        self,
-        value: int,
-        source: int,
-        parts: tuple[Table, ...],
-        flow: Flow,
-        readers: Iterable[tuple[int, Table | None]],
+        self, value: int, source: int, parts: tuple[Table, ...], flow: Flow, readers: Iterable[tuple[int, Table | None]]
     ) -> None:
         """The tables of the variable of a value that several operators read."""
         if parts:

@@ -12,7 +12,6 @@ from autopar.cost.step.step import own_times
 from autopar.graph.compact import Compact
 from autopar.plan import Recompute
 from autopar.planner.layouts.types import PricedLayout
-from autopar.planner.stages.stage_cut import count_plans
 
 LATE = 6
 """Parts of the pipeline's ranks, of which some have short first stages."""
@@ -81,7 +80,7 @@ class EqualBlocks:
     def tries_all(self, stages: int) -> bool:
         """Whether all cuts into so many stages with every choice of recompute are few enough to be priced."""
         choices = [len(self.modes[k]) + self.moves for k in self.class_of]
-        return count_plans(len(self.class_of), stages, choices) <= self.every
+        return math.comb(len(self.class_of) - 1, stages - 1) * math.prod(choices) <= self.every
 
     def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Ways to cut virtual stages: for each stage whether blocks i:j may be one, see :meth:`most_blocks`.

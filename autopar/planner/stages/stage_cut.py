@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
-from math import comb, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -297,11 +296,6 @@ def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pi
             own = own & (holds if stage == s else ~holds)
         found.append(own)
     return found
-
-
-def count_plans(num_blocks: int, stages: int, choices: Sequence[int]) -> int:
-    """Cuts into stages times choices of recompute; ``choices``: of each block."""
-    return comb(num_blocks - 1, stages - 1) * prod(choices)
 
 
 def every_cut(blocks: Sequence[CutBlock], stages: int, fixed: Mapping[int, int]) -> Iterator[Cut]:

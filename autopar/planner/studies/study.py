@@ -52,13 +52,7 @@ class Study:
     is_shared = True
 
     def __init__(
-        self,
-        pool: Sequence[Candidate],
-        *,
-        storage: str,
-        name: str,
-        identity: Mapping[str, str],
-        durable: bool = True,
+        self, pool: Sequence[Candidate], *, storage: str, name: str, identity: Mapping[str, str], durable: bool = True
     ) -> None:
         self.url, self.name = storage, name
         self.pool = tuple(pool)
