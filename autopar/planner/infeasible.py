@@ -9,8 +9,9 @@ from autopar.errors import InfeasibleError
 from autopar.planner.context import readable
 from autopar.planner.evaluate.evaluation import Misfit, memory_of_devices
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.space.candidates import Candidate, Problem
+from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.conflict import conflict, remedies
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.data_shares import against
 from autopar.planner.space.pin_syntax import ParameterPin, StagePin
 from autopar.planner.space.pins import Pins

@@ -41,7 +41,8 @@ from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.sharding.batch_axis import mixes_samples
 from autopar.planner.sharding.sequence_axis import attention_heads, attention_sequences, has_written_attention
-from autopar.planner.space.candidates import Candidate, Problem, candidates
+from autopar.planner.space.candidates import Candidate, candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.data_shares import equally_shared, shared
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual

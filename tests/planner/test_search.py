@@ -23,7 +23,8 @@ from autopar.planner.evaluate.evaluation import Evaluation, Misfit
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.types import LayoutKey
 from autopar.planner.planner import Planner
-from autopar.planner.space.candidates import Problem, candidates
+from autopar.planner.space.candidates import candidates
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space
 from autopar.planner.task import Limits, Task

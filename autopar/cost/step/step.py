@@ -177,11 +177,8 @@ def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micr
     """Of a stage's forwards under ZeRO 3 those that gather: in a pipeline not those right after a backward."""
     if not (data.gathers_always and data.is_pipelined):
         return 1.0
-    return (
-        1
-        - _after_backwards(schedule, data.mesh.pp, num_stages // data.mesh.pp, num_micro_batches)[stage]
-        / num_micro_batches
-    )
+    after = _after_backwards(schedule, data.mesh.pp, num_stages // data.mesh.pp, num_micro_batches)[stage]
+    return 1 - after / num_micro_batches
 
 
 @lru_cache(maxsize=256)

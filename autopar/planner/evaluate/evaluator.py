@@ -80,7 +80,9 @@ class PipelineEvaluator:
             return Misfit(candidate=candidate, reason=SLOW)
         on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
         if not on_device:
-            return self._remember(Misfit(candidate=candidate, reason=self._host_reason(failures)))
+            least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
+            reason = f"memory of the host: needs {readable(least)} of {readable(has)} a device"
+            return self._remember(Misfit(candidate=candidate, reason=reason))
         least_bytes = min(on_device)
         reason = f"memory: needs {needs_text(self.model, least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
@@ -105,10 +107,6 @@ class PipelineEvaluator:
         known += proofs
         del known[: len(known) - KEPT]
         return bound_s
-
-    def _host_reason(self, failures: Sequence[Failure]) -> str:
-        least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
-        return f"memory of the host: needs {readable(least)} of {readable(has)} a device"
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
         """Why no layout of a candidate can fit, found without solving any: ``cp`` and ``tp`` divide what one rank has at best."""

@@ -82,11 +82,9 @@ class SequenceSplit:
     def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         allowed = tuple(s for s in offered if self._allows(op, s))
         split = tuple(s for s in allowed if any(t.is_split for t in (*s.inputs, *s.outputs)))
-        return split if split and self._has_samples(op) else allowed
-
-    def _has_samples(self, op: Op) -> bool:
-        types = [self._samples(ref) for ref in (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))]
-        return any(kind is not None and kind.is_split for kind in types)
+        values = (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))
+        has_samples = any((kind := self._samples(ref)) is not None and kind.is_split for ref in values)
+        return split if split and has_samples else allowed
 
     def _allows(self, op: Op, strategy: Strategy) -> bool:
         if is_attention(op) and strategy.name not in _ATTENTION[self.kind]:

@@ -16,8 +16,9 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.mesh import Mesh
 from autopar.plan_check import SHARES_ALONE, shares_fault
-from autopar.planner.space.candidates import Candidate, Problem, candidates, divisors
+from autopar.planner.space.candidates import Candidate, candidates, divisors
 from autopar.planner.space.conflict import conflict
+from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pin_syntax import EQUAL, ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
 
