@@ -24,6 +24,7 @@ from typing import TypeVar
 from autopar.cost.model import CostModel
 from autopar.cost.operators.measured import Recorder
 from autopar.cost.step.data_parallel import is_mixed
+from autopar.graph.attention import attention_heads, attention_sequences, has_written_attention
 from autopar.graph.ir import Graph, Op
 from autopar.graph.padding import vocabulary_sizes
 from autopar.plan import Plan
@@ -40,7 +41,6 @@ from autopar.planner.explain.plan_writer import notes_of, plan_of, record_of
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.types import layout_key_of
 from autopar.planner.sharding.batch_axis import mixes_samples
-from autopar.planner.sharding.sequence_axis import attention_heads, attention_sequences, has_written_attention
 from autopar.planner.space.candidates import Candidate, candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.data_shares import equally_shared, shared

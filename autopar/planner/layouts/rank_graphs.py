@@ -25,8 +25,9 @@ from autopar.planner.sharding.batch_axis import solve_batch
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.resharding import Structures
-from autopar.planner.sharding.sequence_axis import CP, KINDS, SequenceSplit
+from autopar.planner.sharding.sequence_axis import CP, SequenceSplit
 from autopar.planner.space.pins import Pins
+from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules.apply import shard
 from autopar.rules.resize import Resizer, can_resize
 from autopar.rules.spread import spread
@@ -93,7 +94,7 @@ class RankGraphs:
         self.batch = solve_batch(compact)
         self.owners: Mapping[str, int] = owners_of(compact)
         self.structures = Structures()
-        self._attention = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
+        self._attention = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
         self._micro = _micro_graphs(compact.graph, self.batch, global_batch_size)
         self._pads: dict[tuple[int, int], bool] = {}
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}

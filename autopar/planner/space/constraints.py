@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph.padding import length
-from autopar.planner.sharding.sequence_axis import KINDS
 from autopar.planner.space.pin_syntax import BUCKET, ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space
+from autopar.planner.space.space import ATTENTION_KINDS, Space
 from autopar.rates import ALIGNED_ELEMENTS
 from autopar.schedule import SCHEDULES
 
@@ -159,7 +158,7 @@ def sequence_laws(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
         return (Constraint(name="cp=1 in a model without attention operators", holds=lambda t: t["cp"] == 1),)
     remedy = "pad sequences to a multiple of cp"
     found = [_divides("cp", n, f"cp divides the sequence of {n}", remedy) for n in problem.sequences]
-    kinds = tuple(kind for kind in KINDS if pins.allows("cp_attention", kind))
+    kinds = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
     if kinds == ("ulysses",):
         heads = sorted({*problem.heads, *problem.key_heads})
         found += [_divides("cp", n, f"cp divides {n} heads (Ulysses)") for n in heads]

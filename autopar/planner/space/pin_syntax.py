@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.layout import Type, parse_type
 from autopar.plan import RECOMPUTES, Recompute
-from autopar.planner.sharding.sequence_axis import KINDS
+from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.schedule import SCHEDULES
 from autopar.table import closest
 
@@ -40,7 +40,7 @@ _AXES = ("tp",)
 _CHOICES = {
     "schedule": SCHEDULES,
     "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
-    "cp_attention": KINDS,
+    "cp_attention": ATTENTION_KINDS,
     "offload": ("none", "optimizer"),
 }
 EQUAL = "equal"
